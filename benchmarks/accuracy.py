@@ -79,7 +79,7 @@ class Judge:
 def answers(
     problem: Problem, dtype: torch.dtype, logits: torch.dtype | None = None, dlogits: torch.dtype | None = None
 ) -> Answers:
-    """The results of plain torch in a dtype; on several ranks, of Megatron's output layer and native loss.
+    """The results of plain torch in a dtype. On several ranks the vocabulary is sharded, as in Megatron's native loss.
 
     Products are in `dtype`, sums and the softmax at least in float32. In float64 the result is the truth. Tokens are
     processed in blocks; dW is summed over the blocks and rounded once. `logits`, `dlogits`: lower-precision dtypes to

@@ -48,8 +48,8 @@ def exponential_from(z, shift):
 
 @triton.jit
 def scaled(z, factor):
-    """``z * factor``, rounded. Compilers fuse a plain product with a following subtraction. The largest logit would
-    then differ from the maximum by a rounding. The exponential of a large logit's rounding is infinite."""
+    """``z * factor``, rounded. Compilers would fuse a plain product with the subtraction of the maximum, and skip this
+    rounding. The largest logit minus the maximum would not be 0. For huge logits, its exponential might be infinite."""
     return tl.fma(z, factor, 0.0)
 
 

@@ -4,9 +4,9 @@ The logits are either a user's (:func:`parallel_lce.vocab_parallel_cross_entropy
 problem (:mod:`parallel_lce.backends.triton_dense`). Bias, scales and soft-cap are applied to the products when they are
 read. Plain torch for a user's logits: :mod:`parallel_lce.backends.torch_logits`.
 
-One program reads a token's row. Rows are addressed in int64: N * V passes 2^31 in ordinary use. Both kernels take
-tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them. :func:`divergence`
-compares two models' fp32 logits of the same entries, with the formulas of :mod:`parallel_lce.run.divergence`.
+One program reads a token's row, or 2048 columns of it in :func:`logits_gradient`. Rows are addressed in int64: N * V
+passes 2^31 in ordinary use. Both kernels take tensors first, then numbers, for ``kernels.relaunch.Bound``.
+:func:`divergence` compares two models' fp32 logits by the formulas of :mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponentia
 from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Of the kernels on a user's logits.
+# Columns per step, and warps, for a user's logits.
 _ENTRIES, _WARPS = 2048, 8
 
 
@@ -74,8 +74,8 @@ def lce_forward_dense(
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
-    # Per lane: the maximum, and the sum of the other exponentials relative to it. The largest exponentials, each 1, are
-    # counted separately: added to them, a confident token's sum of the others would be rounded away.
+    # Per lane: the maximum, and the sum of the other exponentials relative to it. The maximum's own exponential, 1, is
+    # added last: small exponentials, added to it one by one, would be rounded away.
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
     others = tl.zeros((BLOCK,), tl.float32)
     lane = tl.arange(0, BLOCK)
@@ -157,8 +157,8 @@ def lce_backward_dense(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradient of ``SPAN`` columns of a token's row, or, ``IN_PLACE``, of all, times ``factor / divisor``. ``partial``:
-    as :func:`lce_forward_dense` stores it, with the coefficients."""
+    """Writes a row's gradient times ``factor / divisor``: all columns if ``IN_PLACE``, else ``SPAN`` columns.
+    ``partial``: with the coefficients, as :func:`lce_forward_dense` stores them."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradient += row * gradient_stride

@@ -8,7 +8,7 @@ Both warpgroups work on one tile. Ping-pong warpgroups, one in its product and o
 tiles, which read more from the L2 cache.
 
 Speed of the forward's projection with saved exponentials, relative to ``x @ weight.T`` in cuBLAS; the plain mainloop is
-in :mod:`parallel_lce.kernels.projection`. bf16, one H200, torch 2.11, Triton 3.6.
+in :mod:`parallel_lce.kernels.projection`. bf16, one H200, torch 2.11, Triton 3.6, at 55f7e89.
 
     N, D, V               this mainloop   plain mainloop
     4096, 2048, 65536          .918           .849

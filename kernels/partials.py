@@ -200,7 +200,7 @@ def _merge_kernel(
         # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
         if not RANKS:
-            # The largest exponentials are added last: their roundings would hide a sum of 1e-6 of all others.
+            # The largest exponentials are added last: their roundings would hide all others if these sum to only 1e-6.
             highest = (m == top[None, :]) & (missing == 0)
             s = tl.where(highest, s - largest[None, :], s)
             number += tl.sum(highest.to(tl.float32), 0)

@@ -143,7 +143,7 @@ class Bound:
         for tensor in tensors:
             address = None
             if tensor is not None:
-                # 1 is unaligned: other classes of tensors are described, and possibly refused.
+                # 1, as an unaligned address: tensors of other classes are described, and possibly refused.
                 address = tensor.data_ptr() if type(tensor) in _PLAIN else 1
                 bits |= address
             addresses.append(address)

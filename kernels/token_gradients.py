@@ -1,8 +1,8 @@
-"""The rows of G, the gradient of the logits, before the backward's products: :func:`token_gradients`.
+"""Prepares the rows of G, the gradient of the logits, for the backward's products: :func:`token_gradients`.
 
 It forms the gradient of each target's logit, prepares the token's row of G, and writes the target's entry into it.
 
-A row of G is either recomputed, and then complete except at the target, or consists of saved exponentials
+A recomputed row of G is complete except at the target. A saved row of G holds exponentials
 ``e_ij = exp(z_ij - r_i)``, with the softmax shift r. The products need
 ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``, with the token's maximum M and sum of exponentials
 s. With alpha alone, this is ``c_i e_ij`` with one factor per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. The saved
@@ -16,32 +16,32 @@ Saved rows are rewritten, with ``c_i = 1``, for
   gradient are 0;
 - confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
   ``p_ij`` is almost 1;
-- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if the bias needs a gradient, or
-  in fp16.
+- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are selected entries, if
+  the bias needs a gradient, or in fp16.
 
 A rewritten row holds the gradient of the logits except at the target, computed from
 
     p = e exp(r - M) / s        z - M = log e + r - M
 
-Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e is a relative error of p, and an absolute
-error of z of the same size.
+Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e gives p a relative error, and z an absolute
+error of the same size.
 
-``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. It is large: its rounding to
-the low precision of G would dominate the error of dX and dW.
+``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. Rounded to the low precision
+of G, this large number would dominate the errors of dX and dW. If no other token of G's rows has the target, ``G_iy``
+is therefore 0. If several tokens share the target, ``G_iy`` is ``t_i / c_i``, rounded.
 
-dX: the product takes G's rounded entry of the target. The rounding error d_i is added in fp32:
+dX: the remainder d_i, which is ``t_i`` for an unshared target, is added in fp32:
 
     dX_i = c_i sum_j G_ij W_j + d_i W_y                d_i = t_i - c_i G_iy
 
-dW, if no other token of G's rows has the target: G's entry is 0, and ``t_i x_i`` is added in fp32. A low-precision
-dW_y is rounded once more by this sum, which is a smaller error than that of a rounded entry in the product:
+dW, unshared target: ``t_i x_i`` is added in fp32. A low-precision dW_y is rounded once more by this sum:
 
     dW_y = sum_k G_ky (c_k x_k) + t_i x_i
 
-dW, if several tokens share the target: their terms may cancel, so one product sums them all, with the rounded entry
-``G_iy = t_i / c_i``. If rows of G have factors, ``x_i`` is multiplied by ``t_i / G_iy`` instead of ``c_i``. The term of
-the target then has no rounding error, and the row's other terms change by about one rounding. If no row of G has a
-factor (all rows were recomputed or rewritten), the rounding error of ``G_iy`` stays.
+dW, shared target: the tokens' terms may cancel, so one product sums them all. If rows of G have factors, ``x_i`` is
+multiplied by ``t_i / G_iy`` instead of ``c_i``. The term of the target then has no rounding error, and the row's other
+terms change by about one rounding. If no row of G has a factor (all rows were recomputed or rewritten), the rounding
+error of ``G_iy`` stays.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def lce_backward_place_targets(gradient, targets, fp16_scale, rows, slice_entrie
 
 
 def place_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
-    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on,
-    times ``fp16_scale``; 0 for ``unshared`` targets. Subtract the entries, without that scale, from ``residual``."""
+    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on:
+    0 for ``unshared`` targets, else ``residual * fp16_scale``, rounded. Its ``residual`` becomes the rounding error."""
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
     grid = (-(-rows // _PLACED.value),)
     lce_backward_place_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)
@@ -357,8 +357,8 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
 class TokenGradients(NamedTuple):
     """Results of :func:`token_gradients`, ``[R]`` each."""
 
-    # fp32: the rounding error d of the target's gradient t, or t itself while G holds no entry of the target. 0 for a
-    # target outside the shard. None without targets.
+    # fp32: d_i, or t_i until the slice of G with the target is formed. 0 for a target outside the shard. None without
+    # targets.
     residual: torch.Tensor | None
     # uint8: whether the target lies in this shard and, with ``find_shared``, no other token of these rows has it. None
     # without targets.

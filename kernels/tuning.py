@@ -1,6 +1,6 @@
 """Measured constants, and the facts of a device on which launches depend.
 
-Nothing is tuned on the hot path. ``python -m benchmarks.tune`` measures tiles and row blocks on the machine it runs on.
+Nothing is tuned on the hot path. ``python -m benchmarks.tune`` compares tiles, and launches of 8, 16 and 32 row blocks.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Tile:
 class Measured:
     """Constants measured on an H200. Other GPUs use the same numbers."""
 
-    # Tiles of 16-bit operands that TMA loads, in the mainloop for Hopper and in the plain one: by benchmarks.tune.
+    # Tiles of 16-bit operands that TMA loads: in the mainloop for Hopper, by benchmarks.tune, and in the plain one.
     hopper_tile: Tile = Tile(128, 256, 64, 8, 4, warp_specialized=True)
     tma_tile: Tile = Tile(128, 256, 64, 8, 3)
-    # Row blocks of one launch: by benchmarks.tune.
+    # Row blocks of one launch: around 16, the middle of the three numbers that benchmarks.tune compares.
     row_blocks: range = range(12, 21)
     # Upper bounds for a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in L2.
     most_row_blocks: int = 33
     most_waves: int = 32
     most_hidden_bytes: int = 36 << 20
-    # From about so many tokens on, adding to an fp32 dW, which moves 8 D bytes per vocabulary row, costs less than
-    # projecting again.
+    # Fewest tokens of a block for which adding to an fp32 dW costs less than projecting again. It moves 8 D bytes per
+    # vocabulary row.
     smallest_accumulated: int = 1024
     # Three products of fewer flops take the GPU less time (about 1.4 ms) than the host needs to start the launches of a
     # fused projection.
@@ -60,7 +60,7 @@ class Measured:
     # K dimension from which adding a product to a sum in memory takes almost no time. With fp32 sums of 4096 columns
     # the product takes 1.6 times as long as without a sum for K=1024, 1.3 for 2048, 1.05 for 4096.
     long_sum: int = 4096
-    # Bytes of a slice in which only active windows are projected. Those of a smaller slice would not fill a GPU.
+    # Bytes of a slice in which only active windows are projected. A smaller slice has too few to fill the GPU.
     windowed_bytes: int = 256 << 20
     # Fewest flops of a slice's products that are filtered. For smaller slices, as at D=1024 with logits_budget=0, the
     # host needs longer for a filtered backward than the GPU for an exact one.

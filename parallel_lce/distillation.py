@@ -43,7 +43,7 @@ from parallel_lce.functional import token_statistics
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.selected_log_probs import selected_log_probs
 
-_NEAREST = 1e-6  # smallest distance of a mixed beta from 0 and 1, near which the mixture's logarithm is inexact
+_NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
 def divergence(
@@ -120,7 +120,7 @@ def divergence(
         refuse_unknown(divergence, unknown, process_group)
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
-    # All ranks must agree on the name. The call itself has no reduction and ignores no token.
+    # Debug mode compares the name between ranks, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
     options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
     numbers = partial(_check_numbers, beta, reduction, ignore_index)

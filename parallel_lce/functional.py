@@ -69,7 +69,7 @@ def linear_cross_entropy(
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
         temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
             be > 0. They are not checked: the host would have to synchronise with the device. With a tensor and a
-            ``logit_softcap`` every logit is recomputed in backward.
+            ``logit_softcap`` backward recomputes every logit, except in small problems that save fp32 logits.
         process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
             parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
@@ -80,12 +80,12 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
-            forward to backward, and the working block. A call may use 64 MiB even if the budget is smaller. None means
-            a thirty-second of the GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200),
-            and 1 GiB on a CPU; the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. It must be equal on all
-            ranks, so give it if GPUs differ in memory. Logits beyond the budget are recomputed; or, for 'mean' and
-            'sum' except in fp16, the gradients are formed in forward. A second backward through one graph recomputes
-            everything.
+            forward to backward, and the working block. Even if the budget is smaller, a call may use 64 MiB, or 256 MiB
+            where a ``gradient_filter`` recomputes logits. None means a thirty-second of the GPU's memory
+            (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU; the
+            environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. It must be equal on all ranks, so give it if
+            GPUs differ in memory. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in fp16, the
+            gradients are formed in forward. A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             term is sent and added unrounded: for bf16 that is twice the bytes.
         reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
@@ -107,8 +107,7 @@ def linear_cross_entropy(
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
     Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
-    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``. SP: with
-    ``sequence_parallel``.
+    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``; SP: ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps
@@ -116,26 +115,26 @@ def linear_cross_entropy(
     forward, SP  all-gather of hidden      N/P * D                         projection of the previous block
                  states
     forward      all-gather of partials    C * N + 2, fp32                 nothing
-    backward,    B all-gathers of hidden   N/P * D; none where the budget  dX of the first block, then the previous
-    SP           states                    also holds N * D of them        block
-    backward     B all-reduces of dX       N * D of ``reduce_dtype``       dW of the block
-    backward,    B reduce-scatters of dX   N * D of ``reduce_dtype``       dW of the block
+    backward,    B all-gathers of hidden   N/P * D; none if forward saved  the first: dX of its own block; the others:
+    SP           states                    them, within the budget         the previous block
+    backward     B all-reduces of dX       N * D of ``reduce_dtype``       dW of the block's last slice
+    backward,    B reduce-scatters of dX   N * D of ``reduce_dtype``       dW of the block's last slice
     SP           instead
     ===========  ========================  ==============================  ===========================================
 
-    A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all
-    others in blocks of at most 256 MiB, each started a block ahead. There is no reduction if ``input`` needs no
-    gradient, or with ``reduce_hidden_grad=False``.
+    A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all others in blocks
+    of at most 256 MiB, each started a block ahead. Backward forms a block's dX and dW in slices of the vocabulary.
+    There is no reduction if ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
     collective; a second backward repeats those of forward.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
-    NaN, and so does a vocabulary without any row. Shards of unequal rows without ``vocab_start`` may end in an error or
-    a hang of a collective, because each rank takes its size from its own rows. ``PARALLEL_LCE_DEBUG=1``, set on all
-    ranks, makes errors of this, of targets out of range, and of different arguments on the ranks; it synchronises the
-    host with the device. Meta and fake tensors give the shapes of results.
+    NaN, and so does a vocabulary without any row. If shards have unequal rows and no ``vocab_start``, a collective may
+    fail or hang: each rank computes its size from its own rows. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error
+    for such shards, targets out of range, and arguments that differ between ranks; it synchronises the host with the
+    device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit, before any collective; the message has the
@@ -219,8 +218,8 @@ def token_statistics(
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
             NaN and ids -1. See :func:`linear_cross_entropy`.
         gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``expected_logit``,
-            ``sum_p_squared`` and ``selected``: but for the target and the slope of a soft-cap, the gradient of a logit
-            must be its probability times one number per token.
+            ``sum_p_squared`` and ``selected``: with them the gradient of a logit is not its probability times one
+            number per token.
 
     Returns:
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),

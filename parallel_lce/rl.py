@@ -138,7 +138,7 @@ def from_parallel_hidden_states_to_logprobs(
     rows, start, end = len(weight), as_number(vocab_start_index), as_number(vocab_end_index)
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + rows):
         bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
-        raise ValueError(f"output_weight_layer has {rows} rows, which cannot be for the ids from {bounds}")
+        raise ValueError(f"output_weight_layer has {rows} rows, which do not fit the ids from {bounds}")
     if isinstance(bias, Tensor) and bias.shape != (rows,):
         raise ValueError(f"bias must have shape [{rows}], got {list(bias.shape)}")
     rows = end - start

@@ -1,4 +1,4 @@
-"""Log-probabilities of selected entries among each other. No logit of another entry is computed."""
+"""Log-softmax over each token's selected entries alone. No logit of another entry is computed."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ def vocab_parallel_cross_entropy(
     ``label_smoothing`` in [0, 1) spreads ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard. As in
     Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
 
-    Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
-    numbers per token. Backward reads them again and writes their gradient, in their dtype. As in Megatron, the layer
-    that made the logits sums the gradient of its input over the ranks. Triton kernels are used for bf16, fp16 and fp32
-    on NVIDIA GPUs of compute capability 8.0 and later, and torch elsewhere. ``PARALLEL_LCE_BACKEND`` overrides the
-    choice.
+    Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once, with
+    ``label_smoothing`` twice. Beside the logits it saves an id and three fp32 (fp64) numbers per token. Backward reads
+    the logits again and writes their gradient, in their dtype. As in Megatron, the layer that made the logits sums the
+    gradient of its input over the ranks. Triton kernels are used for bf16, fp16 and fp32 on NVIDIA GPUs of compute
+    capability 8.0 and later, and torch elsewhere. ``PARALLEL_LCE_BACKEND`` overrides the choice.
 
     ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
     single process.

@@ -39,7 +39,7 @@ ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zero
 OTHER_DTYPE, WRAPPED = "is torch.%s and input is torch.float32", "is a _Wrapper.*__torch_dispatch__.*plain tensor"
 SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
 TWO_SUMS = dict(reduce_hidden_grad=False, sequence_parallel=True)
-# An argument, with which the refusal begins; how that goes on; values of which this is said, or several arguments.
+# The refused argument, which begins the message; a pattern of the rest; refused values, or dicts of several arguments.
 OPTIONS = [
     ("reduction", "must be 'none', 'mean' or 'sum', got ('average'|None)", "average", None),
     ("ignore_index", "must be an integer of 64 bits or None, got", 2**70, True, 0.5),
@@ -98,7 +98,7 @@ _LOSS_ONLY = {"reduction", "ignore_index", "label_smoothing", "z_loss", "token_w
 
 
 def _rows(table: list[tuple]) -> list[tuple[str, list[dict]]]:
-    """A regular expression of what is said, and the changes of a call of which it is said."""
+    """A pattern of the whole message, and the changes to a good call that give this message."""
     changes = lambda name, value: value if isinstance(value, dict) else {name: value}  # noqa: E731
     return [(rf"^{name}\b.*{said}", [changes(name, value) for value in values]) for name, said, *values in table]
 
@@ -231,7 +231,7 @@ LOCAL = r"pass linear_weight.to_local\(\) and process_group=linear_weight.device
 OTHER = rf"different tokens .*{WHOLE}"
 EITHER = rf"{OTHER}.*; if they have the same tokens .*{LOCAL % 0}"
 ROWS, NONE = Shard(0), Replicate()
-# Shape and names of the mesh, placements of the weight, what is said, what must not be.
+# Shape and names of the mesh; placements of the weight; patterns that the message must have, and must not have.
 WEIGHTS = [
     ((2,), None, [ROWS], EITHER, None),
     ((2,), ("tp",), [ROWS], rf"mesh dimension 'tp' of ranks \[0, 1\]: {LOCAL % 0}", WHOLE),
@@ -316,7 +316,7 @@ def test_a_tensor_parallel_weight(member, entries):
 
 @on_ranks(2)
 def test_logits_that_are_dtensors(member):
-    """The right advice is followed; of the others, what is said."""
+    """Follows the right advice. Of other DTensors only the message is checked."""
     arguments, loss = good(member.device), parallel_lce.vocab_parallel_cross_entropy
     logits, target = arguments["input"] @ arguments["linear_weight"].t(), arguments["target"]
     mesh = init_device_mesh(member.device.type, (member.ranks,))
@@ -331,7 +331,7 @@ def test_logits_that_are_dtensors(member):
     torch.testing.assert_close(loss(local, target, tp_group=group), F.cross_entropy(logits, target, reduction="none"))
 
 
-# --- debug mode: whatever differs between the ranks, every rank raises and says what and how ------------
+# --- debug mode: every rank raises, and names the difference ---------------------------------------------
 
 LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
 
@@ -351,7 +351,7 @@ def _with(values, position: int, value):
     return changed
 
 
-# What the last of three ranks changes of ``t.x``, ``t.w`` and ``t.y``; what differs; that of the others, and its own.
+# Changes of the last of three ranks to ``t.x``, ``t.w`` and ``t.y``; the name that differs; others' value, and its own.
 DISAGREEMENTS = {
     "N": (lambda t: dict(input=t.x.new_zeros(7, D), target=t.y.new_zeros(7)), "tokens", r"\(6,\)", r"\(7,\)"),
     "D": (lambda t: dict(input=t.x.new_zeros(N, 5), linear_weight=t.w.new_zeros(V, 5)), "hidden size", "4", "5"),
@@ -382,7 +382,7 @@ REFUSALS = {
     "statistics: keyword": (lambda t: dict(reduction="sum"), r"token_statistics\(\) got an unexpected keyword"),
     "logits: sparse": (lambda t: dict(vocab_parallel_logits=t.x.to_sparse()), "must be a dense .* torch.sparse_coo"),
 }
-# What every rank changes, and what all say.
+# Changes of every rank to its arguments; a pattern of the message of all ranks.
 MESSAGES = {
     "hidden states": (
         lambda t: dict(input=torch.cat([t.x[:3], -t.x[3:]]) if t.rank == 2 else t.x),

@@ -129,7 +129,7 @@ REFUSED_OF_VERL = [
     (dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup or None, got int"),
 ]
 REFUSED_OF_NEMO = [
-    (dict(vocab_end_index=65), "64 rows, which cannot be for the ids from .*=0 to vocab_end_index=65"),
+    (dict(vocab_end_index=65), "64 rows, which do not fit the ids from .*=0 to vocab_end_index=65"),
     (dict(vocab_start_index=9, vocab_end_index=8), "for the ids from vocab_start_index=9 to vocab_end_index=8"),
     (dict(vocab_start_index=-1), "for the ids from vocab_start_index=-1"),
     (dict(vocab_end_index=None), "to vocab_end_index=None"),

@@ -1,8 +1,8 @@
 """Active windows, found before they are projected, and the entries' shares q in the masses of the other windows.
 
 For dX, a sample of the tokens is projected in full. An entry's share is its sum over the sampled tokens whose window is
-skipped. For dW, the error of a share adds up over all tokens, and a sample's noise would be larger than the error of
-the softmax of all tokens' mean logits. So dW uses this softmax; so does dX in a window that no sampled token skips.
+skipped. For dW, the errors of a share add up over all tokens, and a sample would be too noisy. The shares for dW are
+the softmax, within each window, of the mean logits of all tokens. dX uses them where no sampled token skips the window.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def operand(tensor: Tensor) -> Tensor:
 
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """``total (+)= a @ b.T`` in place. If the contiguous dimension of a low-precision ``a`` is no multiple of 8
-    elements, the remainder is a second product. If that is the K dimension, the two are added, so ``total`` must be
-    fp32: otherwise it would be rounded twice."""
+    elements, the remainder is a second product. If that is the K dimension, the two are added, but only in an fp32
+    ``total``: any other would be rounded twice."""
     along = 1 if a.stride(1) == 1 else 0
     size = a.shape[along]
     whole = size // _ALIGNED * _ALIGNED

@@ -169,9 +169,9 @@ def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
 
 
 def recovers_logits(dtype: torch.dtype) -> bool:
-    """Whether z - max may be taken from a saved exponential e, as its logarithm. The absolute error of z - max is then
-    one rounding unit, as is the relative error of p, its factor in the gradient. Where e underflowed, p is 0. The range
-    of fp16 is too short for that."""
+    """Whether the logarithm of a saved exponential e is exact enough for z - max. In the gradient z - max is multiplied
+    by p. The rounding of e gives p a relative error, and z - max an absolute error of the same size. Where e
+    underflowed, p is 0. In fp16 e underflows too early."""
     return dtype != torch.float16
 
 

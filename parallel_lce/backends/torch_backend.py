@@ -194,8 +194,8 @@ class BlockBackward:
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        # [R]: a recomputed logit less than this below the maximum is set to the maximum. A product over other rows
-        # rounds differently, which matters for logits of millions, and where 1 - p is small. None: 0.
+        # [R]: a recomputed logit closer than this to the maximum is set to the maximum. A product over other rows
+        # rounds differently. The difference matters in logits of millions, and where 1 - p is small. None: 0.
         self._slack: Tensor | None = None
         if self._save < real:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)

@@ -195,8 +195,8 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write ``sums [2, R]`` over the shard's entries, of q log(q / r) and of p log(p / r), and the gradient; neither is
-    written if it is None. A sum that is no term of the divergence is 0."""
+    """Write ``sums [2, R]`` of q log(q / r) and of p log(p / r) over the shard's entries, and the gradient, each unless
+    it is None. A sum that is no term of the divergence is 0."""
     for rows in tiles_of_rows(*pair.student.shape, itemsize=pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
@@ -243,8 +243,8 @@ def _log_probs(logits: Tensor, normalizer: Tensor, rows: slice) -> Tensor:
 
 
 def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``; -inf and 0 for
-    ids outside ``[0, vocab_size)``.
+    """Log-softmax ``[E]`` over each token's selected entries, and their logits ``[E]``; -inf and 0 for ids outside
+    ``[0, vocab_size)``.
 
     ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the selected entries
     (:class:`parallel_lce.call.selection.Selected`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.

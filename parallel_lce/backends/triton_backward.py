@@ -5,9 +5,9 @@ With one coefficient c per token (1 where G was recomputed or rewritten), a slic
 
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
-A target's gradient t is formed in fp32. G holds t rounded, and the rounding error is added to dX in fp32. If no other
-token of the piece has the target, G holds 0 and dW gets t in fp32 (:mod:`parallel_lce.kernels.token_gradients`). The
-formula of the gradient is in :mod:`parallel_lce.backends.torch_backend`.
+A target's gradient t is formed in fp32. If no other token of the piece has the target, G holds 0, and the terms of t
+are added to dX and dW in fp32. Otherwise G holds t rounded (:mod:`parallel_lce.kernels.token_gradients`). The formula
+of the gradient is in :mod:`parallel_lce.backends.torch_backend`.
 """
 
 from __future__ import annotations

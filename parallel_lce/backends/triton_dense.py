@@ -1,7 +1,7 @@
-"""Small problems in the triton backend: fp32 logits by cuBLAS, one kernel in forward and one in backward.
+"""Small problems in the triton backend: fp32 logits by cuBLAS, read by one kernel in forward and by one in backward.
 
-Launches are bound to a call's signature once: between them the host only allocates memory. The bf16 gradient of the
-logits takes the first half of each row of the fp32 logits.
+A mean adds one launch. Several ranks also merge partials. Launches are bound to a call's signature once: between them
+the host only allocates memory. The bf16 gradient of the logits takes the first half of each row of the fp32 logits.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def units_of(coefficients: Coefficients, projection: Projection, fp16_scale: Ten
 
 
 def inverse_of(units: Tensor, dx_factor: Tensor | None) -> Tensor:
-    """``|dx_factor| / |units| [R]`` fp32: times an element of G it is that element's probability. ``dx_factor [R]``:
-    the factors with which G's rows enter dX, None for 1. If it is 0, the result is 0, and no element is large. If the
-    unit is 0, the result is the largest number, and every element but 0 is large."""
+    """``|dx_factor| / |units| [R]`` fp32. An element of G times this number is a probability. ``dx_factor [R]``: the
+    factors with which G's rows enter dX, None for 1. If the factor is 0, the result is 0, and no element is large. If
+    the unit is 0, the result is the largest number, and every element but 0 is large."""
     inverse = units.reciprocal() if dx_factor is None else dx_factor / units
     # Finite, so that 0 times it is 0.
     return inverse.abs_().nan_to_num_()
@@ -58,7 +58,7 @@ class FilteredGradient:
 
     def __init__(self, gradient: Tensor, active: ActiveTiles) -> None:
         self._gradient, self._active = gradient, active
-        # For each window the rows of x, weighted by mass and summed, [windows, D] fp32; and that x.
+        # For each window the sum of the rows of x, weighted by mass, [windows, D] fp32; and the x that was summed.
         self._spread: tuple[Tensor, Tensor] | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:

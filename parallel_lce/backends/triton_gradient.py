@@ -40,13 +40,13 @@ _MULTIPLE = 128
 def tiling(
     projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int
 ) -> tuple[list[tuple[int, int]], list[slice]]:
-    """How the recomputed gradient of ``x [R, D]`` is cut: ranges of the shard's entries from ``saved_entries`` on, and
+    """Cut the recomputed gradient of ``x [R, D]`` into ranges of the shard's entries, from ``saved_entries`` on, and
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
 
-    The product for dX sums over a range's entries, the product for dW over a piece's rows, and both add the result to a
-    sum in memory. With a K dimension below ``long_sum``, reading and writing that sum takes longer than the product. So
-    the rows are cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest``
-    entries. If exponentials are saved, all rows stay together."""
+    The entries of a range are the K dimension of the product for dX; the rows of a piece, of the product for dW. Each
+    product is added to a sum in memory, which slows a product with a K dimension below ``long_sum``. So the rows are
+    cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest`` entries. If
+    exponentials are saved, all rows stay together."""
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
     if start == real:
         return [], [slice(0, rows)]

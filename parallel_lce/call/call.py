@@ -22,7 +22,7 @@ from parallel_lce.core.plan import Block, Plan
 
 @dataclass(frozen=True)
 class Call:
-    # The fields up to ``dense`` are shared by all calls of one signature.
+    # The fields up to ``dense``, except ``layout``, are shared by all calls of one signature.
     options: Options
     # A module of parallel_lce.backends.
     backend: Backend
@@ -60,7 +60,7 @@ class Call:
 
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
-        """All tensors of the call, which need no gradients."""
+        """The call's per-token tensors. None of them needs a gradient."""
         ids, offsets = (None, None) if self.selected is None else self.selected.tensors
         return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
 
@@ -101,7 +101,7 @@ class Call:
         return self.layout if self.options.reduce_hidden_grad else Layout()
 
     def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """From the ``gradient [E]`` of selected ``logits`` to the gradient of the output ``x @ weight.T + bias``."""
+        """The gradient ``[E]`` of the output ``x @ weight.T + bias``, from the ``gradient`` of selected ``logits``."""
         gradient = gradient * self.scale
         if self.token_scale is not None and self.selected is not None:
             gradient *= self.selected.spread(self.token_scale)

@@ -35,7 +35,7 @@ KNOWN: dict[tuple, Call] = {}
 
 _MOST_KNOWN = 1024
 _ALONE = Layout()
-# Debug mode's names for the tensors that share their name with an option.
+# Names in debug mode's messages, where they are not the names of the fields.
 _DEBUG_NAMES = {
     "logit_scale": "logit_scale of each token",
     "temperature": "temperature of each token",
@@ -246,7 +246,7 @@ def _plan(
 ) -> Plan:
     hidden, weight = tensors.input, tensors.linear_weight
     # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
-    # before the upstream gradient is known, which in fp16 would undo loss scaling.
+    # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
         and not options.token_weight_gradient
@@ -274,20 +274,20 @@ def _plan(
 
 
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
-    """Whether a small loss may save fp32 logits. Decided by values that all ranks share."""
+    """Whether a small loss with a backward may save fp32 logits. Decided by values that all ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
     return options.reduction is not None and adds and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
-    """The backend's ``Dense`` for this rank's shard, whose rows must be multiples of 16 bytes for cuBLAS. None: this
-    rank saves exponentials."""
+    """The backend's ``Dense`` for this rank's shard. None, without tokens or entries, with dbias, or if rows are no
+    multiples of 16 bytes (cuBLAS): this rank saves exponentials if its backward can work from them, else nothing."""
     tokens, entries, options = call.shape.numel(), call.shard.real_rows, call.options
     if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8 or call.needs.bias:
         return None
     if 4 * tokens * entries > (options.logits_budget or 0):
-        return None  # this rank's shard is larger than the plan assumes
+        return None  # this rank's shard is larger than the plan assumes: its fp32 logits exceed the budget
     scaled = tensors.logit_scale is not None or tensors.temperature is not None
     capped = call.cap is not None and tensors.temperature is not None
     return call.backend.Dense(tokens, entries, options, call.scale, None if capped else call.cap, scaled, capped)

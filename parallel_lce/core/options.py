@@ -234,9 +234,9 @@ def check_options(options: Options) -> None:
         budget_of_environment()  # raises
     if options.sequence_parallel and not options.reduce_hidden_grad:
         raise ValueError(
-            "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: a gradient of this rank's part "
-            "of the tokens is made by the reduce-scatter alone. If a mapping of your own gathers the tokens, pass what "
-            "it returns, with sequence_parallel=False"
+            "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: only the reduce-scatter makes a "
+            "gradient of this rank's part of the tokens. If a mapping of your own gathers the tokens, pass its result, "
+            "with sequence_parallel=False"
         )
     logit_scale, logit_softcap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     cap = _SMALLEST if logit_softcap is None else logit_softcap / temperature

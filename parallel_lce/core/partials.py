@@ -54,8 +54,8 @@ ALONE = 1.5
 more than ln 2 below it."""
 
 NEAR = 0.3
-"""Under that condition a recomputed logit less than this below the maximum is the largest entry's, so its exact value
-is the maximum."""
+"""With a sum below ``ALONE``, a recomputed logit closer than this to the maximum belongs to the largest entry. Its
+exact value is the maximum."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

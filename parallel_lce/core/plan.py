@@ -142,7 +142,7 @@ class _Candidate:
     products: int
     # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
     accumulator: int = 0
-    # Preferred among candidates of as many products.
+    # Preferred among candidates of equally many products.
     preferred: bool = False
 
     @property
@@ -236,7 +236,7 @@ class Problem:
 def _dense(p: Problem) -> _Candidate:
     """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
 
-    The GPU finishes a fused projection of so few flops before the host has launched it. Dense logits need fewer
+    For so few flops the host needs longer to launch a fused projection than the GPU to run it. Dense logits need fewer
     launches, though the GPU must write and read them. A rank whose shard cannot have dense logits runs the same
     collectives. It saves exponentials if its backward can work from them, else nothing.
     """
@@ -285,7 +285,7 @@ def _recompute_by_rows(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     On one rank, if nothing is saved and the shard is narrow, a block has as many tokens as a recomputed slice has
-    entries: with fewer tokens, adding to dW takes longer than the product for dW. dX is then summed over slices.
+    entries. With fewer tokens per block, adding to dW would take most of the time. dX is then summed over slices.
     """
     first_rows = p.rows_in(p.room)
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
@@ -306,7 +306,7 @@ def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidat
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
-    # Where dX is reduced in an fp32 buffer, that buffer holds the sum.
+    # An fp32 sum of dX. If dX is reduced in fp32, the reduction's buffer is that sum.
     dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.

@@ -26,8 +26,8 @@ installed: Choices | None = None
 
 
 def choose(**given: object) -> Choices:
-    """The settings: each is the given value, else the installed one. If ``install`` was not called, the others are the
-    environment's. Raises ``ValueError`` as ``install``."""
+    """Each setting is the given value, else the installed one or, if ``install`` was not called, the environment's.
+    Raises ``ValueError`` as ``install``."""
     before = installed or _of_environment()
     chosen = before._replace(**{name: value for name, value in given.items() if value is not None})
     cross_entropy, filtered = chosen.cross_entropy, chosen.gradient_filter

@@ -84,8 +84,8 @@ _LOST = (
 def _in_function() -> bool:
     """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running.
 
-    There, and otherwise only in inference mode, PyTorch turns off forward-mode gradients. A Function's backward handles
-    tensors only: lazy logits among its arguments or results lose their gradient.
+    PyTorch turns off forward-mode gradients only there and in inference mode. A Function's backward handles tensors
+    only: lazy logits among its arguments or results lose their gradient.
     """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
@@ -218,7 +218,7 @@ class LazyLogits:
             return self.made
         sequence, *others = self.hidden.shape[:-1]
         parts = self.layer.tp_group.size() if self.sequence_parallel else 1
-        dtype = getattr(self.layer, "output_dtype", None)  # from 0.20 on
+        dtype = getattr(self.layer, "output_dtype", None)  # from Megatron-core 0.20 on
         one = self.hidden.new_empty((), dtype=dtype or self.autocast_dtype or self.hidden.dtype)
         return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
 

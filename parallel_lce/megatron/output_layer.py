@@ -1,4 +1,4 @@
-"""Output layers of Megatron that return lazy logits, and the loss and the statistics of lazy logits."""
+"""Makes Megatron's output layers return lazy logits, and computes the loss and the statistics of lazy logits."""
 
 from __future__ import annotations
 
@@ -227,13 +227,14 @@ def _called(
 
 
 def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
-    """The buffer of Megatron's DistributedDataParallel for dW. None: autograd delivers dW.
+    """The ``main_grad`` of Megatron's DistributedDataParallel (DDP), to which dW is added. None: autograd delivers dW.
 
-    With ``fusion`` (gradient_accumulation_fusion), stock drops autograd's gradient of the output layer's own weight.
-    In all other cases DDP must add autograd's gradient of the weight's other uses (:func:`keep_autograd_gradient`).
+    The weight's other uses, such as a tied embedding, give it a gradient by autograd. DDP must add it to main_grad
+    (:func:`keep_autograd_gradient`), except where stock drops it: with ``fusion`` (gradient_accumulation_fusion) and
+    the output layer's own weight (not ``shared``).
 
-    If main_grad is replaced between forward and backward, stock without fusion adds to the new main_grad. With fusion
-    the weight gets back the main_grad of the forward.
+    If main_grad is replaced between forward and backward, dW is added to the new one, as in stock. With fusion dW is
+    added to the forward's main_grad, which becomes the weight's again.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):

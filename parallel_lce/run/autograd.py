@@ -4,9 +4,9 @@ The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a l
 Both modules have ``outputs``, which makes the user's results from merged partials, and ``coefficients``, which folds
 upstream gradients into coefficients of the gradient of the logits.
 
-:class:`DenseLoss` saves fp32 logits. The plan chooses it for small problems, which the GPU finishes before the host has
-launched them. To save host time it does not use :mod:`parallel_lce.run.schedule`, but runs its collectives for one
-block in the same order, between the launches of :mod:`parallel_lce.backends.triton_dense`.
+:class:`DenseLoss` saves fp32 logits. The plan chooses it for problems so small that the host needs longer for the
+launches than the GPU for the work. To save host time it does not use :mod:`parallel_lce.run.schedule`, but runs its
+collectives for one block in the same order, between the launches of :mod:`parallel_lce.backends.triton_dense`.
 """
 
 from __future__ import annotations

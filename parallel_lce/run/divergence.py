@@ -1,7 +1,7 @@
 """The divergence of a teacher's softmax from a student's, in blocks of tokens.
 
 Per token, with p the student's softmax, q the teacher's (each of logits times a scale, 1 / temperature), and the
-reference r = beta q + (1 - beta) p, or q for beta = 1:
+reference r = beta q + (1 - beta) p:
 
     beta = 0        D = KL(q || p)                              dD/dz_j = p_j - q_j
     0 < beta < 1    D = beta KL(q || r) + (1 - beta) KL(p || r) dD/dz_j = (1 - beta) p_j (log(p_j / r_j) - KL(p || r))

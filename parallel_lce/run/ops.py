@@ -194,7 +194,7 @@ def _differentiate(ctx, upstream, _):
     nothing = (None,) * (len(given.flat) - 4)
     if all(u is None for u in upstream):
         return None, None, None, None, *nothing
-    # The loss has the first place.
+    # The gradient of a loss takes the place of the first statistic's.
     by_name = dict(zip(ctx.names or DIFFERENTIABLE, upstream))
     upstream = [by_name.get(name) for name in DIFFERENTIABLE]
     # In the order of the operator's tensors: input, linear_weight, target, linear_bias.

@@ -1,7 +1,7 @@
 """The schedule of a call: collectives and the backend's work, block by block.
 
     forward      gather hidden states -> project -> gather partials -> merge
-    backward     gather hidden states -> dX -> reduce dX, beside dW
+    backward     gather hidden states -> dX -> reduce dX, beside the last slice's dW
     accumulate   forward and backward of each block in one pass: Algorithms 3 and 4 of "From Projection to Prediction",
                  over ranks and row blocks. 6 N V D flops. The exponentials of one block exist at a time; on several
                  ranks, of two blocks.

@@ -39,7 +39,7 @@ class TokenStatistics:
     on have no gradient.
     """
 
-    # metadata["column"]: a column of the partial, or "target", "selected" or "top", without which the field is None.
+    # metadata["column"] names a column of the partial, or "target", "selected" or "top". Without it the field is None.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
@@ -125,8 +125,8 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
 def coefficients(
     call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
 ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-    """Coefficients of the gradient of the logits. With an upstream gradient of ``selected_log_prob`` also, ``[E]``
-    each, the selected entries' further term of the gradient, and their logits. ``upstream``: the gradients of the
+    """Coefficients of the gradient of the logits. If ``selected_log_prob`` has an upstream gradient, also the selected
+    entries' further terms of the gradient, and their logits, ``[E]`` each. ``upstream``: the gradients of the
     differentiable statistics, in the order of ``DIFFERENTIABLE``."""
     given = dict(zip(DIFFERENTIABLE, upstream))
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits

@@ -51,10 +51,14 @@ class Rounding:
         self.delivered = max(half_spacing(DTYPES[c.dtype]), self.u) + (self.low if c.computed != c.dtype else 0.0)
         self.tiny, self.any_fp16 = torch.finfo(wide).tiny, "fp16" in (c.computed, c.dtype)
         self.samples, self._generator = samples, torch.Generator().manual_seed(0)
+        # Without a product all tokens have the same logits, and the same roundings, which add up in dW and dbias.
+        self._equal_tokens = c.sharpness == 0 or c.D == 0
 
     def _random(self, like: Tensor, alike: bool) -> Tensor:
         """From -1 to 1, never near 0; ``alike``: the same for all numbers of a sample."""
         shape = [n if place == 0 or not alike else 1 for place, n in enumerate(like.shape)]
+        if self._equal_tokens and len(shape) > 2:
+            shape[1] = 1
         number = torch.rand(shape, generator=self._generator) - 0.5
         return number + number.sign() / 2
 

@@ -50,6 +50,8 @@ FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.8.0", "3.9
 FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
 FEW.add(("3.7.1", 80, "lce_backward_scan"))
 FEW_BYTES = 16
+# Spilled on Blackwell where the product is added to dX, whose tile is in registers beside the sum.
+ADDED_BYTES = 256
 
 
 def compiled(capability: int, cache: Path, release: str | None, few: bool = False, **variables: str) -> list[dict]:
@@ -95,6 +97,7 @@ def test_every_launch_compiles(capability, release, few, tmp_path):
         assert kernel["shared"] <= SHARED[capability], kernel
         spills = name in SPILLS[capability] and not kernel["plain"]
         few = FEW_BYTES if (version, capability, name) in FEW else 0
+        few = ADDED_BYTES if (capability, name) == (100, "lce_backward_sparse_product") else few
         assert kernel["stack"] <= few or spills, kernel
 
 

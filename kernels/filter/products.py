@@ -2,7 +2,7 @@
 
 G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. A program forms
 one tile of the result from its list. The longest lists come first, so that all programs end at about the same time.
-Operands are loaded by TMA where it can address them, else by pointers.
+Operands are loaded by TMA where it can address them and hidden sizes are multiples of 16, else by pointers.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def sparse_product(
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
     ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
     tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
+    # Else the result's mask takes a predicate per element, and the large tile spills registers.
+    tma = tma and hidden_size % 16 == 0
     hidden, step, stages = _TMA if tma else _POINTERS
     if tma:
         block = (step, TILE) if transposed else (TILE, step)

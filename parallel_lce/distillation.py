@@ -12,25 +12,19 @@ from typing import Any, Never
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends import valueless
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import (
-    INTEGERS,
-    check_process_group,
-    described,
-    known_vocab_size,
-    refuse,
-    refuse_unknown,
-    renamed,
-)
+from parallel_lce.call.checks import INTEGERS, described, known_vocab_size, refuse, refuse_unknown, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
     Options,
     Tensors,
+    as_bool,
     as_float,
     as_number,
     check_option,
@@ -40,6 +34,7 @@ from parallel_lce.core.options import (
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
+from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.selected_log_probs import selected_log_probs
 
@@ -59,8 +54,9 @@ def divergence(
     target: Tensor | None = None,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
@@ -125,25 +121,34 @@ def divergence(
     options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
     numbers = partial(_check_numbers, beta, reduction, ignore_index)
     given = Tensors(student_hidden, student_weight, target, student_bias)
+    teachers = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
     with _naming("student"):
-        student, inputs = prepare(options, given, process_group, extra_check=numbers, planned=False)
-    of_teacher = Tensors(*map(_detached, (teacher_hidden, teacher_weight, None, teacher_bias)))
+        options, given, group, arrangement = arranged(options, given, process_group, reduction)
+        if arrangement is not None:
+            hidden, *weights = zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teachers)
+            teachers = arrangement.hidden(*hidden), *[arrangement.weight(*each) for each in weights]
+        student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
+    hidden, weight, bias = teachers
+    of_teacher = Tensors(hidden, weight, None, bias)
     pair = partial(_check_pair, student, inputs, of_teacher)
     with _naming("teacher"):
         options = options._replace(reduce_dtype=None)
-        teacher, teacher_inputs = prepare(options, of_teacher, process_group, extra_check=pair, planned=False)
+        teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
     if student_weight.is_meta:
-        return student_hidden.new_empty(shape, dtype=accumulation_dtype(dtype))
-    task = Divergence.of(student, teacher, beta, dtype)
-    factor = _factor(student, inputs[0], reduction, ignore_index)
-    if reduction != "none" and any(student.needs) and dtype != torch.float16:
-        return divergences(task, inputs, teacher_inputs, factor)
-    losses = divergences(task, inputs, teacher_inputs)
-    # An ignored token has no loss and no gradient, even if its logits are NaN.
-    losses = torch.where(factor != 0, losses * factor, 0.0)
-    return losses.view(shape) if reduction == "none" else losses.sum()
+        result = student_hidden.new_empty(shape, dtype=accumulation_dtype(dtype))
+    else:
+        task = Divergence.of(student, teacher, beta, dtype)
+        factor = _factor(student, inputs[0], reduction, ignore_index)
+        if reduction != "none" and any(student.needs) and dtype != torch.float16:
+            result = divergences(task, inputs, teacher_inputs, factor)
+        else:
+            losses = divergences(task, inputs, teacher_inputs)
+            # An ignored token has no loss and no gradient, even if its logits are NaN.
+            losses = torch.where(factor != 0, losses * factor, 0.0)
+            result = losses.view(shape) if reduction == "none" else losses.sum()
+    return result if arrangement is None else arrangement.loss(result)
 
 
 # Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
@@ -163,8 +168,9 @@ def top_k_divergence(
     ignore_index: int | None = -100,
     target: Tensor | None = None,
     student_bias: Tensor | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
@@ -199,8 +205,14 @@ def top_k_divergence(
     """
     if unknown:
         refuse_unknown(top_k_divergence, unknown, process_group)
-    check_process_group(process_group)
-    layout = Layout.of(process_group, sequence_parallel is True)
+    given = Tensors(student_hidden, student_weight, target, student_bias, selected=teacher_ids)
+    with _naming("student", selected="teacher_ids"):
+        asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
+        asked, given, group, arrangement = arranged(asked, given, process_group, reduction)
+    student_hidden, student_weight, target, student_bias, *_, teacher_ids, _ = given
+    if arrangement is not None:
+        teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
+    layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
     try:
@@ -209,7 +221,7 @@ def top_k_divergence(
         check_option("logits_budget", as_number(logits_budget))
         _check_stored(teacher_ids, teacher_log_probs, tail, target)
     except ValueError as refusal:
-        refuse(refusal, process_group)
+        refuse(refusal, group)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
@@ -220,10 +232,10 @@ def top_k_divergence(
     options: dict[str, Any] = dict(
         linear_bias=student_bias,
         temperature=temperature,
-        process_group=process_group,
-        sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
+        process_group=group,
+        sequence_parallel=asked.sequence_parallel,
+        vocab_start=asked.vocab_start,
+        vocab_size=asked.vocab_size,
         reduce_dtype=reduce_dtype,
         reduce_hidden_grad=reduce_hidden_grad,
     )
@@ -233,7 +245,7 @@ def top_k_divergence(
     with _naming("student", selected="teacher_ids"):
         if tail == "renormalize":
             log_p = selected_log_probs(student_hidden, student_weight, ids, **options)
-            size = known_vocab_size(len(student_weight), layout, vocab_start, vocab_size)
+            size = known_vocab_size(len(student_weight), layout, asked.vocab_start, asked.vocab_size)
             there &= log_p != -torch.inf if size is None else ids < size
         else:
             statistics = token_statistics(
@@ -250,9 +262,9 @@ def top_k_divergence(
         log_p, log_q = _with_tail(log_p), _with_tail(log_q)
         there = torch.cat([there, torch.ones_like(there[..., :1])], -1)
     losses = torch.where(counted, of_classes(log_p, log_q, there, beta), 0.0)
-    if reduction == "mean":
-        return losses.sum() / counted.sum().clamp(min=1)
-    return losses.sum() if reduction == "sum" else losses
+    if reduction != "none":
+        losses = losses.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)
+    return losses if arrangement is None else arrangement.loss(losses)
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from typing import Never
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import refuse, refuse_unknown
 from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.options import Options, Tensors, apart, shortened
+from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
@@ -28,8 +30,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float | Tensor = 1.0,
     logit_softcap: float | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     token_weight: Tensor | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -157,17 +160,21 @@ def linear_cross_entropy(
         temperature=one_temperature,
         gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
+        sequence_dim=sequence_dim,
         reduce_hidden_grad=reduce_hidden_grad,
         reduce_dtype=reduce_dtype,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
+    options, tensors, group, arrangement = arranged(options, tensors, process_group)
     if counted_tokens is None:
-        return fused_loss(options, tensors, process_group)
-    options, tensors, compaction = compacted(options, tensors, process_group, None, counted_tokens)
-    loss = fused_loss(options, tensors, process_group)
-    return compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
+        loss = fused_loss(options, tensors, group)
+    else:
+        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens)
+        loss = fused_loss(options, tensors, group)
+        loss = compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
+    return loss if arrangement is None else arrangement.loss(loss)
 
 
 def token_statistics(
@@ -178,8 +185,9 @@ def token_statistics(
     linear_bias: Tensor | None = None,
     logit_scale: float | Tensor = 1.0,
     logit_softcap: float | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
@@ -242,6 +250,7 @@ def token_statistics(
         temperature=one_temperature,
         gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
+        sequence_dim=sequence_dim,
         reduce_hidden_grad=reduce_hidden_grad,
         reduce_dtype=reduce_dtype,
         vocab_start=vocab_start,
@@ -253,13 +262,17 @@ def token_statistics(
         sum_p_squared=bool(sum_p_squared),
         top_k=top_k,
     )
+    options, tensors, group, arrangement = arranged(options, tensors, process_group)
     if mask is None and counted_tokens is None:
-        return fused_statistics(options, tensors, process_group)
-    if mask is None or counted_tokens is None:
+        statistics = fused_statistics(options, tensors, group)
+    elif mask is None or counted_tokens is None:
         given = type(mask).__name__, type(counted_tokens).__name__
         raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
-    options, tensors, compaction = compacted(options, tensors, process_group, mask, counted_tokens)
-    return compaction.spread_all(fused_statistics(options, tensors, process_group))
+    else:
+        mask = mask if arrangement is None else arrangement.per_token("mask", mask)
+        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens)
+        statistics = compaction.spread_all(fused_statistics(options, tensors, group))
+    return statistics if arrangement is None else arrangement.statistics(statistics)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.call.checks import check_process_group, refuse_unknown
+from parallel_lce.call.checks import as_group, refuse_unknown
 from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
@@ -56,6 +56,7 @@ class LinearCrossEntropy(nn.Module):
         logit_softcap: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        sequence_dim: int = 0,
         vocab_start: int | None = None,
         vocab_size: int | None = None,
         logits_budget: int | None = None,
@@ -69,7 +70,7 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         if unknown:
             refuse_unknown(type(self), unknown)
-        check_process_group(process_group)
+        group = as_group(process_group)
         # Converted here: torch.compile turns NumPy scalars into tensors.
         options = with_python_numbers(Options.of(type(self).__name__, given))
         check_reduction(reduction)
@@ -78,7 +79,7 @@ class LinearCrossEntropy(nn.Module):
             raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
         known = inspect.signature(linear_cross_entropy).parameters
         self.options = {name: value for name, value in options._asdict().items() if name in known}
-        self.process_group = process_group
+        self.process_group = group
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -87,8 +88,7 @@ class LinearCrossEntropy(nn.Module):
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
-        check_process_group(group)
-        self._held = _Held(group)
+        self._held = _Held(as_group(group))
 
     def forward(
         self,

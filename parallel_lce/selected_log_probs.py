@@ -7,6 +7,7 @@ from typing import Any, Never
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
@@ -18,6 +19,7 @@ from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block
+from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
 
 
@@ -29,8 +31,9 @@ def selected_log_probs(
     linear_bias: Tensor | None = None,
     logit_scale: float | Tensor = 1.0,
     logit_softcap: float | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -71,7 +74,10 @@ def selected_log_probs(
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
     logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
-    return log_probs_of(Options.of("selected_log_probs", locals()), tensors, process_group)
+    options = Options.of("selected_log_probs", locals())
+    options, tensors, group, arrangement = arranged(options, tensors, process_group)
+    log_probs = log_probs_of(options, tensors, group)
+    return log_probs if arrangement is None else arrangement.of_tokens(log_probs)
 
 
 # A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.

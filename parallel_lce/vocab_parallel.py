@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
-from parallel_lce.call.checks import check_kind, check_process_group
+from parallel_lce.call.checks import as_group, check_kind
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.options import as_float, is_number, shortened
@@ -55,7 +55,7 @@ def vocab_parallel_cross_entropy(
     """
     debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
-    check_process_group(group)
+    group = as_group(group)
     layout = Layout.of(group, False)
     label_smoothing = as_float(label_smoothing)
     try:
@@ -85,7 +85,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
     for name, value in (("vocab_parallel_logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-        check_kind(name, value, group)
+        check_kind(name, value)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}")
     if logits.shape[:-1] != target.shape:

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Never
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.dtensor import refuse_dtensor
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, unfiltered
 from parallel_lce.core.partials import accumulation_dtype
@@ -42,8 +41,7 @@ def described(value: object) -> str:
 
 def refuse(refusal: Exception, group: dist.ProcessGroup | None) -> Never:
     """Raise ``refusal`` before a call is prepared. In debug mode the other ranks of the ``group`` raise, too."""
-    check_process_group(group)
-    debug.report_refusal(Layout.of(group, False), refusal)
+    debug.report_refusal(Layout.of(as_group(group), False), refusal)
     raise refusal
 
 
@@ -58,21 +56,29 @@ def refuse_unknown(function: Callable, given: Mapping[str, object], group: dist.
     refuse(TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}"), group)
 
 
-def check_process_group(group: object) -> None:
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        kind = type(group).__name__
-        # A DeviceMesh. If it has several dimensions, one of them must be chosen.
-        remedy = ': pass its get_group(), as mesh["tp"].get_group()' if hasattr(group, "get_group") else ""
-        raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {kind}{remedy}")
+def as_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group, also of a one-dimensional DeviceMesh. Raises ``ValueError`` for anything else."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:
+        return group.get_group()
+    given = type(group).__name__
+    if hasattr(group, "get_group"):
+        given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp']"
+    raise ValueError(f"process_group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {given}")
 
 
-def check_tensors(options: Options, tensors: Tensors, layout: Layout, group: dist.ProcessGroup | None) -> torch.Size:
+def is_dtensor(value: object) -> bool:
+    return hasattr(value, "to_local") and isinstance(value, Tensor)
+
+
+def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.Size:
     """Raise ``ValueError`` for tensors that do not fit each other, the options or the layout. Returns the tokens'
     shape."""
     input, weight, target, bias, token_weight, *_ = tensors
     if options.reduction is not None and not isinstance(target, Tensor):
         raise ValueError(f"target must be a tensor, got {type(target).__name__}")
-    _check_kinds(tensors, group)
+    _check_kinds(tensors)
     rows = weight.shape[0]
     if bias is not None and bias.shape != (rows,):
         raise ValueError(
@@ -110,11 +116,11 @@ def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
     return (leading[0] * layout.sp_size, *leading[1:]) if leading else ()
 
 
-def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
+def check_kind(name: str, value: Tensor) -> None:
     """Raise for a DTensor, a sparse tensor, a subclass that has no plain memory, and a forward-mode dual tensor, whose
     tangent would be ignored."""
-    if hasattr(value, "to_local"):
-        refuse_dtensor(name, value, process_group)
+    if is_dtensor(value):
+        raise ValueError(f"{name} is a DTensor: pass {name}.to_local(), and the process group that shards it")
     if _dispatches(type(value)):
         raise ValueError(
             f"{name} is a {type(value).__name__}, a subclass of Tensor with a __torch_dispatch__ of its own, whose "
@@ -135,14 +141,14 @@ def _dispatches(kind: type[Tensor]) -> bool:
     return not kind.__module__.startswith("torch._subclasses.")
 
 
-def _check_kinds(a: Tensors, group: dist.ProcessGroup | None) -> None:
+def _check_kinds(a: Tensors) -> None:
     for name in ("input", "linear_weight"):
         value = getattr(a, name)
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     tensors = a.named()
     for name, value in tensors.items():
-        check_kind(name, value, group)
+        check_kind(name, value)
     for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):
         value = getattr(a, name)
         if value is not None and not isinstance(value, Tensor):

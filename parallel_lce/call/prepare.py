@@ -20,7 +20,7 @@ from parallel_lce.backends import VARIABLE, backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
-from parallel_lce.call.checks import check_process_group, check_tensors
+from parallel_lce.call.checks import as_group, check_tensors
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
@@ -95,7 +95,7 @@ def check(
     try:
         options = with_python_numbers(options)
         check_options(options)
-        shape = check_tensors(options, tensors, layout, group)
+        shape = check_tensors(options, tensors, layout)
         if main_grad is not None and main_grad.tensor.shape != tensors.linear_weight.shape:
             raise ValueError(
                 f"main_grad must have linear_weight's shape {list(tensors.linear_weight.shape)}, got "
@@ -111,8 +111,7 @@ def check(
 
 
 def _layout(options: Options, group: dist.ProcessGroup) -> Layout:
-    check_process_group(group)
-    return Layout.of(group, as_bool(options.sequence_parallel) is True)
+    return Layout.of(as_group(group), as_bool(options.sequence_parallel) is True)
 
 
 def needs_of(tensors: Tensors) -> Needs:

@@ -45,6 +45,8 @@ class Options(NamedTuple):
     temperature: float = 1.0
     gradient_filter: float | None = None
     sequence_parallel: bool = False
+    # The dimension of the tokens that sequence parallelism splits. The call's own tensors are always split along 0.
+    sequence_dim: int = 0
     reduce_hidden_grad: bool = True
     reduce_dtype: torch.dtype | None = None
     vocab_start: int | None = None
@@ -182,6 +184,7 @@ _RULES = cast(Any, Options)(
         "None or a number between 0 and 1, such as 2**-13",
     ),
     sequence_parallel=_FLAG,
+    sequence_dim=_Rule(as_number, lambda dim: is_count(dim) and dim in (0, 1), "0 or 1"),
     reduce_hidden_grad=_FLAG,
     # Its allowed values depend on the input's dtype: call.checks.
     reduce_dtype=_Rule(_unchanged, lambda dtype: True, "None, torch.float32 or the input's dtype"),

@@ -41,6 +41,7 @@ _KINDS = {
     "str": "str",
     "str | None": "str?",
     "bool": "bool",
+    "int": "int",
     "int | None": "SymInt?",
     "torch.dtype | None": "ScalarType?",
 }

@@ -1,0 +1,322 @@
+"""DTensors, and sequences that are sharded along the second dimension, as the plain tensors of a call.
+
+A call takes plain tensors, and a sequence in equal parts along the first dimension. An :class:`Arrangement` makes them
+from the tensors that the user passes, and puts the results back. The call itself does not depend on the order of the
+tokens, so hidden states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``,
+the order in which an all-gather returns the tokens.
+
+DTensors follow the rules of PyTorch's ``loss_parallel``. One mesh dimension, here TP, shards the weight with
+``Shard(0)``. The input is ``Replicate`` on it, or ``Shard`` of the first or second token dimension, which is sequence
+parallelism. Other mesh dimensions may shard tokens; there the gradient of the weight is ``Partial``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce.call.checks import as_group, is_dtensor, refuse
+from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option
+from parallel_lce.run.statistics import NAMES, TokenStatistics
+
+# Words in a mesh dimension's name that tell that its ranks have the same tokens.
+_TENSOR_PARALLEL = {"tp", "tensor"}
+_SHARDED_PARAMETER = (
+    "If fully_shard (FSDP2) sharded it, call the loss inside the forward of the module that fully_shard wraps, where "
+    "its parameters are whole, or call that module's unshard() before"
+)
+
+
+def arranged(
+    options: Options, tensors: Tensors, group: Any, reduction: str | None = None
+) -> tuple[Options, Tensors, dist.ProcessGroup | None, Arrangement | None]:
+    """The call's options, plain tensors and group. The arrangement puts the results back; None: they stay as they are.
+    ``reduction``: of the result, if it is not the options'.
+
+    Raises:
+        ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
+            supported; shapes that do not fit a sequence along the second dimension.
+    """
+    group = as_group(group)
+    if not options.sequence_dim and not any([is_dtensor(t) for t in tensors]):
+        return options, tensors, group, None
+    try:
+        arrangement = Arrangement(options, tensors.input, tensors.linear_weight, group, reduction or options.reduction)
+        if tensors.selected_offsets is not None and (arrangement.mesh is not None or arrangement.parts > 1):
+            raise ValueError("selected must be ids [..., K], without offsets, for DTensors and for sequence_dim=1")
+        plain = arrangement.plain(tensors)
+    except ValueError as refusal:
+        refuse(refusal, group)
+    return arrangement.options, plain, arrangement.group, arrangement
+
+
+class Arrangement:
+    """How a call's tokens and results are placed, from the input's and the weight's placements.
+
+    Attributes:
+        options: with the sequence parallelism, and for uneven shards the ids, that the placements tell.
+        group: the process group of the mesh dimension that shards the weight.
+        mesh: of the DTensors; None for plain tensors.
+        parts: P if the sequence is sharded along the second dimension, else 1.
+    """
+
+    def __init__(
+        self, options: Options, input: Any, weight: Any, group: dist.ProcessGroup | None, reduction: str | None
+    ) -> None:
+        self.options, self.group, self.mesh, self.parts = options, group, None, 1
+        self._reduction = reduction
+        self._gives_dtensors, self._input, self._weight = is_dtensor(input), input, weight
+        self._target_placements: list | None = None
+        sequence_dim = as_number(options.sequence_dim)
+        check_option("sequence_dim", sequence_dim)
+        sequence_parallel = as_bool(options.sequence_parallel) is True
+        if self._gives_dtensors and not is_dtensor(weight):
+            raise ValueError(f"{_placed('input', input)}, and linear_weight is a plain tensor: pass input.to_local()")
+        if is_dtensor(weight):
+            found = self._read(weight, input)
+            if self._gives_dtensors and sequence_parallel and found is None:
+                raise ValueError(f"sequence_parallel=True, but {_placed('input', input)} is not split along its tokens")
+            if self._gives_dtensors:
+                sequence_parallel, sequence_dim = found is not None, found or 0
+        self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
+        if sequence_dim and sequence_parallel and self.group is not None and isinstance(input, Tensor):
+            if input.dim() < 3:
+                raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(input.shape)}")
+            self.parts = dist.get_world_size(self.group)
+
+    # --- the placements ---
+
+    def _read(self, weight: Any, input: Any) -> int | None:
+        """Find the mesh dimension that shards the weight, and the placements of tokens and gradients. Returns the
+        sequence-parallel dimension of the input's tokens; None without sequence parallelism."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        mesh = self.mesh = weight.device_mesh
+        sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+        if len(sharded) > 1 or any([not _shards(weight.placements[dim], (0,)) for dim in sharded]):
+            raise ValueError(
+                f"{_placed('linear_weight', weight)}: it must be Shard(0), the vocabulary, on one mesh dimension and "
+                f"Replicate on all others. {_SHARDED_PARAMETER}"
+            )
+        tp = sharded[0] if sharded else None
+        if not self._gives_dtensors:
+            self._check_plain_input(weight, tp)
+        elif input.device_mesh != mesh:
+            raise ValueError(f"{_placed('input', input)}, and linear_weight is on the mesh {mesh}: use one mesh")
+        whole = [Replicate()] * mesh.ndim
+        placements = list(input.placements) if self._gives_dtensors else whole
+        token_dims = tuple(range(input.dim() - 1)) if isinstance(input, Tensor) else ()
+        for dim, placement in enumerate(placements):
+            wanted = token_dims[:2] if dim == tp else token_dims
+            if not placement.is_replicate() and not _shards(placement, wanted):
+                first = "the first or second dimension" if dim == tp else "a dimension of the tokens"
+                raise ValueError(
+                    f"{_placed('input', input)}: on mesh dimension {dim} it must be Replicate, or Shard of {first}"
+                )
+        self._input_placements, self._tokens, self._shards = placements, list(placements), list(weight.placements)
+        found = None
+        if tp is not None:
+            self._take_shard(weight, tp)
+            self._tokens[tp] = Replicate()
+            found = None if placements[tp].is_replicate() else placements[tp].dim
+        # Hidden states in unequal parts, or interleaved with those of another mesh dimension, are gathered by DTensor.
+        self._gathers = found is not None and tp is not None and not self._equal_parts(input, found, tp)
+        self._splits = [dim for dim, placement in enumerate(self._tokens) if not placement.is_replicate()]
+        self._weight_gradient = [Partial() if dim in self._splits else Replicate() for dim in range(mesh.ndim)]
+        self._input_gradient = list(self._tokens if self._gathers else placements)
+        if tp is not None:
+            self._weight_gradient[tp] = Shard(0)
+            if as_bool(self.options.reduce_hidden_grad) is False:
+                self._input_gradient[tp] = Partial()
+        if self._splits and self._reduction == "mean":
+            raise ValueError(
+                f"reduction='mean' with {_placed('input', input)}, whose tokens are split over mesh dimension "
+                f"{self._splits[0]} too: use reduction='sum', and divide by the number of tokens of all ranks"
+            )
+        return None if self._gathers else found
+
+    def _check_plain_input(self, weight: Any, tp: int | None) -> None:
+        """Raise ``ValueError`` unless a plain input beside a DTensor weight can only be meant for tensor
+        parallelism. FSDP2 shards weights in the same way, over ranks with different tokens."""
+        mesh, name = self.mesh, ""
+        assert mesh is not None
+        others = [dim for dim in range(mesh.ndim) if dim != tp and mesh.size(dim) > 1]
+        if tp is None or others:
+            raise ValueError(
+                f"{_placed('linear_weight', weight)}, and input is a plain tensor: pass linear_weight.to_local(), or "
+                "input as a DTensor"
+            )
+        if mesh.mesh_dim_names:
+            name = mesh.mesh_dim_names[tp]
+        if self.group is None and not _TENSOR_PARALLEL & {*re.findall("[a-z]+", name.lower())}:
+            raise ValueError(
+                f"{_placed('linear_weight', weight)}, and input is a plain tensor. If these ranks have the same tokens "
+                f"(tensor parallelism), pass process_group=linear_weight.device_mesh.get_group({tp}). "
+                f"{_SHARDED_PARAMETER}"
+            )
+
+    def _take_shard(self, weight: Any, tp: int) -> None:
+        """Set the group, and for uneven shards the first id and the size of the vocabulary."""
+        mesh, given = self.mesh, self.group
+        assert mesh is not None
+        group = mesh.get_group(tp)
+        if given is None:
+            self.group = group
+        elif (ranks := dist.get_process_group_ranks(given)) != (own := dist.get_process_group_ranks(group)):
+            raise ValueError(
+                f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)} is sharded over the "
+                f"ranks {own}. {_SHARDED_PARAMETER}"
+            )
+        entries, ranks = weight.shape[0], mesh.size(tp)
+        start, given = min(mesh.get_local_rank(tp) * -(-entries // ranks), entries), self.options.vocab_start
+        if given is not None and as_number(given) != start:
+            raise ValueError(f"vocab_start={given!r}, and {_placed('linear_weight', weight)} starts at {start}")
+        if entries % ranks:
+            size = self.options.vocab_size
+            self.options = self.options._replace(vocab_start=start, vocab_size=entries if size is None else size)
+
+    def _equal_parts(self, input: Any, sequence_dim: int, tp: int) -> bool:
+        """Whether all ranks of TP have equal parts of the sequence, each of consecutive tokens."""
+        mesh, parts = self.mesh, 1
+        assert mesh is not None
+        for dim, placement in enumerate(self._input_placements):
+            if _shards(placement, (sequence_dim,)):
+                if dim > tp:
+                    return False
+                parts *= mesh.size(dim)
+        return input.shape[sequence_dim] % parts == 0
+
+    # --- from the user's tensors to the call's ---
+
+    def plain(self, tensors: Tensors) -> Tensors:
+        """The tensors of the call."""
+        _, weight, target, bias, *_ = tensors
+        hidden = self.hidden("input", tensors.input)
+        if self.parts > 1:
+            self._part = hidden.shape[:-1]
+        if is_dtensor(target):
+            self._target_placements = list(target.placements)
+        others = {
+            name: self.per_token(name, getattr(tensors, name), name == "selected")
+            for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
+        }
+        weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
+        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
+
+    def hidden(self, name: str, value: Any) -> Any:
+        """Hidden states ``[..., D]`` as this rank's plain tensor."""
+        if not _alike(name, value, "input", self._input):
+            return value
+        if list(value.placements) != self._input_placements or value.device_mesh != self.mesh:
+            raise ValueError(f"{_placed(name, value)}, and {_placed('input', self._input)}: use the same placements")
+        if self._gathers:
+            value = value.redistribute(placements=self._tokens)
+        return value.to_local(grad_placements=self._input_gradient)
+
+    def weight(self, name: str, value: Any) -> Any:
+        """A weight ``[V, D]`` or bias ``[V]`` as this rank's plain shard."""
+        if value is None or not _alike(name, value, "linear_weight", self._weight):
+            return value
+        if value.device_mesh != self.mesh:
+            raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
+        if list(value.placements) != self._shards:
+            value = value.redistribute(placements=self._shards)
+        return value.to_local(grad_placements=self._weight_gradient)
+
+    def per_token(self, name: str, value: Any, trailing: bool = False) -> Any:
+        """Values ``[...]`` of the tokens, or ``[..., K]`` with ``trailing``, in the order of the call's tokens. A plain
+        tensor holds the tokens of this rank's input, of the whole sequence."""
+        if not isinstance(value, Tensor):
+            return value
+        if is_dtensor(value):
+            if self.mesh is None:
+                raise ValueError(f"{_placed(name, value)}, and linear_weight is a plain tensor: pass {name}.to_local()")
+            if value.device_mesh != self.mesh:
+                raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
+            if list(value.placements) != self._tokens:
+                value = value.redistribute(placements=self._tokens)
+            value = value.to_local(grad_placements=self._tokens)
+        if self.parts == 1:
+            return value
+        batch, part, *rest = self._part
+        expected, shape = [batch, self.parts * part, *rest], list(value.shape)
+        if (shape[:-1] if trailing else shape) != expected:
+            raise ValueError(
+                f"{name} must have shape {expected}{' and one dimension more' if trailing else ''} for input "
+                f"{[*self._part, self._input.shape[-1]]} of each of {self.parts} sequence-parallel ranks, got {shape}"
+            )
+        parts = value.unflatten(1, (self.parts, part)).transpose(0, 1)
+        return parts.reshape(self.parts * batch, *parts.shape[2:])
+
+    # --- results ---
+
+    def loss(self, value: Tensor) -> Any:
+        """A call's loss, as the user expects it."""
+        if self._reduction == "none":
+            return self.of_tokens(value)
+        if not self._gives_dtensors:
+            return value
+        from torch.distributed.tensor import Partial, Replicate
+
+        return self._placed(value, [Partial() if dim in self._splits else Replicate() for dim in range(self.mesh.ndim)])
+
+    def statistics(self, statistics: TokenStatistics) -> TokenStatistics:
+        """A call's statistics, as the user expects them."""
+        values: dict[str, Any] = {name: getattr(statistics, name) for name in NAMES}
+        for name, value in values.items():
+            if value is not None and name != "vocab_size":
+                values[name] = self.of_tokens(value)
+        return TokenStatistics(**values)
+
+    def of_tokens(self, value: Tensor) -> Any:
+        """A call's values ``[...]`` or ``[..., K]`` of the tokens, in the user's order and placements."""
+        if self.parts > 1:
+            whole = value.unflatten(0, (self.parts, value.shape[0] // self.parts)).transpose(0, 1)
+            value = whole.reshape(whole.shape[0], self.parts * whole.shape[2], *whole.shape[3:])
+        if not self._gives_dtensors:
+            return value
+        tokens = self._input.shape[:-1]
+        value = self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
+        if self._target_placements is not None and self._target_placements != self._tokens:
+            value = value.redistribute(placements=self._target_placements)
+        return value
+
+    def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * max(size, 1))
+        stride = tuple(strides) if shape else ()
+        return DTensor.from_local(
+            value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+
+def _alike(name: str, value: Any, other_name: str, other: Any) -> bool:
+    """Whether ``value`` is a DTensor. Raises ``ValueError`` unless both tensors are, or none."""
+    if isinstance(value, Tensor) and is_dtensor(value) != is_dtensor(other):
+        raise ValueError(
+            f"{_placed(name, value)}, and {_placed(other_name, other)}: pass DTensors for both, or neither"
+        )
+    return is_dtensor(value)
+
+
+def _shards(placement: Any, dims: tuple[int, ...]) -> bool:
+    """Whether the placement is a plain ``Shard`` of one of the ``dims``; not a strided one."""
+    from torch.distributed.tensor import Shard
+
+    return type(placement) is Shard and placement.dim in dims
+
+
+def _placed(name: str, value: Any) -> str:
+    """The beginning of a refusal: a tensor's name, placements and mesh."""
+    if not is_dtensor(value):
+        return f"{name} is a plain tensor"
+    mesh = value.device_mesh
+    names = f" of dimensions {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+    return f"{name} is a DTensor with the placements {tuple(value.placements)} on a mesh {tuple(mesh.shape)}{names}"

@@ -1,6 +1,7 @@
 """Fused output projection and cross-entropy for tensor- and sequence-parallel training."""
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if not (_Path(__file__).parent / "kernels").is_dir():
     raise ImportError(
@@ -16,8 +17,12 @@ from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
+if _TYPE_CHECKING:
+    from parallel_lce.style import LinearCrossEntropyParallel
+
 __all__ = [
     "LinearCrossEntropy",
+    "LinearCrossEntropyParallel",
     "TokenStatistics",
     "entropy",
     "linear_cross_entropy",
@@ -26,3 +31,12 @@ __all__ = [
     "token_statistics",
     "vocab_parallel_cross_entropy",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LinearCrossEntropyParallel":
+        # Its import takes a second: torch.distributed.tensor.
+        from parallel_lce.style import LinearCrossEntropyParallel
+
+        return LinearCrossEntropyParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -282,7 +282,9 @@ _ONLY_TORCH = {
 }
 
 
-def _refuse_unsupported(reduction: object, given: dict[str, object], group: dist.ProcessGroup | None) -> None:
+def _refuse_unsupported(
+    reduction: object, given: dict[str, object], group: dist.ProcessGroup | DeviceMesh | None
+) -> None:
     """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None."""
     for name, value in given.items():
         if name not in _ONLY_TORCH:

@@ -8,6 +8,7 @@ from typing import Never
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import as_group, refuse_unknown
 from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
@@ -54,7 +55,7 @@ class LinearCrossEntropy(nn.Module):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
         vocab_start: int | None = None,
@@ -87,7 +88,7 @@ class LinearCrossEntropy(nn.Module):
         return self._held.group
 
     @process_group.setter
-    def process_group(self, group: dist.ProcessGroup | None) -> None:
+    def process_group(self, group: dist.ProcessGroup | DeviceMesh | None) -> None:
         self._held = _Held(as_group(group))
 
     def forward(

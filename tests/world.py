@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import queue
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel_lce import backends
 
@@ -77,10 +79,22 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     dist.destroy_process_group()
 
 
+_OF_MESHES: list[dist.ProcessGroup] = []
+
+
+@functools.cache
+def mesh_of(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh over all ranks, made once for each process. DTensor's caches keep the names of its groups for ever."""
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    _OF_MESHES.extend(mesh.get_all_groups())
+    return mesh
+
+
 def _destroy_subgroups() -> None:
     """Those that a test made: each keeps threads of its own awake, megatron-core alone makes dozens."""
     _forget_megatrons()
-    groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    kept = {dist.group.WORLD, *_OF_MESHES}
+    groups = [group for group in distributed_c10d._world.pg_map if group not in kept]
     while groups:
         dist.destroy_process_group(groups.pop())
 

@@ -7,13 +7,14 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Never
+from typing import Any, Never, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
@@ -39,13 +40,15 @@ def described(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def refuse(refusal: Exception, group: dist.ProcessGroup | None) -> Never:
+def refuse(refusal: Exception, group: dist.ProcessGroup | DeviceMesh | None) -> Never:
     """Raise ``refusal`` before a call is prepared. In debug mode the other ranks of the ``group`` raise, too."""
     debug.report_refusal(Layout.of(as_group(group), False), refusal)
     raise refusal
 
 
-def refuse_unknown(function: Callable, given: Mapping[str, object], group: dist.ProcessGroup | None = None) -> Never:
+def refuse_unknown(
+    function: Callable, given: Mapping[str, object], group: dist.ProcessGroup | DeviceMesh | None = None
+) -> Never:
     """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message suggests arguments with
     the same last word, or else the one with the most similar spelling."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -68,8 +71,10 @@ def as_group(group: Any) -> dist.ProcessGroup | None:
     raise ValueError(f"process_group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {given}")
 
 
-def is_dtensor(value: object) -> bool:
-    return hasattr(value, "to_local") and isinstance(value, Tensor)
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    # Importing torch.distributed.tensor takes a second. Before, there are no DTensors.
+    tensor = getattr(dist, "tensor", None)
+    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.Size:

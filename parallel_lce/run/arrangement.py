@@ -44,49 +44,58 @@ def arranged(
     group = as_group(group)
     if not options.sequence_dim and not any([is_dtensor(t) for t in tensors]):
         return options, tensors, group, None
+    arrangement = Arrangement(options, group, reduction or options.reduction)
     try:
-        arrangement = Arrangement(options, tensors.input, tensors.linear_weight, group, reduction or options.reduction)
-        if tensors.selected_offsets is not None and (arrangement.mesh is not None or arrangement.parts > 1):
-            raise ValueError("selected must be ids [..., K], without offsets, for DTensors and for sequence_dim=1")
-        plain = arrangement.plain(tensors)
+        plain = arrangement.enter(tensors)
     except ValueError as refusal:
-        refuse(refusal, group)
+        refuse(refusal, arrangement.group)
     return arrangement.options, plain, arrangement.group, arrangement
 
 
 class Arrangement:
-    """How a call's tokens and results are placed, from the input's and the weight's placements.
+    """How a call's tokens and results are placed, from the placements of its tensors.
 
-    Attributes:
+    Attributes, complete after :meth:`enter`:
         options: with the sequence parallelism, and for uneven shards the ids, that the placements tell.
-        group: the process group of the mesh dimension that shards the weight.
+        group: the given process group, or the one of the mesh dimension that shards the weight.
         mesh: of the DTensors; None for plain tensors.
         parts: P if the sequence is sharded along the second dimension, else 1.
     """
 
-    def __init__(
-        self, options: Options, input: Any, weight: Any, group: dist.ProcessGroup | None, reduction: str | None
-    ) -> None:
-        self.options, self.group, self.mesh, self.parts = options, group, None, 1
-        self._reduction = reduction
-        self._gives_dtensors, self._input, self._weight = is_dtensor(input), input, weight
+    def __init__(self, options: Options, group: dist.ProcessGroup | None, reduction: str | None) -> None:
+        self.options, self.group, self.parts = options, group, 1
+        self.mesh: Any = None
+        self._reduction, self._gives_dtensors = reduction, False
         self._target_placements: list | None = None
-        sequence_dim = as_number(options.sequence_dim)
+
+    def enter(self, tensors: Tensors) -> Tensors:
+        """The tensors of the call. Raises ``ValueError`` as :func:`arranged`."""
+        input, weight, target, bias, *_ = tensors
+        self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
+        sequence_parallel, sequence_dim = as_bool(self.options.sequence_parallel), as_number(self.options.sequence_dim)
         check_option("sequence_dim", sequence_dim)
-        sequence_parallel = as_bool(options.sequence_parallel) is True
-        if self._gives_dtensors and not is_dtensor(weight):
-            raise ValueError(f"{_placed('input', input)}, and linear_weight is a plain tensor: pass input.to_local()")
         if is_dtensor(weight):
             found = self._read(weight, input)
-            if self._gives_dtensors and sequence_parallel and found is None:
-                raise ValueError(f"sequence_parallel=True, but {_placed('input', input)} is not split along its tokens")
             if self._gives_dtensors:
                 sequence_parallel, sequence_dim = found is not None, found or 0
+        elif self._gives_dtensors:
+            raise ValueError(f"{_placed('input', input)}, and linear_weight is a plain tensor: pass input.to_local()")
         self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
-        if sequence_dim and sequence_parallel and self.group is not None and isinstance(input, Tensor):
-            if input.dim() < 3:
-                raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(input.shape)}")
-            self.parts = dist.get_world_size(self.group)
+        hidden = self.hidden("input", input)
+        if sequence_dim and sequence_parallel is True and self.group is not None and isinstance(hidden, Tensor):
+            if hidden.dim() < 3:
+                raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(hidden.shape)}")
+            self.parts, self._part = dist.get_world_size(self.group), hidden.shape[:-1]
+        if tensors.selected_offsets is not None and (self.mesh is not None or self.parts > 1):
+            raise ValueError("selected must be ids [..., K], without offsets, for DTensors and for sequence_dim=1")
+        if is_dtensor(target):
+            self._target_placements = list(target.placements)
+        others = {
+            name: self.per_token(name, getattr(tensors, name), name == "selected")
+            for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
+        }
+        weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
+        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
     # --- the placements ---
 
@@ -123,6 +132,11 @@ class Arrangement:
             self._take_shard(weight, tp)
             self._tokens[tp] = Replicate()
             found = None if placements[tp].is_replicate() else placements[tp].dim
+        if self._gives_dtensors and found is None and as_bool(self.options.sequence_parallel) is True:
+            raise ValueError(f"sequence_parallel=True, but {_placed('input', input)}: its tokens are not split over TP")
+        sums = as_bool(self.options.reduce_hidden_grad) is not False
+        if found is not None and not sums:
+            raise ValueError(f"reduce_hidden_grad=False, but {_placed('input', input)}: it must be Replicate")
         # Hidden states in unequal parts, or interleaved with those of another mesh dimension, are gathered by DTensor.
         self._gathers = found is not None and tp is not None and not self._equal_parts(input, found, tp)
         self._splits = [dim for dim, placement in enumerate(self._tokens) if not placement.is_replicate()]
@@ -130,7 +144,7 @@ class Arrangement:
         self._input_gradient = list(self._tokens if self._gathers else placements)
         if tp is not None:
             self._weight_gradient[tp] = Shard(0)
-            if as_bool(self.options.reduce_hidden_grad) is False:
+            if not sums:
                 self._input_gradient[tp] = Partial()
         if self._splits and self._reduction == "mean":
             raise ValueError(
@@ -143,7 +157,6 @@ class Arrangement:
         """Raise ``ValueError`` unless a plain input beside a DTensor weight can only be meant for tensor
         parallelism. FSDP2 shards weights in the same way, over ranks with different tokens."""
         mesh, name = self.mesh, ""
-        assert mesh is not None
         others = [dim for dim in range(mesh.ndim) if dim != tp and mesh.size(dim) > 1]
         if tp is None or others:
             raise ValueError(
@@ -162,7 +175,6 @@ class Arrangement:
     def _take_shard(self, weight: Any, tp: int) -> None:
         """Set the group, and for uneven shards the first id and the size of the vocabulary."""
         mesh, given = self.mesh, self.group
-        assert mesh is not None
         group = mesh.get_group(tp)
         if given is None:
             self.group = group
@@ -182,7 +194,6 @@ class Arrangement:
     def _equal_parts(self, input: Any, sequence_dim: int, tp: int) -> bool:
         """Whether all ranks of TP have equal parts of the sequence, each of consecutive tokens."""
         mesh, parts = self.mesh, 1
-        assert mesh is not None
         for dim, placement in enumerate(self._input_placements):
             if _shards(placement, (sequence_dim,)):
                 if dim > tp:
@@ -191,21 +202,6 @@ class Arrangement:
         return input.shape[sequence_dim] % parts == 0
 
     # --- from the user's tensors to the call's ---
-
-    def plain(self, tensors: Tensors) -> Tensors:
-        """The tensors of the call."""
-        _, weight, target, bias, *_ = tensors
-        hidden = self.hidden("input", tensors.input)
-        if self.parts > 1:
-            self._part = hidden.shape[:-1]
-        if is_dtensor(target):
-            self._target_placements = list(target.placements)
-        others = {
-            name: self.per_token(name, getattr(tensors, name), name == "selected")
-            for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
-        }
-        weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
-        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
     def hidden(self, name: str, value: Any) -> Any:
         """Hidden states ``[..., D]`` as this rank's plain tensor."""

@@ -1,0 +1,63 @@
+"""The loss as a style of ``torch.distributed.tensor.parallel.parallelize_module``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from parallel_lce.modules import LinearCrossEntropy
+
+
+class LinearCrossEntropyParallel(ParallelStyle):
+    """Tensor parallelism of a :class:`parallel_lce.LinearCrossEntropy` in a plan of ``parallelize_module``.
+
+    The module is called with the output layer's weight (and bias), DTensors that another style has sharded with
+    ``Shard(0)`` (``ColwiseParallel``), and with the whole sequence's targets.
+
+    Args:
+        input_layouts: placement on the mesh of hidden states ``[b, S, D]`` that are passed as a plain tensor:
+            ``Replicate()``, the default; or ``Shard(1)`` or ``Shard(0)``, in equal parts, for a sequence that is split
+            over the ranks (sequence parallelism). Hidden states that are DTensors keep their placements.
+        use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
+
+    Raises:
+        ValueError: when it is applied, for another module, or a mesh of several dimensions.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
+        super().__init__()
+        self.input_layouts = Replicate() if input_layouts is None else input_layouts
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LinearCrossEntropy):
+            raise ValueError(
+                "LinearCrossEntropyParallel is for parallel_lce.LinearCrossEntropy, and this module is a "
+                f"{type(module).__name__}"
+            )
+        # Raises for a mesh of several dimensions.
+        module.process_group = device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        layout = self.input_layouts
+
+        def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            hidden, *rest = args or (kwargs["input"],)
+            if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
+                hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)
+            return ((hidden, *rest), kwargs) if args else ((), kwargs | {"input": hidden})
+
+        def local(module: nn.Module, args: tuple, loss: Any) -> Any:
+            return loss.to_local() if isinstance(loss, DTensor) else loss
+
+        module.register_forward_pre_hook(with_placements, with_kwargs=True)
+        if self.use_local_output:
+            module.register_forward_hook(local)
+        return module
+
+    def __repr__(self) -> str:
+        given = f"input_layouts={self.input_layouts}, use_local_output={self.use_local_output}"
+        return f"{type(self).__name__}({given})"

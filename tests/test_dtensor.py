@@ -1,0 +1,448 @@
+"""DTensors in all public functions: losses, gradients and placements as DTensor's own operators give them for all
+logits. Sequences along the second dimension. Placements that are refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import parallel_lce
+from cases import normal
+from on_ranks import on_ranks
+from parallel_lce.distillation import divergence, top_k_divergence
+from world import mesh_of
+
+WHOLE, ROWS, SECOND = Replicate(), Shard(0), Shard(1)
+V, D = 40, 16
+TP = ("tp",)
+
+
+def problem(b: int = 4, s: int = 8, v: int = V, device: Any = "cpu") -> dict[str, Tensor]:
+    """Whole tensors, the same on every rank: fp64, some targets ignored, some in each shard."""
+    target = torch.arange(b * s).mul(7).remainder(v).view(b, s)
+    target[0, 0] = target[-1, -1] = -100
+    drawn = dict(input=normal(b, s, D), linear_weight=normal(v, D, seed=1), linear_bias=normal(v, seed=2))
+    return {name: t.to(device) for name, t in (drawn | dict(target=target)).items()}
+
+
+def dense(whole: dict[str, Tensor], reduction: str) -> tuple[Tensor, ...]:
+    """Loss, and gradients of input, weight and bias for an upstream gradient that differs from token to token."""
+    leaves = [whole[name].clone().requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
+    logits = F.linear(*leaves)
+    loss = F.cross_entropy(logits.flatten(0, -2), whole["target"].flatten(), reduction=reduction)
+    if reduction == "none":
+        loss = loss.view(whole["target"].shape)
+    return loss.detach(), *torch.autograd.grad((loss * upstream(loss)).sum(), leaves)
+
+
+def upstream(loss: Tensor) -> Tensor:
+    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
+
+
+def as_dtensors(whole: dict[str, Tensor], mesh, **placements) -> dict[str, Any]:
+    """``placements``: by the argument's name. Gradients are wanted of all but the target."""
+    given = {n: distribute_tensor(t, mesh, placements[n]) if n in placements else t.clone() for n, t in whole.items()}
+    return {name: t.requires_grad_(name != "target") for name, t in given.items()}
+
+
+def same(found: Any, want: Tensor, placements: Any = None) -> None:
+    if placements is not None:
+        assert list(found.placements) == list(placements), found.placements
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, want)
+
+
+def loss_and_gradients(given: dict[str, Any], **options) -> tuple[Any, ...]:
+    loss = parallel_lce.linear_cross_entropy(**given, **options)
+    whole = torch.empty(loss.shape, dtype=loss.dtype, device=loss.device)
+    factor = upstream(whole)
+    if isinstance(loss, DTensor) and loss.dim():
+        factor = distribute_tensor(factor, loss.device_mesh, loss.placements)
+    (loss * factor).sum().backward()
+    return loss.detach(), *[given[name].grad for name in ("input", "linear_weight", "linear_bias")]
+
+
+# Shape of the mesh and names; placements of weight, input and target (None: a plain tensor); b, s and v; of the loss
+# without reduction, and of the gradients of input and weight.
+CASES: dict[str, tuple] = {
+    "replicated": ((2,), TP, [ROWS], [WHOLE], [WHOLE], {}, [WHOLE], [ROWS]),
+    "batch first": ((2,), None, [ROWS], [SECOND], [WHOLE], {}, [WHOLE], [ROWS]),
+    "sequence first": ((2,), None, [ROWS], [ROWS], None, {}, [WHOLE], [ROWS]),
+    "sharded target": ((2,), None, [ROWS], [SECOND], [SECOND], {}, [SECOND], [ROWS]),
+    "uneven vocabulary": ((2,), None, [ROWS], [SECOND], None, dict(v=41), [WHOLE], [ROWS]),
+    "an empty shard": ((4,), TP, [ROWS], [ROWS], [WHOLE], dict(v=9), [WHOLE], [ROWS]),
+    "uneven sequence": ((2,), None, [ROWS], [SECOND], [WHOLE], dict(s=7), [WHOLE], [ROWS]),
+    "four ranks": ((4,), TP, [ROWS], [SECOND], [WHOLE], {}, [WHOLE], [ROWS]),
+    "data and tensor": ((2, 2), ("dp", "tp"), [WHOLE, ROWS], [ROWS, SECOND], [ROWS, WHOLE], {}, [ROWS, WHOLE],
+                        [Partial(), ROWS]),
+    "context and tensor": ((2, 2), None, [WHOLE, ROWS], [SECOND, WHOLE], [SECOND, WHOLE], {}, [SECOND, WHOLE],
+                           [Partial(), ROWS]),
+    "both split the sequence": ((2, 2), None, [WHOLE, ROWS], [SECOND, SECOND], [SECOND, WHOLE], {}, [SECOND, WHOLE],
+                                [Partial(), ROWS]),
+    "both, uneven": ((2, 2), None, [WHOLE, ROWS], [SECOND, SECOND], [SECOND, WHOLE], dict(s=6), [SECOND, WHOLE],
+                     [Partial(), ROWS]),
+    "tensor before context": ((2, 2), None, [ROWS, WHOLE], [SECOND, SECOND], [WHOLE, SECOND], {}, [WHOLE, SECOND],
+                              [ROWS, Partial()]),
+    "replicas": ((2, 2), None, [WHOLE, ROWS], [WHOLE, SECOND], None, {}, [WHOLE, WHOLE], [WHOLE, ROWS]),
+    "no tensor parallelism": ((2,), ("dp",), [WHOLE], [ROWS], [ROWS], {}, [ROWS], [Partial()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_placements(worlds, name, reduction):
+    shape = CASES[name][0]
+    worlds(4 if shape in ((4,), (2, 2)) else 2).run(_placements, name, reduction)
+
+
+def _placements(member, name, reduction):
+    shape, names, weight, x, target, sizes, tokens, of_weight = CASES[name]
+    mesh, whole = (mesh_of(member.device.type, shape, names), problem(device=member.device, **sizes))
+    want, *gradients = dense(whole, reduction)
+    placements = dict(input=x, linear_weight=weight, linear_bias=weight) | (
+        {} if target is None else dict(target=target)
+    )
+    given = as_dtensors(whole, mesh, **placements)
+    splits = [Partial() if isinstance(p, Shard) and w != ROWS else WHOLE for p, w in zip(tokens, weight)]
+    if reduction == "mean" and Partial() in splits:
+        with pytest.raises(ValueError, match=r"reduction='mean' with input is a DTensor.*use reduction='sum'"):
+            parallel_lce.linear_cross_entropy(**given, reduction=reduction)
+        return
+    loss, dx, dweight, dbias = loss_and_gradients(given, reduction=reduction)
+    same(loss, want, tokens if reduction == "none" else splits)
+    gathers = name in ("uneven sequence", "both, uneven", "tensor before context")
+    same(dx, gradients[0], None if gathers else x)
+    same(dweight, gradients[1], of_weight)
+    same(dbias, gradients[2], of_weight)
+
+
+@on_ranks(2)
+def test_a_plain_input_beside_a_sharded_weight(member):
+    """The mesh's name, or the given group, tells that the ranks have the same tokens. The loss is then plain."""
+    whole = problem(device=member.device)
+    want, dx, dweight, dbias = dense(whole, "mean")
+    for names, given_group in ((TP, None), (None, "mesh"), (None, "group")):
+        mesh = mesh_of(member.device.type, (2,), names)
+        group = {None: None, "mesh": mesh, "group": mesh.get_group()}[given_group]
+        for split in (False, True):
+            given = as_dtensors(whole, mesh, linear_weight=[ROWS], linear_bias=[ROWS])
+            expected = dx
+            if split:
+                given["input"] = whole["input"].chunk(2, 1)[member.rank].clone().requires_grad_()
+                expected = dx.chunk(2, 1)[member.rank]
+            options = dict(process_group=group, sequence_parallel=split, sequence_dim=1)
+            found = loss_and_gradients(given, **options)
+            assert type(found[0]) is Tensor
+            for one, other in zip(found, (want, expected, dweight, dbias)):
+                same(one, other)
+
+
+@on_ranks(2)
+def test_a_gradient_of_the_input_that_is_not_summed(member):
+    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
+    given = as_dtensors(whole, mesh, input=[WHOLE], linear_weight=[ROWS], linear_bias=[ROWS])
+    _, dx, *_ = loss_and_gradients(given, reduce_hidden_grad=False)
+    same(dx, dense(whole, "mean")[1], [Partial()])
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+FSDP = "call the loss inside the forward of the module that fully_shard wraps"
+# Shape and names of the mesh; placements of weight and input (None: plain); the message.
+REFUSED = [
+    ((2,), None, [SECOND], [WHOLE], rf"linear_weight .*\(Shard\(dim=1\),\).*must be Shard\(0\).*{FSDP}"),
+    ((2,), None, [Partial()], [WHOLE], r"linear_weight .*Partial.*must be Shard\(0\)"),
+    ((1, 2), ("dp", "tp"), [ROWS, ROWS], [WHOLE, WHOLE], rf"linear_weight .*\('dp', 'tp'\): it must be.*{FSDP}"),
+    ((2,), None, [ROWS], [Shard(2)], r"input .*Shard\(dim=2\).*Replicate, or Shard of the first or second dim"),
+    ((2,), None, [ROWS], [Partial()], r"input .*Partial.*Replicate, or Shard of"),
+    ((2,), ("dp",), [ROWS], None, rf"input is a plain tensor.*process_group=.*get_group\(0\).*{FSDP}"),
+    ((2,), ("output endpoints",), [ROWS], None, rf"input is a plain tensor.*{FSDP}"),  # no words of tp
+    ((2,), ("tp",), [WHOLE], None, r"input is a plain tensor: pass linear_weight.to_local\(\)"),
+    ((2,), ("tp",), None, [WHOLE], r"input is a DTensor .*linear_weight is a plain tensor: pass input.to_local\(\)"),
+]  # fmt: skip
+
+
+@on_ranks(2)
+def test_refused(member):
+    whole = problem(device=member.device)
+
+    def said(changes: dict, **options) -> str:
+        given = {n: t for n, t in whole.items() if n != "linear_bias"}
+        with pytest.raises(ValueError) as refusal:
+            parallel_lce.linear_cross_entropy(**given | changes, **options)
+        return str(refusal.value)
+
+    for shape, names, weight, x, message in REFUSED:
+        mesh = mesh_of(member.device.type, shape, names)
+        placed = {"linear_weight": weight, "input": x}
+        text = said({n: DTensor.from_local(whole[n], mesh, p) for n, p in placed.items() if p is not None})
+        assert re.search(message, text), text
+    mesh, other = (mesh_of(member.device.type, shape) for shape in ((2,), (1, 2)))
+    weight = distribute_tensor(whole["linear_weight"], mesh, [ROWS])
+    x = distribute_tensor(whole["input"], mesh, [WHOLE])
+    sharded = dict(linear_weight=weight, input=x)
+    own = torch.distributed.new_group([member.rank], use_local_synchronization=True)
+    for changes, options, message in (
+        (dict(process_group=own), {}, rf"process_group has the ranks \[{member.rank}\], and linear_weight"),
+        (dict(vocab_start=3), {}, rf"vocab_start=3, and linear_weight .* starts at {member.rank * V // 2}"),
+        (dict(sequence_parallel=True), {}, "sequence_parallel=True, but input is a DTensor .*not split"),
+        (dict(reduce_hidden_grad=False), dict(input=x.redistribute(placements=[ROWS])), "input .*must be Replicate"),
+        ({}, dict(input=distribute_tensor(whole["input"], other, [WHOLE, WHOLE])), "input .*use one mesh"),
+        ({}, dict(target=distribute_tensor(whole["target"], other, [WHOLE, WHOLE])), "target .*use one mesh"),
+        ({}, dict(linear_bias=whole["linear_bias"]), "linear_bias is a plain tensor, and linear_weight is a DTensor"),
+        (dict(sequence_dim=2), {}, "sequence_dim must be 0 or 1, got 2"),
+    ):
+        text = said(sharded | options, **changes)
+        assert re.search(message, text), text
+    text = said(dict(target=distribute_tensor(whole["target"], mesh, [WHOLE])))
+    assert re.search(r"target is a DTensor .*linear_weight is a plain tensor: pass target.to_local\(\)", text), text
+    plain = dict(process_group=mesh, sequence_parallel=True, sequence_dim=1)
+    assert "target must have shape [4, 16] for input [4, 8, 16] of each of 2" in said({}, **plain)
+    assert "input must be [b, S/P, ..., D] for sequence_dim=1, got [8, 16]" in said(
+        dict(input=whole["input"][0]), **plain
+    )
+    assert "one-dimensional DeviceMesh or None, got DeviceMesh of 2 dimensions" in said({}, process_group=other)
+    pair = torch.zeros(0, dtype=torch.int64), torch.zeros(33, dtype=torch.int64)
+    with pytest.raises(ValueError, match="without offsets, for DTensors"):
+        parallel_lce.token_statistics(x, weight, None, selected=pair)
+
+
+@on_ranks(2)
+def test_a_fully_sharded_weight_is_refused_outside_its_module(member):
+    head = nn.Linear(D, V, bias=False, device=member.device, dtype=torch.float64)
+    fully_shard(head, mesh=mesh_of(member.device.type, (2,)))
+    whole = problem(device=member.device)
+    with pytest.raises(ValueError, match=FSDP):
+        parallel_lce.linear_cross_entropy(whole["input"], head.weight, whole["target"])
+
+
+# --- a sequence along the second dimension, plain tensors ----------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_batch_first_sequence_parallelism(member):
+    """Every result is that of the transposed tensors, up to the order of fp64 sums."""
+    whole = problem(b=3, device=member.device)
+    shard = {n: whole[n].chunk(member.ranks)[member.rank] for n in ("linear_weight", "linear_bias")}
+    part = whole["input"].chunk(member.ranks, 1)[member.rank].clone().requires_grad_()
+    turned = part.detach().transpose(0, 1).contiguous().requires_grad_()
+    weight = shard["linear_weight"]
+    target, weights = whole["target"], normal(3, 8, seed=3).to(member.device).abs()
+    common = dict(process_group=member.group, sequence_parallel=True)
+
+    def close(found: Tensor, want: Tensor) -> None:
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+    def both(function, per_token: dict, **options):
+        first = function(part, weight, **per_token, sequence_dim=1, **common, **options)
+        second = function(turned, weight, **{n: t.transpose(0, 1) for n, t in per_token.items()}, **common, **options)
+        return first, second
+
+    losses, others = both(
+        parallel_lce.linear_cross_entropy,
+        dict(target=target, token_weight=weights, temperature=weights + 1),
+        reduction="none",
+        linear_bias=shard["linear_bias"],
+    )
+    close(losses, others.t())
+    (losses * upstream(losses)).sum().backward()
+    (others * upstream(losses).t()).sum().backward()
+    close(part.grad, turned.grad.transpose(0, 1))
+    counted = int((target != -100).sum())
+    for options in (dict(reduction="mean"), dict(reduction="sum", counted_tokens=counted)):
+        first, second = both(parallel_lce.linear_cross_entropy, dict(target=target), **options)
+        close(first, second)
+    ids = target[..., None].clamp(min=0) + torch.arange(3, device=member.device)
+    mask = target != -100
+    asked = dict(expected_logit=True, argmax=True, top_k=2)
+    first, second = both(parallel_lce.token_statistics, dict(target=target, selected=ids), **asked)
+    masked, turned_too = both(
+        parallel_lce.token_statistics, dict(target=target, mask=mask), counted_tokens=counted, **asked
+    )
+    for one, other in ((first, second), (masked, turned_too)):
+        for name, value in vars(one).items():
+            expected = getattr(other, name)
+            assert (value is None) == (expected is None)
+            if value is not None and name != "vocab_size":
+                close(value, expected.transpose(0, 1))
+    first, second = both(parallel_lce.selected_log_probs, dict(selected=ids))
+    close(first, second.transpose(0, 1))
+
+
+# --- the other functions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [WHOLE, ROWS, SECOND])
+@on_ranks(2)
+def test_statistics_and_selected_entries(member, split):
+    mesh, whole = mesh_of(member.device.type, (2,)), problem(v=41, device=member.device)
+    ids = whole["target"][..., None].clamp(min=0) + torch.arange(3, device=member.device)
+    ids = ids.remainder(41)
+    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
+    x, weight, target, bias = (given[n] for n in ("input", "linear_weight", "target", "linear_bias"))
+    asked = dict(expected_logit=True, argmax=True, top_k=2, selected=ids)
+    found = parallel_lce.token_statistics(x, weight, target, linear_bias=bias, **asked)
+    leaf = whole["input"].detach().clone().requires_grad_()
+    want = parallel_lce.token_statistics(
+        leaf, whole["linear_weight"], whole["target"], linear_bias=whole["linear_bias"], **asked
+    )
+    for name, value in vars(found).items():
+        expected = getattr(want, name)
+        if value is not None:
+            same(value, expected, None if name == "vocab_size" else [WHOLE])
+    for statistics in (found, want):
+        (parallel_lce.log_prob(statistics) + statistics.entropy + statistics.selected_log_prob.sum(-1)).sum().backward()
+    same(x.grad, leaf.grad, [split])
+    log_probs = parallel_lce.selected_log_probs(x, weight, ids, linear_bias=bias)
+    same(log_probs, parallel_lce.selected_log_probs(
+        whole["input"], whole["linear_weight"], ids, linear_bias=whole["linear_bias"]
+    ), [WHOLE])  # fmt: skip
+
+
+@pytest.mark.parametrize(("split", "reduction"), [*itertools.product([WHOLE, SECOND], ["none", "mean"])])
+@on_ranks(2)
+def test_divergences(member, split, reduction):
+    mesh, whole = mesh_of(member.device.type, (2,)), problem(device=member.device)
+    teacher_x, teacher_weight = normal(4, 8, 12, seed=5).to(member.device), normal(V, 12, seed=6).to(member.device)
+    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
+    teacher = distribute_tensor(teacher_x, mesh, [split]), distribute_tensor(teacher_weight, mesh, [ROWS])
+    ids, stored = whole["target"][..., None].clamp(min=0), normal(4, 8, 1, seed=7).to(member.device).abs().neg()
+    leaf, options = whole["input"].detach().clone().requires_grad_(), dict(reduction=reduction)
+    plain = dict(target=whole["target"], student_bias=whole["linear_bias"], **options)
+    placed = dict(target=given["target"], student_bias=given["linear_bias"], **options)
+    found = divergence(given["input"], given["linear_weight"], *teacher, beta=0.5, **placed)
+    want = divergence(leaf, whole["linear_weight"], teacher_x, teacher_weight, beta=0.5, **plain)
+    same(found, want, [WHOLE])
+    of_top = top_k_divergence(given["input"], given["linear_weight"], ids, stored, **placed)
+    same(of_top, top := top_k_divergence(leaf, whole["linear_weight"], ids, stored, **plain), [WHOLE])
+    (found.sum() + of_top.sum()).backward()
+    (want.sum() + top.sum()).backward()
+    same(given["input"].grad, leaf.grad, [split])
+    with pytest.raises(ValueError, match="teacher_hidden is a plain tensor, and student_hidden is a DTensor"):
+        divergence(given["input"], given["linear_weight"], teacher_x, teacher[1], **placed)
+
+
+# --- modules, styles and fully_shard --------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A layer that mixes features, an output layer, and the loss as a module."""
+
+    def __init__(self, device) -> None:
+        super().__init__()
+        self.body = nn.Linear(D, D, bias=False, dtype=torch.float64, device=device)
+        self.head = nn.Linear(D, V, dtype=torch.float64, device=device)
+        self.loss = parallel_lce.LinearCrossEntropy()
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                parameter.copy_(normal(*parameter.shape, seed=seed) / 4)
+
+    def forward(self, x, target):
+        return self.loss(self.body(x), self.head.weight, target, linear_bias=self.head.bias)
+
+
+def of_model(device, x, target, steps: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients on one process."""
+    model = Model(device)
+    loss = sum(model(x[i], target[i]) for i in range(len(x))) / len(x)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [None, SECOND])
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_a_parallel_style(member, layout, compiled):
+    """The body's gradients are right only if the loss gives it the sum over the ranks of dX."""
+    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
+    x, target = whole["input"], whole["target"]
+    want, gradients = of_model(member.device, x[None], target[None])
+    model = Model(member.device)
+    plan = {"head": ColwiseParallel(), "loss": parallel_lce.LinearCrossEntropyParallel(input_layouts=layout)}
+    parallelize_module(model, mesh, plan)
+    part = x if layout is None else x.chunk(2, 1)[member.rank]
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    loss = call(part, target)
+    assert type(loss) is Tensor
+    loss.backward()
+    same(loss.detach(), want)
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if layout is not None and name == "body.weight":
+            torch.distributed.all_reduce(gradient, group=member.group)  # each rank's own tokens
+        same(gradient, gradients[name], [ROWS] if name.startswith("head") else None)
+
+
+@on_ranks(2)
+def test_a_style_refuses(member):
+    style = parallel_lce.LinearCrossEntropyParallel(use_local_output=False)
+    mesh = mesh_of(member.device.type, (2,), TP)
+    with pytest.raises(ValueError, match=r"is for parallel_lce.LinearCrossEntropy, and this module is a Linear"):
+        parallelize_module(nn.Linear(2, 2), mesh, style)
+    with pytest.raises(ValueError, match="one-dimensional DeviceMesh"):
+        style._apply(parallel_lce.LinearCrossEntropy(), mesh_of(member.device.type, (1, 2)))
+    model, whole = Model(member.device), problem(device=member.device)
+    parallelize_module(model, mesh, {"head": ColwiseParallel(), "loss": style})
+    assert model(whole["input"], whole["target"]).placements == (WHOLE,)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(4)
+def test_fully_sharded_and_tensor_parallel(member, sequence_parallel, reshard):
+    """FSDP2 over tensor parallelism: two steps of gradient accumulation, the first without a reduction."""
+    mesh = mesh_of(member.device.type, (2, 2), ("dp", "tp"))
+    batches = [problem(b=4, s=8, device=member.device), problem(b=4, s=8, device=member.device)]
+    batches[1]["input"] = -2 * batches[1]["input"]
+    half, tp_rank = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    xs = torch.stack([t["input"].chunk(2)[i] for t in batches for i in range(2)])
+    targets = torch.stack([t["target"].chunk(2)[i] for t in batches for i in range(2)])
+    want, gradients = of_model(member.device, xs, targets)
+    model, layout = Model(member.device), SECOND if sequence_parallel else None
+    style = parallel_lce.LinearCrossEntropyParallel(input_layouts=layout)
+    parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(), "loss": style})
+    fully_shard(model.body, mesh=mesh["dp"], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=reshard)
+    total = torch.zeros((), dtype=torch.float64, device=member.device)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        x, target = xs[2 * step + half], targets[2 * step + half]
+        if sequence_parallel:
+            x = x.chunk(2, 1)[tp_rank]
+        loss = model(x, target) / 2
+        loss.backward()
+        total += loss.detach()
+    torch.distributed.all_reduce(total, group=mesh["dp"].get_group())
+    same(total / 2, want)
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        if sequence_parallel and name == "body.weight":
+            torch.distributed.all_reduce(gradient, group=mesh["tp"].get_group())
+        same(gradient, gradients[name])
+
+
+@pytest.mark.parametrize("split", [WHOLE, SECOND])
+@on_ranks(2)
+def test_compiled_without_a_break(member, split):
+    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(v=41, device=member.device)
+    want, *gradients = dense(whole, "sum")
+    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS])
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x, weight, bias, target):
+        return parallel_lce.linear_cross_entropy(x * 1.0, weight, target, linear_bias=bias, reduction="sum") * 1.0
+
+    loss = step(given["input"], given["linear_weight"], given["linear_bias"], given["target"])
+    loss.backward()
+    same(loss.detach(), want, [WHOLE])
+    for name, expected in zip(("input", "linear_weight", "linear_bias"), gradients):
+        same(given[name].grad, expected)

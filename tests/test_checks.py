@@ -1,6 +1,5 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
-same signature. DTensors are refused with what to pass instead, which gives the right loss. In debug mode every rank
-refuses what differs between them."""
+same signature. In debug mode every rank refuses values that differ between the ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
 from on_ranks import on_ranks
@@ -24,7 +21,7 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
 from tools import D, N, V, call, chosen_backend, debug_mode, given, good
-from world import Member
+from world import Member, mesh_of
 
 
 class _Wrapper(torch.Tensor):
@@ -34,7 +31,6 @@ class _Wrapper(torch.Tensor):
 
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-MESH = type("DeviceMesh", (), {"get_group": None})()
 ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zeros(N).long()
 OTHER_DTYPE, WRAPPED = "is torch.%s and input is torch.float32", "is a _Wrapper.*__torch_dispatch__.*plain tensor"
 SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
@@ -53,8 +49,8 @@ OPTIONS = [
     ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 1e9),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
-    ("process_group", "must be a torch.distributed.ProcessGroup or None, got str", "tp"),
-    ("process_group", r"must be .* got DeviceMesh: pass its get_group\(\)", MESH),
+    ("process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got str", "tp"),
+    ("sequence_dim", "must be 0 or 1, got", 2, -1, None, True),
     ("sequence_parallel", "must be True or False, got", "no", None, 2, 1.0),
     ("reduce_hidden_grad", "must be .* got 'no'", "no"),
     ("reduce_hidden_grad", "=False cannot be combined .*=True: .* with sequence_parallel=False", TWO_SUMS),
@@ -224,111 +220,18 @@ def test_a_tangent_and_another_backend_are_refused_after_a_good_call(monkeypatch
         call(good())
 
 
-# --- DTensors -----------------------------------------------------------------------------------------
-
-WHOLE = r"call the loss inside the forward of the module that fully_shard wraps"
-LOCAL = r"pass linear_weight.to_local\(\) and process_group=linear_weight.device_mesh.get_group\(%d\)"
-OTHER = rf"different tokens .*{WHOLE}"
-EITHER = rf"{OTHER}.*; if they have the same tokens .*{LOCAL % 0}"
-ROWS, NONE = Shard(0), Replicate()
-# Shape and names of the mesh; placements of the weight; patterns that the message must have, and must not have.
-WEIGHTS = [
-    ((2,), None, [ROWS], EITHER, None),
-    ((2,), ("tp",), [ROWS], rf"mesh dimension 'tp' of ranks \[0, 1\]: {LOCAL % 0}", WHOLE),
-    ((2,), ("dp_shard",), [ROWS], rf"mesh dimension 'dp_shard' of .*{WHOLE}", "to_local"),
-    ((2, 1), ("a", "b"), [NONE, ROWS], rf"not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
-    ((1, 2), ("dp", "tp"), [NONE, ROWS], rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
-    ((1, 2), ("dp", "tp"), [ROWS, ROWS], rf"no single process group shards it.*{WHOLE}", "to_local"),
-    ((2,), ("output endpoints",), [ROWS], OTHER, None),  # no words of tp and dp
-    ((2,), ("tp",), [Shard(1)], r"only dimension 0.*full_tensor\(\)", "to_local"),
-    ((2,), None, [NONE], r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
-]
-
-
-def _said_of_dtensors(arguments: dict) -> str:
-    return _said(arguments).partition(" (if only this rank")[0]
-
-
-@on_ranks(2)
-def test_refusals_tell_dtensors_apart(member):
-    def said_of(name: str, shape, names, placements, group=member.group) -> str:
-        mesh, arguments = init_device_mesh(member.device.type, shape, mesh_dim_names=names), good(member.device)
-        arguments[name] = DTensor.from_local(arguments[name], mesh, placements)
-        return _said_of_dtensors(arguments | dict(process_group=group))
-
-    for *sharding, message, never in WEIGHTS:
-        said = said_of("linear_weight", *sharding)
-        assert re.search(message, said) and not (never and re.search(never, said)), said
-    said = said_of("linear_weight", (2,), None, [ROWS], None)
-    assert re.search(rf"ranks \[0, 1\]: if these ranks have {EITHER}", said), said
-    for name, placement in (("input", ROWS), ("input", Shard(1)), ("input", Partial()), ("target", ROWS)):
-        said = said_of(name, (2,), None, [placement])
-        assert said.startswith(f"{name} is a DTensor, {placement} over ranks [0, 1]: ")
-        assert said.endswith(f"pass {name}.full_tensor()")
-        # Parts of tokens may be passed as they are; features or summands may not.
-        assert (f"pass {name}.to_local() if these ranks have different tokens" in said) == (placement == ROWS)
-        assert ("sequence_parallel" in said) == (placement == ROWS and name == "input")
-
-
-@on_ranks(2)
-def test_a_fully_sharded_weight(member):
-    """What the refusal says to do gives the loss of each rank's own tokens, and the mean of the ranks' gradients."""
-
-    class Head(torch.nn.Linear):
-        def forward(self, x, target):
-            return parallel_lce.linear_cross_entropy(x, self.weight, target)
-
-    t = good(member.device)
-    batches = [(t["input"] * factor, t["target"]) for factor in (1, -2)]
-    weight = t["linear_weight"].clone().requires_grad_()
-    wants = [F.cross_entropy(x @ weight.t(), target) for x, target in batches]
-    (gradient,) = torch.autograd.grad(sum(wants) / 2, weight)
-    head = Head(D, V, bias=False, device=member.device)
-    head.load_state_dict(dict(weight=t["linear_weight"]))
-    fully_shard(head, mesh=init_device_mesh(member.device.type, (2,)))
-    assert re.search(WHOLE, _said(t | dict(linear_weight=head.weight)))
-    loss = head(*batches[member.rank])
-    loss.backward()
-    torch.testing.assert_close((loss, head.weight.grad.full_tensor()), (wants[member.rank], gradient))
-
-
-@pytest.mark.parametrize(("ranks", "entries"), [(2, V), (2, V - 1), (4, 5)])
-@on_ranks()
-def test_a_tensor_parallel_weight(member, entries):
-    """What the refusal says to pass, word by word."""
-    arguments = good(member.device)
-    arguments["linear_weight"] = arguments["linear_weight"][:entries]
-    arguments["target"] %= entries
-    mesh = init_device_mesh(member.device.type, (member.ranks,), mesh_dim_names=("tp",))
-    whole = call(arguments)
-    weight = distribute_tensor(arguments["linear_weight"], mesh, [ROWS])
-    said = re.sub(r" \(.*?uneven\)", "", _said_of_dtensors(arguments | dict(linear_weight=weight)))
-    local, start, group = re.search(
-        r"pass (linear_weight\.to_local\(\))(?:, vocab_start=(\d+))? and process_group=(\S+)$", said
-    ).groups()
-    names = {"linear_weight": weight}
-    arguments |= dict(linear_weight=eval(local, names), process_group=eval(group, names))
-    assert (start is not None) == bool(entries % member.ranks)
-    if start:
-        arguments["vocab_start"] = int(start)
-    assert call(arguments).item() == pytest.approx(whole.item(), rel=1e-6)
+# --- a DTensor in a function that takes none -----------------------------------------------------------
 
 
 @on_ranks(2)
 def test_logits_that_are_dtensors(member):
-    """Follows the right advice. Of other DTensors only the message is checked."""
     arguments, loss = good(member.device), parallel_lce.vocab_parallel_cross_entropy
     logits, target = arguments["input"] @ arguments["linear_weight"].t(), arguments["target"]
-    mesh = init_device_mesh(member.device.type, (member.ranks,))
-    for width, placement in ((V - 1, Shard(1)), (V, ROWS), (V, NONE)):
-        with pytest.raises(ValueError, match="^vocab_parallel_logits is a DTensor: pass each rank's equal shard"):
-            loss(distribute_tensor(logits[:, :width], mesh, [placement]), target, tp_group=member.group)
-    whole = distribute_tensor(logits, mesh, [Shard(1)])
-    with pytest.raises(ValueError) as refusal:
+    whole = distribute_tensor(logits, mesh_of(member.device.type, (2,)), [Shard(1)])
+    with pytest.raises(ValueError, match=r"^vocab_parallel_logits is a DTensor: pass vocab_parallel_logits.to_local"):
         loss(whole, target, tp_group=member.group)
-    passed = re.search(r"pass (\S+\.to_local\(\)) and tp_group=(\S+\))", str(refusal.value))
-    local, group = (eval(text, {"vocab_parallel_logits": whole}) for text in passed.groups())
-    torch.testing.assert_close(loss(local, target, tp_group=group), F.cross_entropy(logits, target, reduction="none"))
+    found = loss(whole.to_local(), target, tp_group=whole.device_mesh.get_group(0))
+    torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 
 # --- debug mode: every rank raises, and names the difference ---------------------------------------------

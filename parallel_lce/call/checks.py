@@ -63,12 +63,14 @@ def as_group(group: Any) -> dist.ProcessGroup | None:
     """The process group, also of a one-dimensional DeviceMesh. Raises ``ValueError`` for anything else."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
         return group.get_group()
     given = type(group).__name__
-    if hasattr(group, "get_group"):
+    if isinstance(group, DeviceMesh):
         given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp']"
-    raise ValueError(f"process_group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {given}")
+    raise ValueError(
+        f"process_group must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got {given}"
+    )
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:

@@ -268,7 +268,7 @@ class Arrangement:
                 values[name] = self.of_tokens(value)
         return TokenStatistics(**values)
 
-    def of_tokens(self, value: Tensor) -> Any:
+    def of_tokens(self, value: Any) -> Any:
         """A call's values ``[...]`` or ``[..., K]`` of the tokens, in the user's order and placements."""
         if self.parts > 1:
             whole = value.unflatten(0, (self.parts, value.shape[0] // self.parts)).transpose(0, 1)

@@ -164,7 +164,10 @@ def _check_kinds(a: Tensors) -> None:
     if input.dim() < 1:
         raise ValueError(f"input must be [..., D], got {list(input.shape)}")
     if weight.dim() != 2:
-        raise ValueError(f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}")
+        flat = ". A parameter that FSDP1 has flattened is whole only in the forward of the module that it wraps"
+        raise ValueError(
+            f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}{flat * (weight.dim() == 1)}"
+        )
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}"

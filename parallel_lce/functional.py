@@ -73,9 +73,11 @@ def linear_cross_entropy(
         temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
             be > 0. They are not checked: the host would have to synchronise with the device. With a tensor and a
             ``logit_softcap`` backward recomputes every logit, except in small problems that save fp32 logits.
-        process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
-            parallelism. No other group is used.
-        sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
+        process_group: the tensor-parallel group that shards the vocabulary, or a one-dimensional DeviceMesh. None, or a
+            group of one rank, means no parallelism. No other group is used.
+        sequence_parallel: ``input`` is split along ``sequence_dim`` over ``process_group``.
+        sequence_dim: 0; or 1 for ``input`` ``[b, S/P, ..., D]``, ``target`` ``[b, S, ...]`` and results in the same
+            order. Without sequence parallelism it has no effect.
         token_weight: ``[...]`` of the target's shape and any real dtype; multiplies the loss of each token, in the
             loss's dtype. If it needs a gradient, the losses are multiplied after the fused call.
         vocab_start: global id of this shard's first row, given on all ranks or on none. Default: ``rank * rows``, for
@@ -133,6 +135,15 @@ def linear_cross_entropy(
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
     collective; a second backward repeats those of forward.
 
+    **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
+    tensor parallelism, shards the weight with ``Shard(0)``: its group and its ids are used. ``input`` is ``Replicate``
+    on it, or ``Shard`` of the first or second dimension, which is sequence parallelism; on all others it is
+    ``Replicate``, or ``Shard`` of a dimension of the tokens. The result is a DTensor if ``input`` is one: of the
+    target's placements for 'none'; for 'sum' ``Partial`` on the other mesh dimensions that shard ``input``, where
+    'mean' is refused; else ``Replicate``. Gradients have the placements of their tensors, but the weight's is
+    ``Partial`` on the other mesh dimensions that shard ``input``. Before the call DTensor redistributes values per
+    token, and hidden states in unequal parts.
+
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so does a vocabulary without any row. If shards have unequal rows and no ``vocab_start``, a collective may
     fail or hang: each rank computes its size from its own rows. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error
@@ -140,8 +151,8 @@ def linear_cross_entropy(
     device. Meta and fake tensors give the shapes of results.
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers that do not fit, before any collective; the message has the
-        given and the expected value. A DTensor; the message names its mesh and the tensor to pass instead.
+        ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
+        has the given and the expected value.
         TypeError: an unknown keyword argument. NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """

@@ -113,6 +113,12 @@ class Configuration:
     repeat: bool = False
 
     @property
+    def sequence_dim(self) -> int:
+        """1 for half of the calls that can split the sequence along the second dimension."""
+        splits = self.sequence_parallel and self.ranks > 1 and len(self.shape) > 1 and self.selected != "sets"
+        return int(splits and self.shape[1] % self.ranks == 0 and self.values % 2)
+
+    @property
     def N(self) -> int:
         return math.prod(self.shape)
 

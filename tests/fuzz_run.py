@@ -75,7 +75,7 @@ def _part(c: Configuration, rank: int, name: str, value: Tensor) -> Tensor:
     if name == "input" and c.kind == "logits":
         return value[..., start : start + rows]
     if name == "input" and c.sequence_parallel and c.ranks > 1:
-        return value.chunk(c.ranks)[rank]
+        return value.chunk(c.ranks, c.sequence_dim)[rank]
     if name not in ("weight", "bias"):
         return value
     last = max((start + rows, rank) for rank, (start, rows) in enumerate(c.shards) if rows)[1]
@@ -119,6 +119,7 @@ def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     options |= {name: name in c.asked for name in ("mean_logit", "expected_logit", "argmax", "sum_p_squared")}
     options |= {"process_group": group, "tp_group": group, "reduction": c.reduction}
     options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
+    options["sequence_dim"] = c.sequence_dim
     return options | {"reduce_dtype": {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]}
 
 
@@ -240,7 +241,7 @@ def assemble(c: Configuration, parts: list[dict[str, Tensor]]) -> dict[str, Tens
         elif base == "dinput" and not c.reduce_hidden_grad:
             whole[name] = sum(part.double() for part in everyone)
         elif base == "dinput" and (c.kind == "logits" or c.sequence_parallel and c.ranks > 1):
-            whole[name] = torch.cat(everyone, -1 if c.kind == "logits" else 0)
+            whole[name] = torch.cat(everyone, -1 if c.kind == "logits" else c.sequence_dim)
         elif base == "loss" and c.kind == "logits" and c.label_smoothing:
             whole[name] = torch.stack(everyone)
         else:

@@ -169,6 +169,26 @@ def test_sharded_weights_outside_the_module(member):
             torch.testing.assert_close(gradient, wanted[name])
 
 
+@on_ranks(2)
+def test_an_output_layer_wrapped_on_its_own(member):
+    """FSDP2: it is refused as long as nobody makes the weight whole, which its own forward would do."""
+    losses, wanted = expected(member, 2)
+    inner = Model(member.device)
+    inner.reset()
+    mesh = mesh_of(member.device.type, (member.ranks,))
+    fully_shard(inner.head, mesh=mesh)
+    model = fully_shard(inner, mesh=mesh)
+    with pytest.raises(ValueError, match=r"or call that module's unshard\(\) before"):
+        model(*batch(member.rank, 0, member.device))
+    for step in range(2):
+        inner.head.unshard()
+        loss = model(*batch(member.rank, step, member.device))
+        loss.backward()
+        assert loss.item() == pytest.approx(losses[step], rel=1e-12)
+    for name, gradient in gradients("fsdp2", model).items():
+        torch.testing.assert_close(gradient, wanted[name])
+
+
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 @on_ranks(2)
 def test_mixed_precision(member, kind):

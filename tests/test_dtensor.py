@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import parallel_lce
 from cases import normal
@@ -446,3 +447,47 @@ def test_compiled_without_a_break(member, split):
     same(loss.detach(), want, [WHOLE])
     for name, expected in zip(("input", "linear_weight", "linear_bias"), gradients):
         same(given[name].grad, expected)
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
+
+
+@on_ranks(4)
+def test_the_lines_of_the_page(member):
+    """Every block runs, in the order of the page, on two replicas of two tensor-parallel ranks. A block that computes a
+    loss gives the one of all logits."""
+    mesh, whole = mesh_of(member.device.type, (2, 2), ("dp", "tp")), problem(device=member.device)
+    hidden, weight, target = (whole[n] for n in ("input", "linear_weight", "target"))
+    want = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), target.flatten())
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
+            self.head.weight.data.copy_(weight)
+
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 6
+    names = dict(globals()) | dict(mesh=mesh, target=target, loss_parallel=loss_parallel)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for index, block in enumerate(blocks):
+            rank = mesh["tp"].get_local_rank()
+            names |= dict(
+                model=Headed(),
+                hidden=hidden.clone().requires_grad_(),
+                weight=weight.clone(),
+                hidden_part=hidden.chunk(2, 1)[rank].clone().requires_grad_(),
+                weight_shard=weight.chunk(2)[rank].clone().requires_grad_(),
+                loss=None,
+            )
+            with torch.device(member.device):
+                exec(block, names)
+            if index < 4:
+                same(names["loss"].detach(), want)
+            elif index == 4:
+                assert names["loss"].isfinite() and names["model"].head.weight.grad is not None
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -14,12 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from measures import assert_close
+from torchtitan_bodies import SPOILED
 from world import Member
 
 BATCH, SEQUENCE = 2, 16
@@ -290,3 +292,9 @@ def compare(member: Member, run: Run, spoiled=None) -> None:
                 assert_close(found[name], gradient, tolerance)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
+
+
+def differs(member: Member, run: Run, mistake: str) -> None:
+    """:func:`compare` sees the mistake."""
+    with pytest.raises(AssertionError):
+        compare(member, run, SPOILED[mistake][0])

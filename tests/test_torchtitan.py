@@ -1,0 +1,142 @@
+"""torchtitan's override: in the default suite with a stand-in of the release's contract; with --all with the release,
+whose debug model is trained beside its own chunked loss."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchtitan_bodies
+import torchtitan_training
+from releases import ROOT, folder_of
+from tools import ran
+from torchtitan_training import Run
+
+RELEASE = "0.3.0"
+# All that its losses and its Llama 3 import, beside torch. Its trainer imports more.
+OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0")
+RELEASES = ["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=["cpu"])
+def device(request) -> str:
+    """The release is made to run on CPUs here. It is trained on GPUs by hand."""
+    return request.param
+
+
+def folder() -> str:
+    return str(folder_of("torchtitan", RELEASE, others=OTHERS))
+
+
+def _run(worlds, release: str, ranks: int, body, *arguments) -> None:
+    path = None if release == "stand-in" else folder()
+    worlds(ranks, path).run(body, release, *arguments)
+
+
+@pytest.mark.parametrize(("ranks", "compiled"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("release", RELEASES)
+def test_plain_tensors_and_a_group(release, ranks, compiled, worlds):
+    _run(worlds, release, ranks, torchtitan_bodies.plain, compiled)
+
+
+@pytest.mark.parametrize("body", ["dtensors", "fully_sharded", "log_probs", "left_alone", "refusals"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_on_two_ranks(release, body, worlds):
+    _run(worlds, release, 2, getattr(torchtitan_bodies, body))
+
+
+@pytest.mark.parametrize("mistake", torchtitan_bodies.SPOILED)
+def test_a_mistake_is_seen(mistake, worlds):
+    _run(worlds, "stand-in", 2, torchtitan_bodies.broken, mistake)
+
+
+DEFAULT = [  # plain tensors and a group
+    Run(),
+    Run(bias=True, microbatches=2),
+    Run(tied=True),
+    Run(soft_cap=True),
+    Run(fsdp=True, reshard="always"),
+    Run(dtype="bfloat16"),
+    Run(checked=True),
+    Run(dp=2, fsdp=True, microbatches=2),
+    Run(cp=2),
+    Run(tp=2),
+    Run(tp=2, sp=False, bias=True),
+    Run(tp=2, checked=True),
+    Run(tp=2, sp=False, checked=True),
+    Run(tp=2, compiled=True),
+    Run(tp=2, vocabulary=2049, budget=0),
+    Run(tp=2, soft_cap=True),
+    Run(tp=4),
+    Run(tp=4, sp=False),
+    Run(tp=2, dp=2, fsdp=True, microbatches=2),
+    Run(tp=2, dp=2, fsdp=True, sp=False),
+    Run(tp=2, cp=2),
+]
+DTENSORS = [
+    *(Run(backend, tp=tp, sp=sp, fsdp=True) for backend in ("partial_dtensor", "full_dtensor")
+      for tp, sp in ((1, True), (2, True), (2, False), (4, True), (4, False))),
+    *(Run(backend, tp=2, dp=2, fsdp=True, microbatches=2) for backend in ("partial_dtensor", "full_dtensor")),
+    Run("full_dtensor", cp=2, fsdp=True),
+    Run("full_dtensor", cp=2, tp=2, fsdp=True),
+    Run("partial_dtensor", dp=2, fsdp=True, tied=True, reshard="always"),
+    Run("partial_dtensor", tp=2, fsdp=True, bias=True, soft_cap=True),
+]  # fmt: skip
+POLICIES = [
+    Run(inner="DAPOLoss", microbatches=2),
+    Run(tp=2, inner="GRPOLoss"),
+    Run(tp=4, sp=False, inner="DAPOLoss"),
+    Run("partial_dtensor", tp=2, dp=2, fsdp=True, inner="DAPOLoss"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [*DEFAULT, *DTENSORS, *POLICIES], ids=str)
+def test_training_equals_its_own_loss(run, worlds):
+    worlds(run.tp * run.dp * run.cp, folder()).run(torchtitan_training.compare, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "run"),
+    [
+        ("sums_dx", Run(tp=2)),
+        ("sums_dx", Run(tp=2, sp=False)),
+        ("sums_dx", Run("partial_dtensor", tp=2, fsdp=True)),
+        ("sums_dx", Run("full_dtensor", tp=2, fsdp=True, sp=False)),
+        ("forgets_bias", Run(tp=2, bias=True)),
+        ("counts_ignored", Run()),
+        ("scores_this_shard", Run(tp=2)),
+    ],
+    ids=str,
+)
+def test_training_sees_a_mistake(mistake, run, worlds):
+    worlds(run.tp * run.dp * run.cp, folder()).run(torchtitan_training.differs, run, mistake)
+
+
+OVERRIDE = """
+import sys
+import torchtitan.config.override as override
+import parallel_lce
+assert not [m for m in sys.modules if m == "parallel_lce.torchtitan"]
+from torchtitan.components.loss import ChunkedLossWrapper
+override.apply_overrides(override.OverrideConfig(imports=[{line!r}]), ChunkedLossWrapper.Config())
+"""
+
+
+@pytest.mark.slow
+def test_the_line_of_the_page_names_an_override():
+    """It is found, and claims the configuration: of a root it cannot be replaced."""
+    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    (line,) = {*re.findall(r"--override\.imports (\S+)", page)}
+    done = ran(sys.executable, "-c", OVERRIDE.format(line=line), env={"PYTHONPATH": f"{ROOT}:{folder()}"})
+    assert f"Override '{line}' claims root config" in done.stderr, done.stderr[-2000:]
+
+
+def test_nothing_else_imports_torchtitan():
+    files = [file for file in Path(ROOT / "parallel_lce").rglob("*.py") if file.name != "torchtitan.py"]
+    assert len(files) > 30
+    assert not [f for f in files if re.search(r"^\s*(from|import) (torchtitan|spmd_types)\b", f.read_text(), re.M)]

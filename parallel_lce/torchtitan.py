@@ -88,9 +88,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
         Returns:
             The loss of this rank's tokens, fp32, the same on all tensor-parallel ranks; a DTensor if ``pred`` is one.
-            And the metrics of ``loss_fn``, of all tokens at once. If ``pred`` needs a gradient, ``lm_head`` has its
-            gradients by now. As with ``ChunkedLossWrapper``, ``backward()`` must be called on this loss itself: an
-            upstream gradient is not applied.
+            And the metrics of ``loss_fn``. If ``pred`` needs a gradient, ``lm_head`` has its gradients by now. As with
+            ``ChunkedLossWrapper``, ``backward()`` must be called on this loss itself: an upstream gradient is not
+            applied.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy`, or ``token_statistics``, on the tensor-parallel
         group, without a reduction of dX; and FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
@@ -131,6 +131,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                     loss.backward()
             finally:
                 if fully_sharded:
+                    if not pred.requires_grad:  # without a backward FSDP keeps to its policy; torchtitan sets it, too
+                        lm_head.set_reshard_after_forward(True)
                     lm_head.reshard()
             loss = loss.detach()
             if isinstance(pred, DTensor):

@@ -24,9 +24,9 @@ def installed(package: str) -> str | None:
 
 @functools.cache
 def folder_of(package: str, version: str, python: tuple[int, int] = (3, 11), others: tuple[str, ...] = ()) -> Path:
-    """What pip installs of that release, and of ``others``, alone, once. An older Python than ``python`` gets the wheel for that one, whose
-    compiled modules it cannot import. Without an index the test is skipped, but fails where launch/env.sh has just
-    installed its environment."""
+    """What pip installs of that release, and of ``others``, alone, once. An older Python than ``python`` gets the wheel
+    for that one, whose compiled modules it cannot import. Without an index the test is skipped, but fails where
+    launch/env.sh has just installed its environment."""
     folder = ROOT / "outputs" / package / f"{version}-{sys.implementation.cache_tag}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

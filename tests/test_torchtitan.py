@@ -3,6 +3,8 @@ whose debug model is trained beside its own chunked loss."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,8 +18,8 @@ from tools import ran
 from torchtitan_training import Run
 
 RELEASE = "0.3.0"
-# All that its losses and its Llama 3 import, beside torch. Its trainer imports more.
-OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0")
+# Beside torch, tokenizers and what torchtitan_trainer.py replaces: all that its trainer imports.
+OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
 RELEASES = ["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)]
 
 
@@ -120,6 +122,42 @@ def test_training_equals_its_own_loss(run, worlds):
 )
 def test_training_sees_a_mistake(mistake, run, worlds):
     worlds(run.tp * run.dp * run.cp, folder()).run(torchtitan_training.differs, run, mistake)
+
+
+LINE = ["--override.imports", "parallel_lce.torchtitan.linear_cross_entropy"]
+COMMON = "--module llama3 --config llama3_debugmodel --checkpoint.no-enable --validator.enable --validator.steps 2 "
+COMMON += "--validator.freq 2 --training.steps 4 --training.seq-len 32 --training.local-batch-size 2 "
+COMMON += "--training.mixed-precision-param float32 --training.disable-cuda-graphs --debug.seed 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        (1, ["--compile.enable", "--compile.components", "loss", "--compile.backend", "aot_eager"]),
+        (2, ["--parallelism.tensor-parallel-degree", "2"]),
+        (2, ["--training.global-batch-size", "8"]),
+        (2, ["--parallelism.tensor-parallel-degree", "2", "--parallelism.spmd-backend", "partial_dtensor"]),
+    ],
+)
+def test_its_trainer_with_the_line_of_the_page(ranks, more):
+    """Nothing but the line differs."""
+    pytest.importorskip("tokenizers")
+    assert " ".join(LINE) in (ROOT / "docs" / "torchtitan.md").read_text()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "launch"), folder()])
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    printed = []
+    for line in ([], LINE):
+        command = [*start, str(ROOT / "tests" / "torchtitan_trainer.py"), *COMMON.split(), *more, *line]
+        done = ran(sys.executable, *command, env={"PYTHONPATH": path})
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
+    own, ours = printed
+    assert (own.pop("loss"), ours.pop("loss")) == ("ChunkedLossWrapper", "LinearCrossEntropyLoss")
+    assert [len(numbers) for numbers in own.values()] == [4, 4, 3] and own["validation"][-1] < own["validation"][0]
+    for name, numbers in own.items():
+        assert ours[name] == pytest.approx(numbers, rel=2e-5), name
 
 
 PAGE = """

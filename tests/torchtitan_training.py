@@ -65,7 +65,8 @@ class Trained:
     validation: list[float] = field(default_factory=list)
 
 
-def _on_cpu() -> None:
+def on_cpu() -> None:
+    """The release's models run on CPUs."""
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
@@ -206,7 +207,7 @@ def _batch(run: Run, step: int, dims):
 
 def meshes(member: Member, run: Run):
     """torchtitan's ``ParallelDims`` of a run. Two models of one backend share them: DTensor keeps meshes in caches."""
-    _on_cpu()
+    on_cpu()
     from torch.distributed.tensor import debug
     from torchtitan.distributed import ParallelDims
 

@@ -23,10 +23,10 @@ def installed(package: str) -> str | None:
 
 
 @functools.cache
-def folder_of(package: str, version: str, python: tuple[int, int] = (3, 11)) -> Path:
-    """What pip installs of that release alone, once. An older Python than ``python`` gets the wheel for that one, whose
-    compiled modules it cannot import. Without an index the test is skipped, but fails where launch/env.sh has just
-    installed its environment."""
+def folder_of(package: str, version: str, python: tuple[int, int] = (3, 11), others: tuple[str, ...] = ()) -> Path:
+    """What pip installs of that release, and of ``others``, alone, once. An older Python than ``python`` gets the wheel
+    for that one, whose compiled modules it cannot import. Without an index the test is skipped, but fails where
+    launch/env.sh has just installed its environment."""
     folder = ROOT / "outputs" / package / f"{version}-{sys.implementation.cache_tag}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def folder_of(package: str, version: str, python: tuple[int, int] = (3, 11)) -> 
             pip += ["--no-deps", "--target", unfinished]
             if sys.version_info < python:
                 pip += ["--ignore-requires-python", "--only-binary=:all:", "--python-version", "{}.{}".format(*python)]
-            done = subprocess.run([*pip, f"{package}=={version}"], capture_output=True, text=True)
+            done = subprocess.run([*pip, f"{package}=={version}", *others], capture_output=True, text=True)
             if done.returncode:
                 reason = f"pip cannot install {package} {version}: {done.stderr.strip()[-300:]}"
                 fresh = Path(sys.prefix).resolve() == ROOT / ".venv"

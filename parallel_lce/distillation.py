@@ -136,8 +136,8 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if student_weight.is_meta:
-        result = student_hidden.new_empty(shape, dtype=accumulation_dtype(dtype))
+    if inputs[1].is_meta:
+        result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
     else:
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignore_index)
@@ -208,7 +208,7 @@ def top_k_divergence(
     given = Tensors(student_hidden, student_weight, target, student_bias, selected=teacher_ids)
     with _naming("student", selected="teacher_ids"):
         asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
-        asked, given, group, arrangement = arranged(asked, given, process_group, reduction)
+        asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
     student_hidden, student_weight, target, student_bias, *_, teacher_ids, _ = given
     if arrangement is not None:
         teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)

@@ -273,7 +273,7 @@ def token_statistics(
         sum_p_squared=bool(sum_p_squared),
         top_k=top_k,
     )
-    options, tensors, group, arrangement = arranged(options, tensors, process_group)
+    options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:
         statistics = fused_statistics(options, tensors, group)
     elif mask is None or counted_tokens is None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from parallel_lce.call.checks import as_group
 from parallel_lce.modules import LinearCrossEntropy
 
 
@@ -26,12 +27,14 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: when it is applied, for another module, or a mesh of several dimensions.
+        ValueError: for another placement; and when it is applied, for another module or a mesh of several dimensions.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__()
         self.input_layouts = Replicate() if input_layouts is None else input_layouts
+        if self.input_layouts not in (Replicate(), Shard(0), Shard(1)):
+            raise ValueError(f"input_layouts must be Replicate(), Shard(0) or Shard(1), got {input_layouts!r}")
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -40,15 +43,16 @@ class LinearCrossEntropyParallel(ParallelStyle):
                 "LinearCrossEntropyParallel is for parallel_lce.LinearCrossEntropy, and this module is a "
                 f"{type(module).__name__}"
             )
-        # Raises for a mesh of several dimensions.
-        module.process_group = device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        as_group(device_mesh)  # raises for a mesh of several dimensions
         layout = self.input_layouts
 
         def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            hidden, *rest = args or (kwargs["input"],)
+            hidden, *rest = args or (kwargs.get("input"),)
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)
-            return ((hidden, *rest), kwargs) if args else ((), kwargs | {"input": hidden})
+            if args or hidden is None:
+                return (hidden, *rest) if args else args, kwargs
+            return args, kwargs | {"input": hidden}
 
         def local(module: nn.Module, args: tuple, loss: Any) -> Any:
             return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -20,6 +20,7 @@ import parallel_lce
 from cases import normal
 from on_ranks import on_ranks
 from parallel_lce.distillation import divergence, top_k_divergence
+from tools import debug_mode
 from world import mesh_of
 
 WHOLE, ROWS, SECOND = Replicate(), Shard(0), Shard(1)
@@ -114,13 +115,12 @@ def _placements(member, name, reduction):
     given = as_dtensors(whole, mesh, **placements)
     splits = [Partial() if isinstance(p, Shard) and w != ROWS else WHOLE for p, w in zip(tokens, weight)]
     if reduction == "mean" and Partial() in splits:
-        with pytest.raises(ValueError, match=r"reduction='mean' with input is a DTensor.*use reduction='sum'"):
+        with pytest.raises(ValueError, match=r"reduction='mean', and input is a DTensor.*use reduction='sum'"):
             parallel_lce.linear_cross_entropy(**given, reduction=reduction)
         return
     loss, dx, dweight, dbias = loss_and_gradients(given, reduction=reduction)
     same(loss, want, tokens if reduction == "none" else splits)
-    gathers = name in ("uneven sequence", "both, uneven", "tensor before context")
-    same(dx, gradients[0], None if gathers else x)
+    same(dx, gradients[0], x)
     same(dweight, gradients[1], of_weight)
     same(dbias, gradients[2], of_weight)
 
@@ -166,6 +166,7 @@ REFUSED = [
     ((2,), None, [ROWS], [Partial()], r"input .*Partial.*Replicate, or Shard of"),
     ((2,), ("dp",), [ROWS], None, rf"input is a plain tensor.*process_group=.*get_group\(0\).*{FSDP}"),
     ((2,), ("output endpoints",), [ROWS], None, rf"input is a plain tensor.*{FSDP}"),  # no words of tp
+    ((2,), ("dp_tp",), [ROWS], None, rf"input is a plain tensor.*{FSDP}"),
     ((2,), ("tp",), [WHOLE], None, r"input is a plain tensor: pass linear_weight.to_local\(\)"),
     ((2,), ("tp",), None, [WHOLE], r"input is a DTensor .*linear_weight is a plain tensor: pass input.to_local\(\)"),
 ]  # fmt: skip
@@ -190,16 +191,30 @@ def test_refused(member):
     weight = distribute_tensor(whole["linear_weight"], mesh, [ROWS])
     x = distribute_tensor(whole["input"], mesh, [WHOLE])
     sharded = dict(linear_weight=weight, input=x)
+    whole_weight = distribute_tensor(whole["linear_weight"], mesh, [WHOLE])
+    # Sizes that differ from those of a call on the last rank alone.
+    short_bias = distribute_tensor(whole["linear_bias"][:-1], mesh, [ROWS])
+    short_target = distribute_tensor(whole["target"][:, :-1].contiguous(), mesh, [SECOND])
     own = torch.distributed.new_group([member.rank], use_local_synchronization=True)
     for changes, options, message in (
         (dict(process_group=own), {}, rf"process_group has the ranks \[{member.rank}\], and linear_weight"),
         (dict(vocab_start=3), {}, rf"vocab_start=3, and linear_weight .* starts at {member.rank * V // 2}"),
-        (dict(sequence_parallel=True), {}, "sequence_parallel=True, but input is a DTensor .*not split"),
-        (dict(reduce_hidden_grad=False), dict(input=x.redistribute(placements=[ROWS])), "input .*must be Replicate"),
+        (dict(sequence_parallel=True), {}, "sequence_parallel=True, and input is a DTensor .*not split"),
+        (
+            dict(reduce_hidden_grad=False),
+            dict(input=x.redistribute(placements=[ROWS])),
+            "reduce_hidden_grad=False, and input .*must be Replicate",
+        ),
         ({}, dict(input=distribute_tensor(whole["input"], other, [WHOLE, WHOLE])), "input .*use one mesh"),
         ({}, dict(target=distribute_tensor(whole["target"], other, [WHOLE, WHOLE])), "target .*use one mesh"),
         ({}, dict(linear_bias=whole["linear_bias"]), "linear_bias is a plain tensor, and linear_weight is a DTensor"),
         (dict(sequence_dim=2), {}, "sequence_dim must be 0 or 1, got 2"),
+        (dict(sequence_dim=1), dict(input=x.redistribute(placements=[ROWS])), "sequence_dim=1, and input"),
+        (dict(sequence_parallel="yes"), {}, "sequence_parallel must be True or False"),
+        (dict(vocab_size=V + 1), {}, f"vocab_size={V + 1} exceeds the {V} rows of linear_weight"),
+        (dict(process_group=mesh), dict(linear_weight=whole_weight), r"ranks \[0, 1\], and linear_weight .*Replicate"),
+        ({}, dict(linear_bias=short_bias), rf"linear_bias \[{V - 1}\] has {V - 1} entries, and linear_weight has {V}"),
+        ({}, dict(target=short_target), r"target must have shape \[4, 8\] for input \[4, 8, 16\], got \[4, 7\]"),
     ):
         text = said(sharded | options, **changes)
         assert re.search(message, text), text
@@ -214,6 +229,28 @@ def test_refused(member):
     pair = torch.zeros(0, dtype=torch.int64), torch.zeros(33, dtype=torch.int64)
     with pytest.raises(ValueError, match="without offsets, for DTensors"):
         parallel_lce.token_statistics(x, weight, None, selected=pair)
+    mask = distribute_tensor(whole["target"] >= 0, mesh, [WHOLE])
+    with pytest.raises(ValueError, match=r"mask is a DTensor .*pass mask.to_local\(\)"):
+        parallel_lce.token_statistics(
+            *[whole[n] for n in ("input", "linear_weight")], None, mask=mask, counted_tokens=30
+        )
+    student = [sharded[n] for n in ("input", "linear_weight")]
+    teacher = x, distribute_tensor(whole["linear_weight"][:-1], mesh, [ROWS])
+    with pytest.raises(ValueError, match=rf"teacher_weight \[{V - 1}, 16\] has {V - 1} entries"):
+        divergence(*student, *teacher)
+    assert divergence(*student, *teacher, vocab_size=V - 1).item() == pytest.approx(0, abs=1e-15)
+
+
+@on_ranks(2)
+def test_every_rank_refuses_in_debug_mode(member):
+    """Also placements that are wrong on one rank alone."""
+    mesh, whole = mesh_of(member.device.type, (2,)), problem(device=member.device)
+    given = as_dtensors(whole, mesh, input=[WHOLE], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
+    if member.rank == 1:
+        given["input"] = DTensor.from_local(whole["input"], mesh, [Partial()])
+    message = "must be Replicate, or Shard" if member.rank else "rank 1"
+    with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
+        parallel_lce.linear_cross_entropy(**given)
 
 
 @on_ranks(2)
@@ -303,10 +340,10 @@ def test_statistics_and_selected_entries(member, split):
     for statistics in (found, want):
         (parallel_lce.log_prob(statistics) + statistics.entropy + statistics.selected_log_prob.sum(-1)).sum().backward()
     same(x.grad, leaf.grad, [split])
-    log_probs = parallel_lce.selected_log_probs(x, weight, ids, linear_bias=bias)
+    log_probs = parallel_lce.selected_log_probs(x, weight, distribute_tensor(ids, mesh, [SECOND]), linear_bias=bias)
     same(log_probs, parallel_lce.selected_log_probs(
         whole["input"], whole["linear_weight"], ids, linear_bias=whole["linear_bias"]
-    ), [WHOLE])  # fmt: skip
+    ), [SECOND])  # fmt: skip
 
 
 @pytest.mark.parametrize(("split", "reduction"), [*itertools.product([WHOLE, SECOND], ["none", "mean"])])
@@ -359,6 +396,21 @@ def of_model(device, x, target, steps: int = 1) -> tuple[Tensor, dict[str, Tenso
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@on_ranks(2)
+def test_a_style_with_a_head_that_no_plan_shards(member):
+    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
+    want, gradients = of_model(member.device, whole["input"][None], whole["target"][None])
+    model = Model(member.device)
+    for name, parameter in list(model.head.named_parameters()):
+        setattr(model.head, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [WHOLE])))
+    parallelize_module(model, mesh, {"loss": parallel_lce.LinearCrossEntropyParallel()})
+    loss = model(whole["input"], whole["target"])
+    loss.backward()
+    same(loss.detach(), want)
+    for name, parameter in model.named_parameters():
+        same(parameter.grad, gradients[name])
+
+
 @pytest.mark.parametrize("layout", [None, SECOND])
 @pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2)
@@ -389,11 +441,15 @@ def test_a_style_refuses(member):
     mesh = mesh_of(member.device.type, (2,), TP)
     with pytest.raises(ValueError, match=r"is for parallel_lce.LinearCrossEntropy, and this module is a Linear"):
         parallelize_module(nn.Linear(2, 2), mesh, style)
+    with pytest.raises(ValueError, match=r"input_layouts must be Replicate\(\), Shard\(0\) or Shard\(1\), got Shard"):
+        parallel_lce.LinearCrossEntropyParallel(input_layouts=Shard(2))
     with pytest.raises(ValueError, match="one-dimensional DeviceMesh"):
         style._apply(parallel_lce.LinearCrossEntropy(), mesh_of(member.device.type, (1, 2)))
     model, whole = Model(member.device), problem(device=member.device)
     parallelize_module(model, mesh, {"head": ColwiseParallel(), "loss": style})
     assert model(whole["input"], whole["target"]).placements == (WHOLE,)
+    with pytest.raises(TypeError):
+        model.loss(linear_weight=model.head.weight, target=whole["target"])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -445,8 +501,8 @@ def test_compiled_without_a_break(member, split):
     loss = step(given["input"], given["linear_weight"], given["linear_bias"], given["target"])
     loss.backward()
     same(loss.detach(), want, [WHOLE])
-    for name, expected in zip(("input", "linear_weight", "linear_bias"), gradients):
-        same(given[name].grad, expected)
+    for name, expected, placement in zip(("input", "linear_weight", "linear_bias"), gradients, (split, ROWS, ROWS)):
+        same(given[name].grad, expected, [placement])
 
 
 # --- the page -----------------------------------------------------------------------------------------

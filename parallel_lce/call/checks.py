@@ -63,10 +63,12 @@ def as_group(group: Any) -> dist.ProcessGroup | None:
     """The process group, also of a one-dimensional DeviceMesh. Raises ``ValueError`` for anything else."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        return group.get_group()
     given = type(group).__name__
-    if isinstance(group, DeviceMesh):
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        if group.get_coordinate() is not None:
+            return group.get_group()
+        given += f" without this process (global rank {dist.get_rank()})"
+    elif isinstance(group, DeviceMesh):
         given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp']"
     raise ValueError(
         f"process_group must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got {given}"

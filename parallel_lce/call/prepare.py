@@ -131,7 +131,7 @@ def _signature(
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
-    if not _PLAIN.issuperset(kinds):
+    if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
     key: list = [options, kinds, others, torch.is_grad_enabled(), *map(_ENVIRONMENT.get, _VARIABLES)]
     for tensor in tensors:

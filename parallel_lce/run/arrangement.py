@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call.checks import as_group, is_dtensor, refuse
-from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option
+from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
-# Words in a mesh dimension's name that tell that its ranks have the same tokens.
-_TENSOR_PARALLEL = {"tp", "tensor"}
+# Words of a mesh dimension's name. If it has no others, and one of the first two, its ranks have the same tokens.
+_TENSOR_PARALLEL = {"tp", "tensor", "model", "parallel"}
 _SHARDED_PARAMETER = (
     "If fully_shard (FSDP2) sharded it, call the loss inside the forward of the module that fully_shard wraps, where "
     "its parameters are whole, or call that module's unshard() before"
@@ -32,17 +32,18 @@ _SHARDED_PARAMETER = (
 
 
 def arranged(
-    options: Options, tensors: Tensors, group: Any, reduction: str | None = None
+    options: Options, tensors: Tensors, group: Any, reduction: str | None = None, also: Any = None
 ) -> tuple[Options, Tensors, dist.ProcessGroup | None, Arrangement | None]:
     """The call's options, plain tensors and group. The arrangement puts the results back; None: they stay as they are.
-    ``reduction``: of the result, if it is not the options'.
+    ``reduction``: of the result, if it is not the options'. ``also``: a further value per token, which the caller
+    passes to :meth:`Arrangement.per_token`.
 
     Raises:
         ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
             supported; shapes that do not fit a sequence along the second dimension.
     """
     group = as_group(group)
-    if not options.sequence_dim and not any([is_dtensor(t) for t in tensors]):
+    if not options.sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
         return options, tensors, group, None
     arrangement = Arrangement(options, group, reduction or options.reduction)
     try:
@@ -63,33 +64,42 @@ class Arrangement:
     """
 
     def __init__(self, options: Options, group: dist.ProcessGroup | None, reduction: str | None) -> None:
-        self.options, self.group, self.parts = options, group, 1
+        self.options, self.group, self._given_group, self.parts = options, group, group, 1
         self.mesh: Any = None
         self._reduction, self._gives_dtensors = reduction, False
-        self._target_placements: list | None = None
+        # The mesh dimension of tensor parallelism.
+        self._tp: int | None = None
+        self._result: list | None = None
 
     def enter(self, tensors: Tensors) -> Tensors:
         """The tensors of the call. Raises ``ValueError`` as :func:`arranged`."""
         input, weight, target, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = as_bool(self.options.sequence_parallel), as_number(self.options.sequence_dim)
+        check_option("sequence_parallel", sequence_parallel)
         check_option("sequence_dim", sequence_dim)
         if is_dtensor(weight):
-            found = self._read(weight, input)
+            self.mesh = weight.device_mesh
+            self._find_group(weight)
+            for name, value in tensors.named().items():
+                self._check_mesh(name, value)
+            split = self._find_tokens(input)
             if self._gives_dtensors:
-                sequence_parallel, sequence_dim = found is not None, found or 0
+                self._check_split(split, sequence_parallel, sequence_dim)
+                sequence_parallel, sequence_dim = split is not None and not self._gathers, split or 0
         elif self._gives_dtensors:
             raise ValueError(f"{_placed('input', input)}, and linear_weight is a plain tensor: pass input.to_local()")
         self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
         hidden = self.hidden("input", input)
-        if sequence_dim and sequence_parallel is True and self.group is not None and isinstance(hidden, Tensor):
+        if sequence_dim and sequence_parallel and self.group is not None and isinstance(hidden, Tensor):
             if hidden.dim() < 3:
                 raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(hidden.shape)}")
             self.parts, self._part = dist.get_world_size(self.group), hidden.shape[:-1]
         if tensors.selected_offsets is not None and (self.mesh is not None or self.parts > 1):
             raise ValueError("selected must be ids [..., K], without offsets, for DTensors and for sequence_dim=1")
-        if is_dtensor(target):
-            self._target_placements = list(target.placements)
+        for ids in (target, tensors.selected):
+            if is_dtensor(ids) and self._result is None:
+                self._result = list(ids.placements)
         others = {
             name: self.per_token(name, getattr(tensors, name), name == "selected")
             for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
@@ -99,25 +109,48 @@ class Arrangement:
 
     # --- the placements ---
 
-    def _read(self, weight: Any, input: Any) -> int | None:
-        """Find the mesh dimension that shards the weight, and the placements of tokens and gradients. Returns the
-        sequence-parallel dimension of the input's tokens; None without sequence parallelism."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
-
-        mesh = self.mesh = weight.device_mesh
+    def _find_group(self, weight: Any) -> None:
+        """Find the mesh dimension that shards the weight, its group, and this rank's first id."""
         sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
         if len(sharded) > 1 or any([not _shards(weight.placements[dim], (0,)) for dim in sharded]):
             raise ValueError(
                 f"{_placed('linear_weight', weight)}: it must be Shard(0), the vocabulary, on one mesh dimension and "
                 f"Replicate on all others. {_SHARDED_PARAMETER}"
             )
-        tp = sharded[0] if sharded else None
+        self._shards = list(weight.placements)
+        given, entries, size = self.group, weight.shape[0], as_number(self.options.vocab_size)
+        if is_count(size) and size > entries:
+            raise ValueError(f"vocab_size={size} exceeds the {entries} rows of linear_weight")
+        if not sharded:
+            if given is not None and dist.get_world_size(given) > 1:
+                ranks = dist.get_process_group_ranks(given)
+                raise ValueError(f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)}")
+            return
+        (tp,) = sharded
+        self._tp, group = tp, self.mesh.get_group(tp)
+        if given is None:
+            self.group = group
+        elif (ranks := dist.get_process_group_ranks(given)) != (own := dist.get_process_group_ranks(group)):
+            raise ValueError(
+                f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)} is sharded over the "
+                f"ranks {own}. {_SHARDED_PARAMETER}"
+            )
+        ranks, given = self.mesh.size(tp), self.options.vocab_start
+        start = min(self.mesh.get_local_rank(tp) * -(-entries // ranks), entries)
+        if given is not None and as_number(given) != start:
+            raise ValueError(f"vocab_start={given!r}, and {_placed('linear_weight', weight)} starts at {start}")
+        if entries % ranks or size is not None:
+            self.options = self.options._replace(vocab_start=start, vocab_size=entries if size is None else size)
+
+    def _find_tokens(self, input: Any) -> int | None:
+        """Find the placements of tokens and gradients. Returns the dimension of the input that tensor parallelism
+        splits; None: every rank has all tokens."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        mesh, tp = self.mesh, self._tp
         if not self._gives_dtensors:
-            self._check_plain_input(weight, tp)
-        elif input.device_mesh != mesh:
-            raise ValueError(f"{_placed('input', input)}, and linear_weight is on the mesh {mesh}: use one mesh")
-        whole = [Replicate()] * mesh.ndim
-        placements = list(input.placements) if self._gives_dtensors else whole
+            self._check_plain_input()
+        placements = list(input.placements) if self._gives_dtensors else [Replicate()] * mesh.ndim
         token_dims = tuple(range(input.dim() - 1)) if isinstance(input, Tensor) else ()
         for dim, placement in enumerate(placements):
             wanted = token_dims[:2] if dim == tp else token_dims
@@ -126,80 +159,65 @@ class Arrangement:
                 raise ValueError(
                     f"{_placed('input', input)}: on mesh dimension {dim} it must be Replicate, or Shard of {first}"
                 )
-        self._input_placements, self._tokens, self._shards = placements, list(placements), list(weight.placements)
-        found = None
+        split = None
+        self._input_placements, self._tokens = placements, list(placements)
         if tp is not None:
-            self._take_shard(weight, tp)
             self._tokens[tp] = Replicate()
-            found = None if placements[tp].is_replicate() else placements[tp].dim
-        if self._gives_dtensors and found is None and as_bool(self.options.sequence_parallel) is True:
-            raise ValueError(f"sequence_parallel=True, but {_placed('input', input)}: its tokens are not split over TP")
-        sums = as_bool(self.options.reduce_hidden_grad) is not False
-        if found is not None and not sums:
-            raise ValueError(f"reduce_hidden_grad=False, but {_placed('input', input)}: it must be Replicate")
+            split = None if placements[tp].is_replicate() else placements[tp].dim
         # Hidden states in unequal parts, or interleaved with those of another mesh dimension, are gathered by DTensor.
-        self._gathers = found is not None and tp is not None and not self._equal_parts(input, found, tp)
+        self._gathers = split is not None and not self._equal_parts(input, split)
         self._splits = [dim for dim, placement in enumerate(self._tokens) if not placement.is_replicate()]
         self._weight_gradient = [Partial() if dim in self._splits else Replicate() for dim in range(mesh.ndim)]
         self._input_gradient = list(self._tokens if self._gathers else placements)
         if tp is not None:
             self._weight_gradient[tp] = Shard(0)
-            if not sums:
+            if as_bool(self.options.reduce_hidden_grad) is False:
                 self._input_gradient[tp] = Partial()
-        if self._splits and self._reduction == "mean":
-            raise ValueError(
-                f"reduction='mean' with {_placed('input', input)}, whose tokens are split over mesh dimension "
-                f"{self._splits[0]} too: use reduction='sum', and divide by the number of tokens of all ranks"
-            )
-        return None if self._gathers else found
+        return split
 
-    def _check_plain_input(self, weight: Any, tp: int | None) -> None:
+    def _check_plain_input(self) -> None:
         """Raise ``ValueError`` unless a plain input beside a DTensor weight can only be meant for tensor
         parallelism. FSDP2 shards weights in the same way, over ranks with different tokens."""
-        mesh, name = self.mesh, ""
-        others = [dim for dim in range(mesh.ndim) if dim != tp and mesh.size(dim) > 1]
-        if tp is None or others:
+        mesh, tp, weight = self.mesh, self._tp, _placed("linear_weight", self._weight)
+        if tp is None or any([dim != tp and mesh.size(dim) > 1 for dim in range(mesh.ndim)]):
             raise ValueError(
-                f"{_placed('linear_weight', weight)}, and input is a plain tensor: pass linear_weight.to_local(), or "
-                "input as a DTensor"
+                f"{weight}, and input is a plain tensor: pass linear_weight.to_local(), or input as a DTensor"
             )
-        if mesh.mesh_dim_names:
-            name = mesh.mesh_dim_names[tp]
-        if self.group is None and not _TENSOR_PARALLEL & {*re.findall("[a-z]+", name.lower())}:
+        words = {*re.findall("[a-z]+", mesh.mesh_dim_names[tp].lower())} if mesh.mesh_dim_names else set()
+        if self._given_group is None and not (words & {"tp", "tensor"} and words <= _TENSOR_PARALLEL):
             raise ValueError(
-                f"{_placed('linear_weight', weight)}, and input is a plain tensor. If these ranks have the same tokens "
-                f"(tensor parallelism), pass process_group=linear_weight.device_mesh.get_group({tp}). "
-                f"{_SHARDED_PARAMETER}"
+                f"{weight}, and input is a plain tensor. If these ranks have the same tokens (tensor parallelism), "
+                f"pass process_group=linear_weight.device_mesh.get_group({tp}). {_SHARDED_PARAMETER}"
             )
 
-    def _take_shard(self, weight: Any, tp: int) -> None:
-        """Set the group, and for uneven shards the first id and the size of the vocabulary."""
-        mesh, given = self.mesh, self.group
-        group = mesh.get_group(tp)
-        if given is None:
-            self.group = group
-        elif (ranks := dist.get_process_group_ranks(given)) != (own := dist.get_process_group_ranks(group)):
+    def _check_split(self, split: int | None, sequence_parallel: bool, sequence_dim: int) -> None:
+        """Raise ``ValueError`` for options that contradict the placements of a DTensor input."""
+        input = _placed("input", self._input)
+        if split is None and sequence_parallel:
+            raise ValueError(f"sequence_parallel=True, and {input}, whose tokens tensor parallelism does not split")
+        if split == 0 and sequence_dim == 1:
+            raise ValueError(f"sequence_dim=1, and {input}, which is split along dimension 0")
+        if split is not None and as_bool(self.options.reduce_hidden_grad) is False:
+            raise ValueError(f"reduce_hidden_grad=False, and {input}: there it must be Replicate")
+        if self._splits and self._reduction == "mean":
             raise ValueError(
-                f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)} is sharded over the "
-                f"ranks {own}. {_SHARDED_PARAMETER}"
+                f"reduction='mean', and {input}. Mesh dimension {self._splits[0]} splits its tokens and does not shard "
+                "linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
             )
-        entries, ranks = weight.shape[0], mesh.size(tp)
-        start, given = min(mesh.get_local_rank(tp) * -(-entries // ranks), entries), self.options.vocab_start
-        if given is not None and as_number(given) != start:
-            raise ValueError(f"vocab_start={given!r}, and {_placed('linear_weight', weight)} starts at {start}")
-        if entries % ranks:
-            size = self.options.vocab_size
-            self.options = self.options._replace(vocab_start=start, vocab_size=entries if size is None else size)
 
-    def _equal_parts(self, input: Any, sequence_dim: int, tp: int) -> bool:
+    def _check_mesh(self, name: str, value: Any) -> None:
+        if is_dtensor(value) and value.device_mesh != self.mesh:
+            raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
+
+    def _equal_parts(self, input: Any, split: int) -> bool:
         """Whether all ranks of TP have equal parts of the sequence, each of consecutive tokens."""
-        mesh, parts = self.mesh, 1
+        parts = 1
         for dim, placement in enumerate(self._input_placements):
-            if _shards(placement, (sequence_dim,)):
-                if dim > tp:
+            if _shards(placement, (split,)):
+                if self._tp is not None and dim > self._tp:
                     return False
-                parts *= mesh.size(dim)
-        return input.shape[sequence_dim] % parts == 0
+                parts *= self.mesh.size(dim)
+        return input.shape[split] % parts == 0
 
     # --- from the user's tensors to the call's ---
 
@@ -207,7 +225,8 @@ class Arrangement:
         """Hidden states ``[..., D]`` as this rank's plain tensor."""
         if not _alike(name, value, "input", self._input):
             return value
-        if list(value.placements) != self._input_placements or value.device_mesh != self.mesh:
+        self._check_mesh(name, value)
+        if list(value.placements) != self._input_placements:
             raise ValueError(f"{_placed(name, value)}, and {_placed('input', self._input)}: use the same placements")
         if self._gathers:
             value = value.redistribute(placements=self._tokens)
@@ -217,8 +236,11 @@ class Arrangement:
         """A weight ``[V, D]`` or bias ``[V]`` as this rank's plain shard."""
         if value is None or not _alike(name, value, "linear_weight", self._weight):
             return value
-        if value.device_mesh != self.mesh:
-            raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
+        self._check_mesh(name, value)
+        # Checked here, since local sizes may differ on some ranks alone. With vocab_size rows of padding may differ.
+        entries, own, ranks = value.shape[0], self._weight.shape[0], 1 if self._tp is None else self.mesh.size(self._tp)
+        if entries != own and (self.options.vocab_size is None or -(-entries // ranks) != -(-own // ranks)):
+            raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {own} rows")
         if list(value.placements) != self._shards:
             value = value.redistribute(placements=self._shards)
         return value.to_local(grad_placements=self._weight_gradient)
@@ -228,22 +250,27 @@ class Arrangement:
         tensor holds the tokens of this rank's input, of the whole sequence."""
         if not isinstance(value, Tensor):
             return value
+        shape = list(value.shape[:-1] if trailing else value.shape)
+        more = " and one dimension more" if trailing else ""
         if is_dtensor(value):
             if self.mesh is None:
                 raise ValueError(f"{_placed(name, value)}, and linear_weight is a plain tensor: pass {name}.to_local()")
-            if value.device_mesh != self.mesh:
-                raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
+            self._check_mesh(name, value)
+            if self._gives_dtensors and shape != list(self._input.shape[:-1]):
+                expected, given = [*self._input.shape[:-1]], list(self._input.shape)
+                raise ValueError(f"{name} must have shape {expected}{more} for input {given}, got {list(value.shape)}")
             if list(value.placements) != self._tokens:
                 value = value.redistribute(placements=self._tokens)
             value = value.to_local(grad_placements=self._tokens)
         if self.parts == 1:
             return value
+        shape = list(value.shape[:-1] if trailing else value.shape)
         batch, part, *rest = self._part
-        expected, shape = [batch, self.parts * part, *rest], list(value.shape)
-        if (shape[:-1] if trailing else shape) != expected:
+        expected = [batch, self.parts * part, *rest]
+        if shape != expected:
             raise ValueError(
-                f"{name} must have shape {expected}{' and one dimension more' if trailing else ''} for input "
-                f"{[*self._part, self._input.shape[-1]]} of each of {self.parts} sequence-parallel ranks, got {shape}"
+                f"{name} must have shape {expected}{more} for input {[*self._part, self._input.shape[-1]]} of each of "
+                f"{self.parts} sequence-parallel ranks, got {list(value.shape)}"
             )
         parts = value.unflatten(1, (self.parts, part)).transpose(0, 1)
         return parts.reshape(self.parts * batch, *parts.shape[2:])
@@ -277,8 +304,8 @@ class Arrangement:
             return value
         tokens = self._input.shape[:-1]
         value = self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
-        if self._target_placements is not None and self._target_placements != self._tokens:
-            value = value.redistribute(placements=self._target_placements)
+        if self._result is not None and self._result != self._tokens:
+            value = value.redistribute(placements=self._result)
         return value
 
     def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:

@@ -126,17 +126,17 @@ REFUSED_OF_VERL = [
     (dict(labels=LABELS[:3]), r"labels must have shape \[30\]"),
     (dict(labels=3), "labels must be a tensor, got int"),
     (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], one entry per row of weight"),
-    (dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup or None, got int"),
+    (dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup, .* or None, got int"),
 ]
 REFUSED_OF_NEMO = [
     (dict(vocab_end_index=65), "64 rows, which do not fit the ids from .*=0 to vocab_end_index=65"),
-    (dict(vocab_start_index=9, vocab_end_index=8), "for the ids from vocab_start_index=9 to vocab_end_index=8"),
-    (dict(vocab_start_index=-1), "for the ids from vocab_start_index=-1"),
+    (dict(vocab_start_index=9, vocab_end_index=8), "fit the ids from vocab_start_index=9 to vocab_end_index=8"),
+    (dict(vocab_start_index=-1), "fit the ids from vocab_start_index=-1"),
     (dict(vocab_end_index=None), "to vocab_end_index=None"),
     (dict(tensor_parallel_hidden_states=None), "tensor_parallel_hidden_states must be a tensor, got NoneType"),
     (dict(output_weight_layer=torch.zeros(V)), r"output_weight_layer \[V/P, D\], got .* and \[64\]"),
     (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], got \[65\]"),
-    (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup or None, got str"),
+    (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup, .* or None, got str"),
 ]
 
 

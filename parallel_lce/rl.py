@@ -26,15 +26,16 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    reduce_hidden_grad: bool = False,
+    sum_p_squared: bool = False,
+) -> tuple[Tensor, ...]:
     """Log-probabilities of the labels and entropies, with the signature and meaning of verl's
     ``verl.utils.kernel.linear_cross_entropy``, which slime copies.
 
     As in verl, the gradient of ``hidden`` is the term of this rank's shard: it is not summed over the ranks. A mapping
     in front of this function sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
     parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). verl's Megatron path without sequence
-    parallelism has no mapping, so the gradient is incomplete: add ``copy_to_tensor_model_parallel_region``, or call
-    :func:`parallel_lce.token_statistics`.
+    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` completes it.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
@@ -45,13 +46,16 @@ def linear_cross_entropy(
         dist_process_group: the tensor-parallel group; None for one rank.
         bias: ``[V/P]`` or None.
         vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
+        reduce_hidden_grad: True: the gradient of ``hidden`` is summed over the ranks here, where no mapping does it.
+        sum_p_squared: the sums of squared probabilities are returned too.
 
     Returns:
         Log-probabilities ``[N]``, or 0-dimensional, and entropies in nats ``[N]``, fp32 (fp64 for fp64), N tokens in
-        row-major order; differentiable, identical on every rank bit for bit. A label outside the vocabulary has the
-        log-probability ``-lse``.
+        row-major order; differentiable, identical on every rank bit for bit. With ``sum_p_squared`` a third tensor
+        ``[N]``. A label outside the vocabulary has the log-probability ``-lse``.
 
-    Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4; backward, none.
+    Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4, or 5 with
+    ``sum_p_squared``; backward, none, or one all-reduce of N * D elements with ``reduce_hidden_grad``.
 
     Raises:
         ValueError: a temperature that is no number > 0, an unknown reduction, and as
@@ -76,13 +80,16 @@ def linear_cross_entropy(
             process_group=dist_process_group,
             vocab_size=vocab_size,
             logits_budget=logits_budget,
-            reduce_hidden_grad=False,
+            reduce_hidden_grad=reduce_hidden_grad,
             expected_logit=True,
+            sum_p_squared=sum_p_squared,
         )
     assert statistics.target_log_prob is not None and statistics.entropy is not None
     log_probs = statistics.target_log_prob
     if name != "none":
         log_probs = log_probs.sum() if name == "sum" else log_probs.mean()
+    if statistics.sum_p_squared is not None:
+        return log_probs, statistics.entropy, statistics.sum_p_squared
     return log_probs, statistics.entropy
 
 
@@ -135,13 +142,9 @@ def from_parallel_hidden_states_to_logprobs(
     if target.dim() != 2 or weight.dim() != 2:
         given = f"{list(target.shape)} and {list(weight.shape)}"
         raise ValueError(f"target must be [B, S] and output_weight_layer [V/P, D], got {given}")
-    rows, start, end = len(weight), as_number(vocab_start_index), as_number(vocab_end_index)
-    if not (type(start) is type(end) is int and 0 <= start <= end <= start + rows):
-        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
-        raise ValueError(f"output_weight_layer has {rows} rows, which do not fit the ids from {bounds}")
-    if isinstance(bias, Tensor) and bias.shape != (rows,):
-        raise ValueError(f"bias must have shape [{rows}], got {list(bias.shape)}")
-    rows = end - start
+    start, rows = _ids("output_weight_layer", weight, vocab_start_index, vocab_end_index)
+    if isinstance(bias, Tensor) and bias.shape != (len(weight),):
+        raise ValueError(f"bias must have shape [{len(weight)}], got {list(bias.shape)}")
     target = target.roll(-1, -1)
     own = dict(input="tensor_parallel_hidden_states", linear_weight="output_weight_layer", linear_bias="bias")
     with (
@@ -162,6 +165,75 @@ def from_parallel_hidden_states_to_logprobs(
     assert statistics.target_log_prob is not None
     outside = (target < 0) | (target >= statistics.vocab_size)
     return statistics.target_log_prob.t().masked_fill(outside, 0.0)[:, :-1].contiguous()
+
+
+class FusedLinearLogprobTriton:
+    """What SkyRL calls of its autograd function of this name, ``apply``; no Triton is needed."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: dist.ProcessGroup | None,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Log-probabilities of the targets, as in SkyRL's ``fused_linear_logprob_triton.py``.
+
+        As there, the gradient of ``hidden`` is the term of this rank's shard: the mapping in front, which gathers the
+        sequence, sums it. The caller has divided the hidden states or the weight by the temperature, and shifted the
+        targets.
+
+        Args:
+            hidden: ``[B, S, D]``, all tokens on every rank of the group. Another dtype than the weight's is converted.
+            weight: this rank's vocabulary shard ``[V/P, D]``, whose first row is ``vocab_start_index``.
+            target: ids ``[B, S]`` of any integer dtype.
+            vocab_end_index: end of the shard's ids. Further rows of the weight are padding, and left out.
+            chunk_size: not used, since no logits are stored.
+            tp_group: the tensor-parallel group; None for one rank.
+            inference_only: nothing is saved for a backward.
+
+        Returns:
+            ``[B, S]`` fp32 (fp64 for fp64), identical on every rank. A target outside the vocabulary has 0, but, as in
+            SkyRL, the gradient of ``-lse``.
+
+        Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 3; backward,
+        none.
+
+        Raises:
+            ValueError: a shard of fewer rows than ids, ids that end before they start, and as
+            :func:`parallel_lce.token_statistics`.
+        """
+        _check_tensors(hidden=hidden, weight=weight, target=target)
+        if weight.dim() != 2:
+            raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
+        start, rows = _ids("weight", weight, vocab_start_index, vocab_end_index)
+        own = dict(input="hidden", linear_weight="weight", vocab_start="vocab_start_index", process_group="tp_group")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only), renamed(**own):
+            statistics = token_statistics(
+                hidden.to(weight.dtype),
+                weight[:rows],
+                target,
+                process_group=tp_group,
+                vocab_start=start,
+                reduce_hidden_grad=False,
+            )
+        log_probs = statistics.target_log_prob
+        assert log_probs is not None
+        outside = (target < 0) | (target >= statistics.vocab_size)
+        return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
+
+
+def _ids(name: str, weight: Tensor, vocab_start: object, vocab_end: object) -> tuple[int, int]:
+    """The first id of a shard, and the number of its ids."""
+    rows, start, end = len(weight), as_number(vocab_start), as_number(vocab_end)
+    if not (type(start) is type(end) is int and 0 <= start <= end <= start + rows):
+        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
+        raise ValueError(f"{name} has {rows} rows, which do not fit the ids from {bounds}")
+    return start, end - start
 
 
 def _check_tensors(**named: object) -> None:

@@ -28,44 +28,46 @@ def upstream(found):
     return [normal(f.numel(), seed=6 + i).float().to(f).view(f.shape) for i, f in enumerate(found)]
 
 
-def _verl(member: Member, shape, temperature, reduction, vocab_size):
+def _verl(member: Member, shape, temperature, reduction, vocab_size, summed):
     x, w, b, labels, of_token = tensors(member.device)
     shard = slice(V // member.ranks * member.rank, V // member.ranks * (member.rank + 1))
     leaves = [value.clone().requires_grad_() for value in (x.view(*shape, D), w[shard], b[shard])]
     # Labels and temperatures are flattened, whatever their shapes.
     given = labels.view(6, 5), of_token.view(3, 10) if temperature == "tensor" else temperature, reduction, member.group
     more = {} if vocab_size is None else dict(vocab_size=vocab_size, logits_budget=0)
+    more |= dict(reduce_hidden_grad=True, sum_p_squared=True) if summed else {}
     found = rl.linear_cross_entropy(*leaves[:2], *given, bias=leaves[2], **more)
     return [v.detach().cpu() for v in (*found, *torch.autograd.grad(found, leaves, upstream(found)))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("shape", "temperature", "reduction", "vocab_size"),
+    ("shape", "temperature", "reduction", "vocab_size", "summed"),
     [
-        ((N,), None, "none", None),
-        ((5, 6), 0.7, "MEAN", None),
-        ((3, 10), 2, "sum", V - 5),
-        ((N,), "tensor", None, V - 5),
+        ((N,), None, "none", None, False),
+        ((5, 6), 0.7, "MEAN", None, False),
+        ((3, 10), 2, "sum", V - 5, True),
+        ((N,), "tensor", None, V - 5, False),
     ],
 )
 @pytest.mark.thinned("ranks")
-def test_linear_cross_entropy(shape, temperature, reduction, vocab_size, ranks, worlds, device):
-    parts = everywhere(worlds, device, ranks, _verl, shape, temperature, reduction, vocab_size)
+def test_linear_cross_entropy(shape, temperature, reduction, vocab_size, summed, ranks, worlds, device):
+    parts = everywhere(worlds, device, ranks, _verl, shape, temperature, reduction, vocab_size, summed)
     x, w, b, labels, of_token = tensors(dtype=torch.float64)
     leaves = [value.requires_grad_() for value in (x, w, b)]
     z = reference.logits(*leaves, vocab_size=vocab_size)
     truth = reference.statistics(z / (of_token[:, None] if temperature == "tensor" else temperature or 1.0), labels)
     picked = truth["target_log_prob"]
     log_probs = {"none": picked, "sum": picked.sum(), "mean": picked.mean()}[(reduction or "none").lower()]
-    expected = [log_probs, truth["entropy"]]
+    expected = [log_probs, truth["entropy"], *[truth["sum_p_squared"]] * summed]
     dx, dw, db = torch.autograd.grad(expected, leaves, upstream(expected))
-    # dX is each rank's part, which a mapping in front sums.
-    parts[0][2] = sum(part[2] for part in parts)
+    # dX is each rank's part, which a mapping in front sums, unless the call is told to.
+    if not summed:
+        parts[0][-3] = sum(part[-3] for part in parts)
     for log_probs, entropy, *_ in parts:
         assert log_probs.shape == expected[0].shape and entropy.shape == (N,) and log_probs.dtype == torch.float32
         assert torch.equal(log_probs, parts[0][0]) and torch.equal(entropy, parts[0][1])
-    found = *parts[0][:3], *(torch.cat([part[i] for part in parts]) for i in (3, 4))
+    found = *parts[0][:-2], *(torch.cat([part[i] for part in parts]) for i in (-2, -1))
     for value, exact in zip(found, (*expected, dx.view(*shape, D), dw, db)):
         assert_near(value, exact, 2e-6)
 
@@ -117,6 +119,45 @@ def test_from_parallel_hidden_states_to_logprobs(inference_only, ranks, vocab_si
             assert_near(torch.cat([part[i] for part in parts]), exact, 2e-6)
 
 
+def _skyrl(member: Member, inference_only: bool, dtype: torch.dtype):
+    x, w, _, labels, _ = tensors(member.device)
+    x = x.view(B, S, D).to(dtype).requires_grad_()
+    start, end = V // member.ranks * member.rank, ENDS[member.ranks][member.rank]
+    shard = torch.cat([w[start:end], w.new_full((3, D), 9.0)]).requires_grad_()
+    given = of_sequences(labels), start, end, 4, member.group, inference_only
+    found = rl.FusedLinearLogprobTriton.apply(x, shard, *given)
+    assert found.requires_grad != inference_only
+    if inference_only:
+        return [found.cpu()]
+    dx, dw = torch.autograd.grad(found, [x, shard], upstream([found]))
+    assert dx.dtype == dtype and not dw[end - start :].any()
+    return [v.detach().cpu() for v in (found, dx, dw[: end - start])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inference_only", "dtype"),
+    [(1, False, torch.float32), (2, False, torch.float32), (2, False, torch.float64), (2, True, torch.float32)],
+)
+def test_fused_linear_logprob(ranks, inference_only, dtype, worlds, device):
+    """As SkyRL's: each rank's part of dX, in the dtype of the hidden states; the value 0 outside of the vocabulary, and
+    there the gradient of -lse."""
+    parts = everywhere(worlds, device, ranks, _skyrl, inference_only, dtype)
+    x, w, _, labels, _ = tensors(dtype=torch.float64)
+    end, labels = ENDS[ranks][-1], of_sequences(labels)
+    leaves = [value.requires_grad_() for value in (x.view(B, S, D), w[:end])]
+    truth = reference.statistics(reference.logits(*leaves), labels)
+    inside = labels < end
+    exact = torch.where(inside, truth["target_log_prob"], -truth["lse"])
+    gradients = torch.autograd.grad(exact, leaves, upstream([exact]))
+    for found, *_ in parts:
+        assert found.dtype == torch.float32 and torch.equal(found, parts[0][0])
+        assert_near(found, exact.masked_fill(~inside, 0.0), 2e-6)
+        assert (found[~inside] == 0).all() and not inside.all()
+    if not inference_only:
+        assert_near(sum(part[1] for part in parts), gradients[0], 2e-6)
+        assert_near(torch.cat([part[2] for part in parts]), gradients[1], 2e-6)
+
+
 LABELS = torch.zeros(N, dtype=torch.int64)
 REFUSED_OF_VERL = [
     (dict(temperature=0.0), "temperature must be a number > 0.* got 0.0"),
@@ -139,17 +180,28 @@ REFUSED_OF_NEMO = [
     (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup, .* or None, got str"),
 ]
 
+REFUSED_OF_SKYRL = [
+    (dict(vocab_end_index=65), "^weight has 64 rows, which do not fit the ids from .*=0 to vocab_end_index=65"),
+    (dict(weight=torch.zeros(V)), r"weight must be \[V/P, D\], got \[64\]"),
+    (dict(hidden=None), "hidden must be a tensor, got NoneType"),
+    (dict(target=LABELS), r"target must have shape \[3, 10\]"),
+    (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup, .* or None, got str"),
+]
+REFUSED = {"verl": REFUSED_OF_VERL, "nemo": REFUSED_OF_NEMO, "skyrl": REFUSED_OF_SKYRL}
+
 
 @pytest.mark.parametrize(
-    ("function", "change", "message"),
-    [(name, *case) for name, cases in (("verl", REFUSED_OF_VERL), ("nemo", REFUSED_OF_NEMO)) for case in cases],
+    ("function", "change", "message"), [(name, *case) for name, cases in REFUSED.items() for case in cases]
 )
 def test_refused(function, change, message):
     x, w, *_ = tensors()
     nemo = dict(tensor_parallel_hidden_states=x.view(S, B, D), output_weight_layer=w, runtime_gather_output=None)
     nemo |= dict(target=LABELS.view(B, S), vocab_start_index=0, vocab_end_index=V, tp_group=None)
+    skyrl = dict(hidden=x.view(B, S, D), weight=w, target=LABELS.view(B, S), chunk_size=None, tp_group=None)
     with pytest.raises(ValueError, match=message):
-        if function == "verl":
+        if function == "skyrl":
+            rl.FusedLinearLogprobTriton.apply(**dict(vocab_start_index=0, vocab_end_index=V) | skyrl | change)
+        elif function == "verl":
             rl.linear_cross_entropy(**dict(hidden=x, weight=w, labels=LABELS) | change)
         else:
             rl.from_parallel_hidden_states_to_logprobs(**nemo | change)

@@ -1,0 +1,243 @@
+"""A plugin of verl, which replaces the kernel of its fused kernels on the FSDP and on the Megatron path.
+
+Importing this module calls :func:`install`. verl imports it by the entry point ``parallel_lce`` of ``verl.plugins``, or
+by ``VERL_USE_EXTERNAL_MODULES=parallel_lce.verl``. Nothing of verl or Megatron-core is imported here: modules of verl
+are changed right after their own import.
+
+verl's kernel gives the gradient of the hidden states from one shard. On the Megatron path the mapping that gathers the
+sequence sums it; without sequence parallelism verl has no mapping, and its gradient is wrong. The plugin sums it then.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_lce import rl
+
+
+@dataclass(eq=False)
+class _Call:
+    """Goes through verl in place of the temperature, and brings back sums for which verl's kernel has no room."""
+
+    temperature: Any
+    sum_p_squared: bool = False
+    sums: Tensor | None = None
+
+
+# Each of the functions below is called instead of ``original``, a function of verl.
+
+
+def _kernel(
+    original: Callable, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Any = 1.0, *rest: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    call = temperature if isinstance(temperature, _Call) else _Call(temperature)
+    named["sum_p_squared"] = call.sum_p_squared
+    log_probs, entropy, *sums = rl.linear_cross_entropy(hidden, weight, labels, call.temperature, *rest, **named)
+    call.sums = sums[0] if sums else None
+    return log_probs, entropy
+
+
+_SAME_STATES = ("CloneBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0", "ViewBackward0")
+
+
+def _kernel_of_megatron(original: Callable, hidden: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Sums dX, unless the hidden states come from a mapping whose backward does."""
+    from megatron.core.tensor_parallel import mappings
+
+    node = hidden.grad_fn
+    while node is not None and node.name() in _SAME_STATES:
+        node = node.next_functions[0][0]
+    function = getattr(node, "_forward_cls", None)
+    summed = function in (mappings._GatherFromSequenceParallelRegion, mappings._CopyToModelParallelRegion)
+    named["reduce_hidden_grad"] = not (summed and getattr(node, "tensor_parallel_output_grad", True))
+    return _kernel(original, hidden, *rest, **named)
+
+
+def _call_of(batch: Any) -> _Call | None:
+    """What a micro-batch wants of fused kernels that verl refuses."""
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    temperature, sums = batch["temperature"], get_non_tensor_data(batch, "calculate_sum_pi_squared", False)
+    of_samples = isinstance(temperature, Tensor) and temperature.numel() > 1
+    return _Call(temperature, bool(sums)) if sums or of_samples else None
+
+
+def _changed(batch: Any, **values: object) -> Any:
+    """A shallow copy of a TensorDict with other values."""
+    from tensordict import NonTensorData
+
+    batch = batch.clone(recurse=False)
+    for name, value in values.items():
+        batch[name] = value if isinstance(value, Tensor) else NonTensorData(value)
+    return batch
+
+
+def _fsdp_inputs(original: Callable, engine: Any, micro_batch: Any) -> tuple[dict, dict]:
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    fused = get_non_tensor_data(micro_batch, "use_fused_kernels", False)
+    packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
+    backend = (engine.model_config.fused_kernel_options or {}).get("impl_backend")
+    call = _call_of(micro_batch) if fused and packed and backend == "triton" else None
+    if call is None:
+        return original(engine, micro_batch)
+    # Without fused kernels verl refuses nothing, and prepares the temperatures of this rank's tokens.
+    inputs, kept = original(engine, _changed(micro_batch, use_fused_kernels=False))
+    if isinstance(call.temperature, Tensor):
+        call.temperature = kept["temperature_rmpad"].clamp(min=1e-8)
+    labels = kept["input_ids_rmpad_rolled"].unsqueeze(0)
+    return inputs | dict(temperature=call, return_dict=True, shift_labels=labels), kept | dict(parallel_lce=call)
+
+
+def _fsdp_outputs(original: Callable, engine: Any, output: Any, output_args: dict, micro_batch: Any, *rest, **named):
+    call = output_args.get("parallel_lce")
+    if call is None or not call.sum_p_squared:
+        return original(engine, output, output_args, micro_batch, *rest, **named)
+    asked = _changed(micro_batch, calculate_sum_pi_squared=False)
+    found = original(engine, output, output_args, asked, *rest, **named)
+    sums = engine._gather_and_unpad_packed(call.sums, output_args["pad_size"])
+    sums = torch.nested.nested_tensor_from_jagged(sums, micro_batch["input_ids"].offsets())
+    return found | dict(sum_pi_squared=sums)
+
+
+_current: ContextVar[_Call | None] = ContextVar("current", default=None)
+
+
+def _megatron_step(original: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> tuple:
+    batch = next(batch_iter)
+    call = _call_of(batch) if engine.engine_config.use_fused_kernels else None
+    if call is None:
+        return original(engine, iter([batch]), *rest, **named)
+    asked = _changed(batch, temperature=call, calculate_sum_pi_squared=False)
+    token = _current.set(call)
+    try:
+        output, finish = original(engine, iter([asked]), *rest, **named)
+    finally:
+        _current.reset(token)
+    if call.sums is not None:
+        output["sum_pi_squared"] = call.sums
+    before = dict(temperature=batch["temperature"], calculate_sum_pi_squared=call.sum_p_squared)
+    return output, functools.partial(finish, data=_changed(finish.keywords["data"], **before))
+
+
+def _megatron_temperature(original: Callable, temperature: Any) -> Any:
+    call = temperature
+    if not isinstance(call, _Call):
+        return original(temperature)
+    if not isinstance(call.temperature, Tensor) or call.temperature.numel() == 1:
+        call.temperature = original(call.temperature)
+    return call
+
+
+def _pack(original: Callable, ids: Tensor, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
+    """Packs the temperatures of the samples as verl packs the labels, the tensor that it rolls."""
+    call = _current.get()
+    if call is not None and need_roll and isinstance(call.temperature, Tensor):
+        from verl.utils.torch_functional import expand_as_nested
+
+        of_samples = call.temperature.to(ids.device, torch.float32).clamp(min=1e-8)
+        packed, *_ = original(expand_as_nested(of_samples, ids), *rest, **named)
+        call.temperature = torch.where(packed > 0, packed, 1.0)
+    return original(ids, *rest, need_roll=need_roll, **named)
+
+
+def _unpack(original: Callable, output: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """Unpacks the sums as verl unpacks the log-probabilities, the first that it does."""
+    call = _current.get()
+    if call is not None and call.sums is not None and not call.sums.is_nested:
+        call.sums = original(call.sums.unsqueeze(0), *rest, **named)
+    return original(output, *rest, **named)
+
+
+# Module of verl: {a function or a method of it: what is called instead}.
+_CHANGES: dict[str, dict[str, Callable]] = {
+    "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _kernel},
+    "verl.models.mcore.model_forward_1f1b_overlap": {"linear_cross_entropy": _kernel_of_megatron},
+    "verl.models.mcore.model_forward_fused": {
+        "linear_cross_entropy": _kernel_of_megatron,
+        "preprocess_thd_engine": _pack,
+        "postprocess_thd_engine": _unpack,
+    },
+    "verl.workers.engine.fsdp.transformer_impl": {
+        "FSDPEngineWithLMHead.prepare_model_inputs": _fsdp_inputs,
+        "FSDPEngineWithLMHead.prepare_model_outputs": _fsdp_outputs,
+    },
+    "verl.workers.engine.megatron.transformer_impl": {
+        "_resolve_fused_temperature": _megatron_temperature,
+        "MegatronEngineWithLMHead.forward_step": _megatron_step,
+    },
+}
+
+# (module or class, name): (our attribute, the original).
+_replaced: dict[tuple[Any, str], tuple[Callable, Callable]] = {}
+
+
+def _change(module: ModuleType) -> None:
+    for path, function in _CHANGES[module.__name__].items():
+        *of_class, name = path.split(".")
+        owner = getattr(module, of_class[0]) if of_class else module
+        if (owner, name) not in _replaced:
+            bound = getattr(owner, name)
+            original = dict(_replaced.values()).get(bound, bound)  # bound after its module was changed
+            _replaced[owner, name] = _instead(function, original), original
+            setattr(owner, name, _replaced[owner, name][0])
+
+
+def _instead(function: Callable, original: Callable) -> Callable:
+    def replacement(*given: Any, **named: Any) -> Any:
+        return function(original, *given, **named)
+
+    return functools.update_wrapper(replacement, original)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes the modules that are imported from now on."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in _CHANGES else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), _change(module))[0]
+        return spec
+
+
+_finder = _Finder()
+
+
+def install() -> None:
+    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, which has its shapes,
+    dtypes, collectives and errors, wherever verl has bound it or will; a second call changes nothing.
+
+    On the Megatron path without sequence parallelism backward has one all-reduce of dX more. With ``use_fused_kernels``
+    the FSDP engine (``impl_backend=triton``) and the Megatron engine also take a temperature of each sample and
+    ``calculate_sum_pi_squared``. A release of verl without one of the functions raises AttributeError.
+    """
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    for name in _CHANGES:
+        if name in sys.modules:
+            _change(sys.modules[name])
+
+
+def uninstall() -> None:
+    """Undo :func:`install`, except what other code has replaced since."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    while _replaced:
+        (owner, name), (ours, original) = _replaced.popitem()
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+
+
+install()

@@ -1,0 +1,326 @@
+"""What the tests of the plugin run on each rank: verl's own functions, of the release or of the stand-in, on
+Megatron-core's model and mappings, against logits in float64."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from torch import nn
+
+import megatron_models
+from cases import normal
+from measures import assert_near
+from parallel_lce import rl
+from world import Member
+
+PLACEHOLDERS = ("ray", "wandb", "datasets", "pandas")
+"""What verl imports and these tests do not call."""
+
+
+class _Placeholders:
+    """Finds packages of which every attribute is a mock."""
+
+    def find_spec(self, name, path=None, target=None):
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in PLACEHOLDERS else None
+        )
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: mock.MagicMock(name=name)
+        return module
+
+    def exec_module(self, module) -> None:
+        pass
+
+
+STANDIN = str(Path(__file__).parent / "verl_standin")
+
+
+@contextmanager
+def verl(release: str) -> Iterator[None]:
+    """verl can be imported, and imports the plugin."""
+    if release == "stand-in":
+        sys.path.insert(0, STANDIN)
+    elif not any(isinstance(finder, _Placeholders) for finder in sys.meta_path):
+        sys.meta_path.append(_Placeholders())
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "parallel_lce.verl"
+    importlib.import_module("verl")
+    plugin = sys.modules["parallel_lce.verl"]
+    plugin.install()
+    try:
+        yield
+    finally:
+        plugin.uninstall()
+        if release == "stand-in":  # of this process, which other tests use too
+            sys.path.remove(STANDIN)
+            for name in [name for name in sys.modules if name.split(".")[0] == "verl"] + ["parallel_lce.verl"]:
+                del sys.modules[name]
+
+
+class _OwnValue(nn.Module):
+    """A core attention without attention, for packed sequences too."""
+
+    def __init__(self, *given, **named) -> None:
+        super().__init__()
+
+    def forward(self, query, key, value, *rest, **named):
+        return value.flatten(2) if value.dim() == 4 else value.flatten(1)
+
+
+def _model(member: Member, sequence_parallel: bool, tied: bool = False):
+    layer = megatron_models._layer
+
+    def packed(spec):
+        made = layer(spec)
+        made.submodules.self_attention.submodules.core_attention = _OwnValue
+        return made
+
+    with mock.patch.object(megatron_models, "_layer", packed):
+        return megatron_models.build(
+            member, megatron_models.Model(ranks=member.ranks, sequence_parallel=sequence_parallel, tied=tied), {}
+        )
+
+
+def _truth(exact, ids, labels, temperature, weights) -> tuple[list, dict]:
+    """Log-probabilities, entropies and sums of squared probabilities ``[T]`` of Megatron's own logits in float64, and
+    the gradients of their weighted sum."""
+    logits = exact.double()(ids, torch.arange(ids.shape[1])[None], None)
+    return _of_logits(mappings.gather_from_tensor_model_parallel_region(logits), exact, labels, temperature, weights)
+
+
+def _of_logits(logits, model, labels, temperature, weights) -> tuple[list, dict]:
+    log_p = (logits[0] / temperature).log_softmax(-1)
+    found = [
+        log_p.gather(-1, labels.view(-1, 1)).squeeze(-1),
+        -(log_p.exp() * log_p).sum(-1),
+        log_p.exp().square().sum(-1),
+    ]
+    sum((value * weight).sum() for value, weight in zip(found, weights)).backward()
+    return found, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _compare(model, found, expected, gradients, tolerance=2e-5) -> None:
+    for value, exact in zip(found, expected):
+        assert_near(value.flatten(), exact, tolerance)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert_near(parameter.grad, gradients[name], tolerance)
+
+
+def ends(member: Member, release: str, trainer: str, sequence_parallel: bool, mistake: str = "") -> None:
+    """What each trainer calls after Megatron's decoder, with its own mappings."""
+    model, exact = (_model(member, sequence_parallel, tied="tied" in trainer) for _ in range(2))
+    ids, labels = torch.randint(96, (2, 1, 16), generator=torch.Generator().manual_seed(5))
+    weights = [normal(16, seed=i) for i in (1, 2)]
+    statistics = rl.token_statistics
+    if mistake:
+        wrong = dict(reduce_hidden_grad=mistake == "sums")
+        changed = mock.patch.object(rl, "token_statistics", lambda *given, **named: statistics(*given, **named | wrong))
+    else:
+        changed = nullcontext()
+    with verl(release) if "verl" in trainer else nullcontext(), changed:
+        found = _ENDS[trainer.split()[-1]](model, ids, labels, 0.7)
+        sum((value.flatten() * weight).sum() for value, weight in zip(found, weights)).backward()
+    expected, gradients = _truth(exact, ids, labels, 0.7, weights[: len(found)])
+    if not mistake:
+        return _compare(model, found, expected, gradients)
+    try:
+        _compare(model, found, expected, gradients)
+    except AssertionError:
+        return
+    raise AssertionError(f"nobody sees that it {mistake}")
+
+
+def _with_end(model, ids, labels, end):
+    """Megatron's forward, of which the ``end`` is another: a function of the decoder's output."""
+    with mock.patch.object(model, "_postprocess", lambda hidden_states, **others: end(hidden_states)):
+        return model(ids, torch.arange(ids.shape[1])[None], None, labels=labels)
+
+
+def _verl_forward(model, ids, labels, temperature):
+    forward = importlib.import_module("verl.models.mcore.model_forward_fused")._fused_GPTModel_forward
+    output = forward(model, ids, torch.arange(ids.shape[1])[None], None, labels=labels, temperature=temperature)
+    return output.log_probs, output.entropy
+
+
+def _verl_hook(model, ids, labels, temperature):
+    forward = importlib.import_module("verl.models.mcore.model_forward_fused")
+    given = dict(output_layer=model.output_layer, output_weight=None, labels=labels, config=model.config, input_ids=ids)
+    given["context"] = forward.FusedOutputProcessorContext(temperature)
+    end = lambda hidden: forward.fused_output_processor(hidden_states=hidden, **given)  # noqa: E731
+    output = _with_end(model, ids, labels, end)
+    return output.log_probs, output.entropy
+
+
+def _slime(model, ids, labels, temperature):
+    def end(hidden):
+        mapping = mappings.copy_to_tensor_model_parallel_region
+        if model.config.sequence_parallel:
+            mapping = mappings.gather_from_sequence_parallel_region
+        hidden = mapping(hidden).reshape(-1, hidden.shape[-1]).contiguous()
+        group = parallel_state.get_tensor_model_parallel_group()
+        found = rl.linear_cross_entropy(
+            hidden, model.output_layer.weight, labels.reshape(-1), temperature, "none", group
+        )
+        return torch.stack(found, -1)[None]
+
+    return _with_end(model, ids, labels, end).unbind(-1)
+
+
+def _skyrl(model, ids, labels, temperature):
+    def end(hidden):
+        mapping = mappings.copy_to_tensor_model_parallel_region  # SkyRL has none: the page says to add it
+        if model.config.sequence_parallel:
+            mapping = mappings.gather_from_sequence_parallel_region
+        return mapping(hidden).transpose(0, 1).contiguous()
+
+    hidden = _with_end(model, ids, labels, end)
+    weight, rank = model.output_layer.weight / temperature, parallel_state.get_tensor_model_parallel_rank()
+    bounds = len(weight) * rank, len(weight) * (rank + 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return (rl.FusedLinearLogprobTriton.apply(hidden, weight, labels, *bounds, 8, group, False),)
+
+
+_ENDS = {"verl": _verl_forward, "hook": _verl_hook, "slime": _slime, "skyrl": _skyrl}
+
+
+LENGTHS = 5, 9, 3
+
+
+def _batch(wanted: str, **more: object):
+    """Three sequences as verl's engines get them, of one temperature or each of its own."""
+    from tensordict import TensorDict
+    from tensordict.tensorclass import NonTensorData
+
+    generator = torch.Generator().manual_seed(7)
+    ids = [torch.randint(96, (length,), generator=generator) for length in LENGTHS]
+    ids = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
+    positions = torch.nested.as_nested_tensor([torch.arange(length) for length in LENGTHS], layout=torch.jagged)
+    tensors = {"input_ids": ids, "position_ids": positions, "loss_mask": torch.ones_like(ids)}
+    more |= dict(calculate_entropy=True, calculate_sum_pi_squared="sums" in wanted, num_micro_batch=1)
+    if "temperature" in wanted:
+        tensors["temperature"] = torch.tensor([0.6, 1.0, 1.7])
+    else:
+        more["temperature"] = 0.7
+    return TensorDict(tensors | {name: NonTensorData(value) for name, value in more.items()}, batch_size=[len(LENGTHS)])
+
+
+def _packed(batch, multiple: int) -> tuple:
+    """Ids and labels of the packed sequences, each padded, ``[1, T]``; temperatures ``[T, 1]``; which tokens count."""
+    temperatures = batch["temperature"]
+    temperatures = temperatures.tolist() if isinstance(temperatures, torch.Tensor) else [temperatures] * len(LENGTHS)
+    ids, counts, of_tokens = [], [], []
+    for sequence, temperature in zip(batch["input_ids"].unbind(), temperatures):
+        padding = -len(sequence) % multiple
+        ids.append(nn.functional.pad(sequence, (0, padding)))
+        counts.append(nn.functional.pad(torch.ones(len(sequence)), (0, padding)))
+        of_tokens.append(torch.full((len(ids[-1]),), temperature, dtype=torch.float64))
+    ids = torch.cat(ids)[None]
+    return ids, ids.roll(-1, -1), torch.cat(of_tokens)[:, None], torch.cat(counts).bool()
+
+
+def _judge(model, found: dict, wanted: str, truth, counts) -> None:
+    """Compares what an engine found, of the tokens that count, with ``truth(weights)``."""
+    names = ["log_probs", "entropy", *["sum_pi_squared"] * ("sums" in wanted)]
+    assert {name for name, value in found.items() if value is not None} == {*names}
+    weights = [normal(len(counts), seed=i) * counts for i, _ in enumerate(names)]
+    values = [found[name].values() for name in names]
+    sum((value * weight[counts]).sum() for value, weight in zip(values, weights)).backward()
+    expected, gradients = truth(weights)
+    _compare(model, values, [value[counts] for value in expected], gradients)
+
+
+def _engine(kind, **attributes):
+    """An engine of this class that was never built: its own methods, and these attributes."""
+    self = object.__new__(kind)
+    vars(self).update(attributes)
+    return self
+
+
+@verl("0.9.1")
+def megatron_engine(member: Member, sequence_parallel: bool, wanted: str) -> None:
+    """A step of verl's Megatron engine, from the batch on."""
+    from verl.workers.engine.megatron import transformer_impl
+
+    model = _model(member, sequence_parallel)
+    config = dict(use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False)
+    of_model = dict(architectures=["Qwen2ForCausalLM"])
+    of_model = dict(hf_config=SimpleNamespace(**of_model), mtp=SimpleNamespace(enable=False))
+    engine = _engine(
+        transformer_impl.MegatronEngineWithLMHead,
+        engine_config=SimpleNamespace(**config),
+        model_config=SimpleNamespace(**of_model, tokenizer=SimpleNamespace(pad_token_id=0)),
+        enable_routing_replay=False,
+        is_value_model=False,
+        module=[model],
+    )
+    engine._maybe_enable_fused_kernels()
+    batch = _batch(wanted)
+    with mock.patch.object(transformer_impl, "get_device_id", lambda: "cpu"):
+        found, finish = engine.forward_step(iter([batch]), model, None, lambda output, data, **named: data)
+    data = finish(found)
+    assert data["calculate_sum_pi_squared"] == ("sums" in wanted)
+    assert torch.equal(*(torch.as_tensor(each["temperature"]) for each in (data, batch)))
+    ids, labels, temperatures, counts = _packed(batch, member.ranks)
+    exact = _model(member, sequence_parallel)
+    _judge(model, found, wanted, lambda weights: _truth(exact, ids, labels, temperatures, weights), counts)
+
+
+@verl("0.9.1")
+def fsdp_engine(member: Member, wanted: str) -> None:
+    """A step of verl's FSDP engine on a model of transformers, with ``impl_backend=triton``."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from verl.models.transformers.monkey_patch import patch_forward_with_backends
+    from verl.workers.engine.fsdp import transformer_impl
+
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=False)
+    torch.manual_seed(3)
+    model, exact = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
+    exact.load_state_dict(model.state_dict())
+    forward = Qwen2ForCausalLM.forward
+    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="triton")
+    engine = _engine(
+        transformer_impl.FSDPEngineWithLMHead,
+        model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}),
+        pad_to_length=True,
+        pad_to_length_bucket=8,
+        use_ulysses_sp=False,
+        _autocast_dtype=torch.float32,
+        get_data_parallel_group=lambda: None,
+        module=model,
+    )
+    batch, outputs = _batch(wanted, use_fused_kernels=True), []
+
+    def loss_function(model_output, data, dp_group):
+        assert data is batch
+        outputs.append(model_output)
+        return torch.zeros(()), {}
+
+    with (
+        mock.patch.object(transformer_impl, "get_device_id", lambda: "cpu"),
+        mock.patch.object(batch, "to", lambda _: batch),
+    ):
+        engine.forward_step(batch, loss_function, False)
+    Qwen2ForCausalLM.forward = forward
+    ids, labels, temperatures, counts = _packed(batch, 1)
+    positions = batch["position_ids"].values()[None]
+
+    def truth(weights):
+        logits = exact.double()(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return _of_logits(logits, exact, labels, temperatures, weights)
+
+    _judge(model, outputs[0], wanted, truth, counts)

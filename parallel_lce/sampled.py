@@ -70,12 +70,15 @@ def sampled_linear_cross_entropy(
         bit for bit, differentiable once. The gradient of the weight is dense, 0 in rows that are neither a target nor
         sampled. A graph of torch.compile breaks at this call.
 
-    Collectives, on ``process_group``, in this order; P ranks, N tokens. Forward: the all-gather of the hidden states
-    under sequence parallelism, and one of N + 2 elements (shared samples) or N * (M + 1) + 2 elements per rank, fp32.
-    With shared samples also: a reduce-scatter of M * D elements of the weight's dtype and one of 2 M fp32 elements; the
-    all-gather of the hidden states again, in blocks; an all-gather of 2 N fp32 elements per rank. Backward: an
-    all-reduce (reduce-scatter) of dX, N * D elements, twice with shared samples; for these also an all-gather of M * D
-    fp32 elements, or M / P of each rank, and the gathers of hidden states.
+    Collectives, on ``process_group``, in this order; P ranks, N tokens, M' = M rounded up to a multiple of P. SP: under
+    sequence parallelism.
+
+    - Forward: SP, an all-gather of the hidden states, N/P * D elements per rank. An all-gather of N + 2 fp32 elements
+      per rank; of N * (M + 1) + 2 for ``sampled [..., M]``. For shared samples also: a reduce-scatter of M' * D
+      elements of the weight's dtype; one of 2 M' fp32 elements; SP, the gather of the hidden states again, in blocks;
+      an all-gather of N fp32 elements per rank.
+    - Backward: an all-reduce (SP: a reduce-scatter) of dX, N * D elements; SP, a gather of the hidden states. For
+      shared samples both of these twice, and an all-gather of M'/P * (D + 1) fp32 elements per rank.
 
     Raises:
         ValueError: as :func:`parallel_lce.linear_cross_entropy`, before any collective.

@@ -14,9 +14,9 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -26,13 +26,14 @@ from torch import Tensor
 from parallel_lce import rl
 
 
-@dataclass(eq=False)
 class _Call:
-    """Goes through verl in place of the temperature, and brings back sums for which verl's kernel has no room."""
+    """Goes through verl in place of the temperature, and brings back sums for which its kernel has no room. FSDP would
+    copy a dataclass, and round its tensors."""
 
-    temperature: Any
-    sum_p_squared: bool = False
-    sums: Tensor | None = None
+    def __init__(self, temperature: Any, sum_p_squared: bool = False) -> None:
+        self.temperature = temperature
+        self.sum_p_squared = sum_p_squared
+        self.sums: Tensor | None = None
 
 
 # Each of the functions below is called instead of ``original``, a function of verl.
@@ -69,7 +70,7 @@ def _call_of(batch: Any) -> _Call | None:
     from verl.utils.tensordict_utils import get_non_tensor_data
 
     temperature, sums = batch["temperature"], get_non_tensor_data(batch, "calculate_sum_pi_squared", False)
-    of_samples = isinstance(temperature, Tensor) and temperature.numel() > 1
+    of_samples = isinstance(temperature, Tensor) and temperature.dim() == 1
     return _Call(temperature, bool(sums)) if sums or of_samples else None
 
 
@@ -132,12 +133,11 @@ def _megatron_step(original: Callable, engine: Any, batch_iter: Any, *rest: Any,
 
 
 def _megatron_temperature(original: Callable, temperature: Any) -> Any:
-    call = temperature
-    if not isinstance(call, _Call):
+    if not isinstance(temperature, _Call):
         return original(temperature)
-    if not isinstance(call.temperature, Tensor) or call.temperature.numel() == 1:
-        call.temperature = original(call.temperature)
-    return call
+    if not isinstance(temperature.temperature, Tensor):
+        temperature.temperature = original(temperature.temperature)
+    return temperature
 
 
 def _pack(original: Callable, ids: Tensor, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
@@ -184,12 +184,20 @@ _replaced: dict[tuple[Any, str], tuple[Callable, Callable]] = {}
 
 
 def _change(module: ModuleType) -> None:
-    for path, function in _CHANGES[module.__name__].items():
-        *of_class, name = path.split(".")
-        owner = getattr(module, of_class[0]) if of_class else module
+    places = []
+    try:
+        for path, function in _CHANGES[module.__name__].items():
+            *of_class, name = path.split(".")
+            owner = getattr(module, of_class[0]) if of_class else module
+            places.append((owner, name, getattr(owner, name), function))
+    except AttributeError as error:
+        warnings.warn(f"parallel_lce.verl leaves this release's {module.__name__} as it is: {error}", stacklevel=2)
+        return
+    for owner, name, bound, function in places:
         if (owner, name) not in _replaced:
-            bound = getattr(owner, name)
-            original = dict(_replaced.values()).get(bound, bound)  # bound after its module was changed
+            original: Any = dict(_replaced.values()).get(
+                bound, bound
+            )  # bound by the module after the source was changed
             _replaced[owner, name] = _instead(function, original), original
             setattr(owner, name, _replaced[owner, name][0])
 
@@ -221,7 +229,7 @@ def install() -> None:
 
     On the Megatron path without sequence parallelism backward has one all-reduce of dX more. With ``use_fused_kernels``
     the FSDP engine (``impl_backend=triton``) and the Megatron engine also take a temperature of each sample and
-    ``calculate_sum_pi_squared``. A release of verl without one of the functions raises AttributeError.
+    ``calculate_sum_pi_squared``. A module of another release that lacks a function stays as it is, with a warning.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

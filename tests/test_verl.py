@@ -71,8 +71,9 @@ def test_its_megatron_engine(ranks, sequence_parallel, wanted, worlds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", ["", "temperature", "sums", "temperature, sums"])
-def test_its_fsdp_engine(wanted, worlds):
-    _run(worlds, 1, RELEASE, verl_bodies.fsdp_engine, wanted)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_its_fsdp_engine(ranks, wanted, worlds):
+    _run(worlds, ranks, RELEASE, verl_bodies.fsdp_engine, wanted)
 
 
 PAGE = (ROOT / "docs" / "rl.md").read_text()

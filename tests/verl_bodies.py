@@ -18,12 +18,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import megatron_models
 from cases import normal
 from measures import assert_near
 from parallel_lce import rl
-from world import Member
+from world import Member, mesh_of
 
 PLACEHOLDERS = ("ray", "wandb", "datasets", "pandas")
 """What verl imports and these tests do not call."""
@@ -117,7 +119,8 @@ def _compare(model, found, expected, gradients, tolerance=2e-5) -> None:
         assert_near(value.flatten(), exact, tolerance)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        assert_near(parameter.grad, gradients[name], tolerance)
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert_near(grad, gradients[name], tolerance)
 
 
 def ends(member: Member, release: str, trainer: str, sequence_parallel: bool, mistake: str = "") -> None:
@@ -293,6 +296,8 @@ def fsdp_engine(member: Member, wanted: str) -> None:
     exact.load_state_dict(model.state_dict())
     forward = Qwen2ForCausalLM.forward
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="triton")
+    if member.ranks > 1:  # on the same batch
+        fully_shard(model, mesh=mesh_of("cpu", (member.ranks,)))
     engine = _engine(
         transformer_impl.FSDPEngineWithLMHead,
         model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}),

@@ -62,18 +62,23 @@ def test_a_gradient_summed_twice_or_never_is_seen(trainer, mistake, sequence_par
     _run(worlds, 2, "stand-in", verl_bodies.ends, "stand-in", trainer, sequence_parallel, mistake)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", ["", "temperature", "sums", "temperature, sums"])
+WANTED = ["", "temperature", "sums", "temperature, sums"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
-def test_its_megatron_engine(ranks, sequence_parallel, wanted, worlds):
-    _run(worlds, ranks, RELEASE, verl_bodies.megatron_engine, sequence_parallel, wanted)
+@pytest.mark.thinned("wanted", "sequence_parallel")
+def test_its_megatron_engine(release, ranks, sequence_parallel, wanted, worlds):
+    _run(worlds, ranks, release, verl_bodies.megatron_engine, release, sequence_parallel, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", ["", "temperature", "sums", "temperature, sums"])
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_its_fsdp_engine(ranks, wanted, worlds):
-    _run(worlds, ranks, RELEASE, verl_bodies.fsdp_engine, wanted)
+@pytest.mark.thinned
+def test_its_fsdp_engine(release, ranks, wanted, worlds):
+    _run(worlds, ranks, release, verl_bodies.fsdp_engine, release, wanted)
 
 
 PAGE = (ROOT / "docs" / "rl.md").read_text()

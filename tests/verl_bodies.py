@@ -68,8 +68,9 @@ def verl(release: str) -> Iterator[None]:
         plugin.uninstall()
         if release == "stand-in":  # of this process, which other tests use too
             sys.path.remove(STANDIN)
-            for name in [name for name in sys.modules if name.split(".")[0] == "verl"] + ["parallel_lce.verl"]:
-                del sys.modules[name]
+            for name in [*sys.modules]:
+                if name.split(".")[0] in ("verl", "tensordict") or name == "parallel_lce.verl":
+                    del sys.modules[name]
 
 
 class _OwnValue(nn.Module):
@@ -205,34 +206,26 @@ LENGTHS = 5, 9, 3
 
 def _batch(wanted: str, **more: object):
     """Three sequences as verl's engines get them, of one temperature or each of its own."""
-    from tensordict import TensorDict
-    from tensordict.tensorclass import NonTensorData
+    from tensordict import NonTensorData, TensorDict
 
     generator = torch.Generator().manual_seed(7)
     ids = [torch.randint(96, (length,), generator=generator) for length in LENGTHS]
     ids = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
-    positions = torch.nested.as_nested_tensor([torch.arange(length) for length in LENGTHS], layout=torch.jagged)
-    tensors = {"input_ids": ids, "position_ids": positions, "loss_mask": torch.ones_like(ids)}
-    more |= dict(calculate_entropy=True, calculate_sum_pi_squared="sums" in wanted, num_micro_batch=1)
+    tensors = dict(input_ids=ids, position_ids=torch.zeros_like(ids), loss_mask=torch.ones_like(ids))
     if "temperature" in wanted:
         tensors["temperature"] = torch.tensor([0.6, 1.0, 1.7])
-    else:
-        more["temperature"] = 0.7
-    return TensorDict(tensors | {name: NonTensorData(value) for name, value in more.items()}, batch_size=[len(LENGTHS)])
+    more = dict(temperature=0.7, calculate_entropy=True, calculate_sum_pi_squared="sums" in wanted) | more
+    return TensorDict({name: NonTensorData(value) for name, value in more.items()} | tensors, batch_size=[len(LENGTHS)])
 
 
 def _packed(batch, multiple: int) -> tuple:
     """Ids and labels of the packed sequences, each padded, ``[1, T]``; temperatures ``[T, 1]``; which tokens count."""
-    temperatures = batch["temperature"]
-    temperatures = temperatures.tolist() if isinstance(temperatures, torch.Tensor) else [temperatures] * len(LENGTHS)
-    ids, counts, of_tokens = [], [], []
-    for sequence, temperature in zip(batch["input_ids"].unbind(), temperatures):
-        padding = -len(sequence) % multiple
-        ids.append(nn.functional.pad(sequence, (0, padding)))
-        counts.append(nn.functional.pad(torch.ones(len(sequence)), (0, padding)))
-        of_tokens.append(torch.full((len(ids[-1]),), temperature, dtype=torch.float64))
-    ids = torch.cat(ids)[None]
-    return ids, ids.roll(-1, -1), torch.cat(of_tokens)[:, None], torch.cat(counts).bool()
+    padded = [length + -length % multiple for length in LENGTHS]
+    sequences = zip(batch["input_ids"].unbind(), padded)
+    ids = torch.cat([nn.functional.pad(row, (0, size - len(row))) for row, size in sequences])[None]
+    counts = torch.cat([torch.arange(size) < length for size, length in zip(padded, LENGTHS)])
+    temperatures = torch.as_tensor(batch["temperature"]).double().expand(len(LENGTHS))
+    return ids, ids.roll(-1, -1), temperatures.repeat_interleave(torch.tensor(padded))[:, None], counts
 
 
 def _judge(model, found: dict, wanted: str, truth, counts) -> None:
@@ -253,79 +246,88 @@ def _engine(kind, **attributes):
     return self
 
 
-@verl("0.9.1")
-def megatron_engine(member: Member, sequence_parallel: bool, wanted: str) -> None:
+def megatron_engine(member: Member, release: str, sequence_parallel: bool, wanted: str) -> None:
     """A step of verl's Megatron engine, from the batch on."""
-    from verl.workers.engine.megatron import transformer_impl
-
-    model = _model(member, sequence_parallel)
+    model, exact = (_model(member, sequence_parallel) for _ in range(2))
     config = dict(use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False)
-    of_model = dict(architectures=["Qwen2ForCausalLM"])
-    of_model = dict(hf_config=SimpleNamespace(**of_model), mtp=SimpleNamespace(enable=False))
-    engine = _engine(
-        transformer_impl.MegatronEngineWithLMHead,
-        engine_config=SimpleNamespace(**config),
-        model_config=SimpleNamespace(**of_model, tokenizer=SimpleNamespace(pad_token_id=0)),
-        enable_routing_replay=False,
-        is_value_model=False,
-        module=[model],
+    of_model = dict(
+        hf_config=SimpleNamespace(architectures=["Qwen2ForCausalLM"]),
+        mtp=SimpleNamespace(enable=False),
+        tokenizer=SimpleNamespace(pad_token_id=0),
     )
-    engine._maybe_enable_fused_kernels()
-    batch = _batch(wanted)
-    with mock.patch.object(transformer_impl, "get_device_id", lambda: "cpu"):
-        found, finish = engine.forward_step(iter([batch]), model, None, lambda output, data, **named: data)
+    with verl(release):
+        transformer_impl = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
+        engine = _engine(
+            transformer_impl.MegatronEngineWithLMHead,
+            engine_config=SimpleNamespace(**config),
+            model_config=SimpleNamespace(**of_model),
+            enable_routing_replay=False,
+            is_value_model=False,
+            module=[model],
+        )
+        engine._maybe_enable_fused_kernels()
+        batch = _batch(wanted)
+        with mock.patch.object(transformer_impl, "get_device_id", lambda: "cpu"):
+            found, finish = engine.forward_step(iter([batch]), model, None, lambda output, data, **named: data)
     data = finish(found)
     assert data["calculate_sum_pi_squared"] == ("sums" in wanted)
     assert torch.equal(*(torch.as_tensor(each["temperature"]) for each in (data, batch)))
     ids, labels, temperatures, counts = _packed(batch, member.ranks)
-    exact = _model(member, sequence_parallel)
     _judge(model, found, wanted, lambda weights: _truth(exact, ids, labels, temperatures, weights), counts)
 
 
-@verl("0.9.1")
-def fsdp_engine(member: Member, wanted: str) -> None:
-    """A step of verl's FSDP engine on a model of transformers, with ``impl_backend=triton``."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from verl.models.transformers.monkey_patch import patch_forward_with_backends
-    from verl.workers.engine.fsdp import transformer_impl
+class _Dense(nn.Module):
+    """A model as those of transformers, with verl's forward for ``impl_backend=triton``."""
 
-    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config = Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(output_attentions=False, output_hidden_states=False)
+        self.embedding, self.mixing, self.lm_head = nn.Embedding(96, 32), nn.Linear(32, 32), nn.Linear(32, 96, False)
+
+    def model(self, input_ids, **others):
+        outputs = mock.MagicMock()
+        outputs.__getitem__.return_value = torch.tanh(self.mixing(self.embedding(input_ids)))
+        return outputs
+
+    def forward(self, *given, **named):
+        return importlib.import_module("verl.models.transformers.dense_common").forward_with_triton_backend(
+            self, *given, **named
+        )
+
+
+def fsdp_engine(member: Member, release: str, wanted: str) -> None:
+    """A step of verl's FSDP engine, of several ranks on the same batch."""
     torch.manual_seed(3)
-    model, exact = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
+    model, exact, outputs = _Dense(), _Dense(), []
     exact.load_state_dict(model.state_dict())
-    forward = Qwen2ForCausalLM.forward
-    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="triton")
-    if member.ranks > 1:  # on the same batch
+    if member.ranks > 1:
         fully_shard(model, mesh=mesh_of("cpu", (member.ranks,)))
-    engine = _engine(
-        transformer_impl.FSDPEngineWithLMHead,
-        model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}),
-        pad_to_length=True,
-        pad_to_length_bucket=8,
-        use_ulysses_sp=False,
-        _autocast_dtype=torch.float32,
-        get_data_parallel_group=lambda: None,
-        module=model,
-    )
-    batch, outputs = _batch(wanted, use_fused_kernels=True), []
 
     def loss_function(model_output, data, dp_group):
         assert data is batch
         outputs.append(model_output)
         return torch.zeros(()), {}
 
-    with (
-        mock.patch.object(transformer_impl, "get_device_id", lambda: "cpu"),
-        mock.patch.object(batch, "to", lambda _: batch),
-    ):
-        engine.forward_step(batch, loss_function, False)
-    Qwen2ForCausalLM.forward = forward
+    with verl(release):
+        transformer_impl = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+        engine = _engine(
+            transformer_impl.FSDPEngineWithLMHead,
+            model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}),
+            pad_to_length=True,
+            pad_to_length_bucket=8,
+            use_ulysses_sp=False,
+            _autocast_dtype=torch.float32,
+            get_data_parallel_group=lambda: None,
+            module=model,
+        )
+        batch = _batch(wanted, use_fused_kernels=True)
+        batch.to = lambda _: batch
+        with mock.patch.object(transformer_impl, "get_device_id", lambda: "cpu"):
+            engine.forward_step(batch, loss_function, False)
     ids, labels, temperatures, counts = _packed(batch, 1)
-    positions = batch["position_ids"].values()[None]
 
     def truth(weights):
-        logits = exact.double()(input_ids=ids, position_ids=positions, use_cache=False).logits
+        logits = exact.double().lm_head(exact.model(ids)[0])
         return _of_logits(logits, exact, labels, temperatures, weights)
 
     _judge(model, outputs[0], wanted, truth, counts)

@@ -24,6 +24,7 @@ OTHERS = (
     "orjson==3.13.0", "peft==0.21.2", "psutil==7.2.2", "pyvers==0.2.3", "regex", "tensordict==0.10.0",
     "tokenizers==0.22.2", "torchdata==0.11.0", "transformers==5.9.0", "typer==0.29.2",
 )  # fmt: skip
+# Innermost where it is a parameter, so that it changes last: processes of another release are started anew.
 RELEASES = ["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)]
 
 
@@ -48,10 +49,10 @@ def test_what_trainers_call(trainer, ranks, sequence_parallel, worlds):
     _run(worlds, ranks, "stand-in", verl_bodies.ends, "stand-in", trainer, sequence_parallel)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
 @pytest.mark.parametrize("trainer", ["verl", "verl hook", "tied verl"])
 @pytest.mark.thinned("trainer", "sequence_parallel")
+@pytest.mark.parametrize("release", RELEASES)
 def test_what_verl_calls(release, trainer, ranks, sequence_parallel, worlds):
     _run(worlds, ranks, release, verl_bodies.ends, release, trainer, sequence_parallel)
 
@@ -62,21 +63,25 @@ def test_a_gradient_summed_twice_or_never_is_seen(trainer, mistake, sequence_par
     _run(worlds, 2, "stand-in", verl_bodies.ends, "stand-in", trainer, sequence_parallel, mistake)
 
 
+def test_where_the_kernel_sums(worlds):
+    _run(worlds, 2, "stand-in", verl_bodies.mapped)
+
+
 WANTED = ["", "temperature", "sums", "temperature, sums"]
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
 @pytest.mark.thinned("wanted", "sequence_parallel")
+@pytest.mark.parametrize("release", RELEASES)
 def test_its_megatron_engine(release, ranks, sequence_parallel, wanted, worlds):
     _run(worlds, ranks, release, verl_bodies.megatron_engine, release, sequence_parallel, wanted)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.thinned
+@pytest.mark.parametrize("release", RELEASES)
 def test_its_fsdp_engine(release, ranks, wanted, worlds):
     _run(worlds, ranks, release, verl_bodies.fsdp_engine, release, wanted)
 

@@ -201,6 +201,32 @@ def _skyrl(model, ids, labels, temperature):
 _ENDS = {"verl": _verl_forward, "hook": _verl_hook, "slime": _slime, "skyrl": _skyrl}
 
 
+def mapped(member: Member) -> None:
+    """The kernel sums dX where no mapping in front does, also behind views and conversions."""
+    megatron_models.start(member, megatron_models.Model(ranks=member.ranks))
+    x, weight, upstream = normal(16, 32), normal(96, 32, seed=1) / 4, normal(16, seed=2)
+    labels = torch.arange(16)
+    exact = x.clone().requires_grad_()
+    log_p = (exact @ weight.t()).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    (expected,) = torch.autograd.grad(log_p, exact, upstream)
+    rows = slice(96 // member.ranks * member.rank, 96 // member.ranks * (member.rank + 1))
+    part = slice(16 // member.ranks * member.rank, 16 // member.ranks * (member.rank + 1))
+    gather, copied = mappings.gather_from_sequence_parallel_region, mappings.copy_to_tensor_model_parallel_region
+    with verl("stand-in"):
+        kernel = importlib.import_module("verl.models.mcore.model_forward_fused").linear_cross_entropy
+        for own, mapping in (
+            (part, gather),
+            (part, lambda states: gather(states, tensor_parallel_output_grad=False)),
+            (slice(None), copied),
+            (slice(None), lambda states: states * 1),
+        ):
+            leaf = x[own].clone().requires_grad_()
+            hidden = mapping(leaf).view(1, 16, 32).transpose(0, 1).contiguous().float()
+            log_probs, _ = kernel(hidden, weight[rows].float(), labels, 1.0, "none", member.group)
+            (found,) = torch.autograd.grad(log_probs, leaf, upstream.float())
+            assert_near(found, expected[own], 2e-6)
+
+
 LENGTHS = 5, 9, 3
 
 

@@ -195,9 +195,8 @@ def _change(module: ModuleType) -> None:
         return
     for owner, name, bound, function in places:
         if (owner, name) not in _replaced:
-            original: Any = dict(_replaced.values()).get(
-                bound, bound
-            )  # bound by the module after the source was changed
+            # What the module bound after its source was changed is ours.
+            original: Any = dict(_replaced.values()).get(bound, bound)
             _replaced[owner, name] = _instead(function, original), original
             setattr(owner, name, _replaced[owner, name][0])
 

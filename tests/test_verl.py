@@ -39,19 +39,18 @@ def _run(worlds, ranks: int, release: str, body, *arguments) -> None:
     worlds(ranks, path).run(body, *arguments)
 
 
-SEQUENCE_PARALLEL = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (4, False), (4, True))]
+SEQUENCE_PARALLEL = [(2, False), (2, True), *SLOW]
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
 @pytest.mark.parametrize("trainer", ["slime", "skyrl"])
-@pytest.mark.thinned
 def test_what_trainers_call(trainer, ranks, sequence_parallel, worlds):
     _run(worlds, ranks, "stand-in", verl_bodies.ends, "stand-in", trainer, sequence_parallel)
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
 @pytest.mark.parametrize("trainer", ["verl", "verl hook", "tied verl"])
-@pytest.mark.thinned("trainer", "sequence_parallel")
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_verl_calls(release, trainer, ranks, sequence_parallel, worlds):
     _run(worlds, ranks, release, verl_bodies.ends, release, trainer, sequence_parallel)
@@ -72,7 +71,6 @@ WANTED = ["", "temperature", "sums", "temperature, sums"]
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
-@pytest.mark.thinned("wanted", "sequence_parallel")
 @pytest.mark.parametrize("release", RELEASES)
 def test_its_megatron_engine(release, ranks, sequence_parallel, wanted, worlds):
     _run(worlds, ranks, release, verl_bodies.megatron_engine, release, sequence_parallel, wanted)
@@ -80,7 +78,6 @@ def test_its_megatron_engine(release, ranks, sequence_parallel, wanted, worlds):
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.thinned
 @pytest.mark.parametrize("release", RELEASES)
 def test_its_fsdp_engine(release, ranks, wanted, worlds):
     _run(worlds, ranks, release, verl_bodies.fsdp_engine, release, wanted)

@@ -66,6 +66,9 @@ def verl(release: str) -> Iterator[None]:
         yield
     finally:
         plugin.uninstall()
+        for name in ("utils.kernel.linear_cross_entropy", "models.mcore.model_forward_fused"):
+            module = sys.modules.get(f"verl.{name}")
+            assert module is None or not hasattr(module.linear_cross_entropy, "__wrapped__")  # verl's own again
         if release == "stand-in":  # of this process, which other tests use too
             sys.path.remove(STANDIN)
             for name in [*sys.modules]:

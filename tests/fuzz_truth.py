@@ -44,8 +44,8 @@ class Rounding:
     def __init__(self, c: Configuration, samples: int = 0, truth: dict[str, Tensor] | None = None) -> None:
         self._c, self._truth, computed = c, truth, DTYPES[c.computed]
         wide = accumulation_dtype(computed)
-        # In float64 the truth is rounded as often.
-        self.u = half_spacing(wide) * (2 if wide == torch.float64 else 1)
+        # In float64 the truth is rounded as often, and not by the same operations.
+        self.u = half_spacing(wide) * (3 if wide == torch.float64 else 1)
         self.low = half_spacing(computed) if computed.itemsize == 2 else 0.0
         # Under autocast the gradient of a cast rounds once more, from the computed dtype. So it does in PyTorch.
         self.delivered = max(half_spacing(DTYPES[c.dtype]), self.u) + (self.low if c.computed != c.dtype else 0.0)

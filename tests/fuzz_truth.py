@@ -22,8 +22,8 @@ _FP16_SMALLEST = 2.0**-25
 """Half the spacing of the smallest fp16 numbers."""
 _FP16_REACH = 3e4
 """Sums of terms beyond this may overflow in fp16."""
-_SAMPLES = 6
-_FURTHER = 3.5
+_SAMPLES = 12
+_FURTHER = 4.0
 """Results may move so many times as far as in any sample."""
 
 
@@ -51,8 +51,8 @@ class Rounding:
         self.delivered = max(half_spacing(DTYPES[c.dtype]), self.u) + (self.low if c.computed != c.dtype else 0.0)
         self.tiny, self.any_fp16 = torch.finfo(wide).tiny, "fp16" in (c.computed, c.dtype)
         self.samples, self._generator = samples, torch.Generator().manual_seed(0)
-        # Without a product all tokens have the same logits, and the same roundings, which add up in dW and dbias.
-        self._equal_tokens = c.sharpness == 0 or c.D == 0
+        # Tokens with the same logits have the same roundings, which add up in dW and dbias.
+        self._equal_tokens = c.sharpness == 0 or c.D == 0 or c.layout("input") == "expanded"
 
     def _random(self, like: Tensor, alike: bool) -> Tensor:
         """From -1 to 1, never near 0; ``alike``: the same for all numbers of a sample."""

@@ -181,11 +181,10 @@ class FusedLinearLogprobTriton:
         tp_group: dist.ProcessGroup | None,
         inference_only: bool = False,
     ) -> Tensor:
-        """Log-probabilities of the targets, as in SkyRL's ``fused_linear_logprob_triton.py``.
+        """Log-probabilities of the targets, as in SkyRL's ``fused_linear_logprob_triton.py``. The caller has divided
+        the hidden states or the weight by the temperature, and shifted the targets.
 
-        As there, the gradient of ``hidden`` is the term of this rank's shard: the mapping in front, which gathers the
-        sequence, sums it. The caller has divided the hidden states or the weight by the temperature, and shifted the
-        targets.
+        As there, the gradient of ``hidden`` is the term of this rank's shard, which a mapping in front must sum.
 
         Args:
             hidden: ``[B, S, D]``, all tokens on every rank of the group. Another dtype than the weight's is converted.
@@ -193,19 +192,16 @@ class FusedLinearLogprobTriton:
             target: ids ``[B, S]`` of any integer dtype.
             vocab_end_index: end of the shard's ids. Further rows of the weight are padding, and left out.
             chunk_size: not used, since no logits are stored.
-            tp_group: the tensor-parallel group; None for one rank.
             inference_only: nothing is saved for a backward.
 
         Returns:
             ``[B, S]`` fp32 (fp64 for fp64), identical on every rank. A target outside the vocabulary has 0, but, as in
             SkyRL, the gradient of ``-lse``.
 
-        Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 3; backward,
-        none.
+        Collectives: those of :func:`linear_cross_entropy`, but C = 3.
 
         Raises:
-            ValueError: a shard of fewer rows than ids, ids that end before they start, and as
-            :func:`parallel_lce.token_statistics`.
+            ValueError: as :func:`from_parallel_hidden_states_to_logprobs`.
         """
         _check_tensors(hidden=hidden, weight=weight, target=target)
         if weight.dim() != 2:

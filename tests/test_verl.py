@@ -56,12 +56,6 @@ def test_what_verl_calls(release, trainer, ranks, sequence_parallel, worlds):
     _run(worlds, ranks, release, verl_bodies.ends, release, trainer, sequence_parallel)
 
 
-@pytest.mark.parametrize(("mistake", "sequence_parallel"), [("sums", True), ("sums not", False)])
-@pytest.mark.parametrize("trainer", ["verl", "verl hook"])
-def test_a_gradient_summed_twice_or_never_is_seen(trainer, mistake, sequence_parallel, worlds):
-    _run(worlds, 2, "stand-in", verl_bodies.ends, "stand-in", trainer, sequence_parallel, mistake)
-
-
 def test_where_the_kernel_sums(worlds):
     _run(worlds, 2, "stand-in", verl_bodies.mapped)
 

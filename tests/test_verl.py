@@ -3,6 +3,7 @@ with a stand-in of verl's contract; with --all with the release, its engines inc
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+import megatron_models
 import verl_bodies
 from releases import ROOT, folder_of
 from tools import ran
@@ -34,9 +36,12 @@ def device(request) -> str:
     return request.param
 
 
+def folder() -> str:
+    return str(folder_of("verl", RELEASE, others=OTHERS))
+
+
 def _run(worlds, ranks: int, release: str, body, *arguments) -> None:
-    path = None if release == "stand-in" else str(folder_of("verl", RELEASE, others=OTHERS))
-    worlds(ranks, path).run(body, *arguments)
+    worlds(ranks, None if release == "stand-in" else folder()).run(body, *arguments)
 
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (4, False), (4, True))]
@@ -68,6 +73,13 @@ WANTED = ["", "temperature", "sums", "temperature, sums"]
 @pytest.mark.parametrize("release", RELEASES)
 def test_its_megatron_engine(release, ranks, sequence_parallel, wanted, worlds):
     _run(worlds, ranks, release, verl_bodies.megatron_engine, release, sequence_parallel, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_its_megatron_engine_on_megatrons_hook(sequence_parallel, worlds):
+    path = os.pathsep.join([megatron_models.path_of("0.18.2"), folder()])
+    worlds(2, path).run(verl_bodies.hooked_engine, RELEASE, sequence_parallel, WANTED[-1])
 
 
 @pytest.mark.parametrize("wanted", WANTED)

@@ -45,7 +45,7 @@ _TIDY_UP = "tidy up"
 def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None, backend: str, jobs, results) -> None:
     os.environ[backends.VARIABLE] = backend
     if path is not None:
-        sys.path.insert(0, path)
+        sys.path[:0] = path.split(os.pathsep)
     # CUDA asks for this before its first use if cuBLAS is to be deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def configure() -> None:
 class World:
     """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs.
 
-    ``path``: a folder that they import from before any other.
+    ``path``: a folder, or several joined by ``os.pathsep``, that they import from before any other.
     """
 
     def __init__(self, ranks: int, device_type: str = "cpu", path: str | None = None) -> None:

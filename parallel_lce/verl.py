@@ -49,7 +49,10 @@ def _kernel(
     return log_probs, entropy
 
 
-_SAME_STATES = ("CloneBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0", "ViewBackward0")
+_SAME_STATES = (
+    *("CloneBackward0", "PermuteBackward0", "SqueezeBackward1", "ToCopyBackward0", "TransposeBackward0"),
+    *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
+)
 
 
 def _kernel_of_megatron(original: Callable, hidden: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:

@@ -209,7 +209,8 @@ def mapped(member: Member) -> None:
             (slice(None), lambda states: states * 1),
         ):
             leaf = x[own].clone().requires_grad_()
-            hidden = mapping(leaf).view(1, 16, 32).transpose(0, 1).contiguous().float()
+            hidden = mapping(leaf).view(2, 8, 32).transpose(0, 1).contiguous().permute(1, 0, 2).reshape(16, 32)
+            hidden = hidden[:, None].squeeze(1).unsqueeze(0).float()
             log_probs, _ = kernel(hidden, weight[rows].float(), labels, 1.0, "none", member.group)
             (found,) = torch.autograd.grad(log_probs, leaf, upstream.float())
             assert_near(found, expected[own], 2e-6)

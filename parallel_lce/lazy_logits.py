@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -194,6 +195,63 @@ class LazyLogits:
                 value.materialize(use)  # in this frame: the warning names its caller's line
         args, options = tree_map_only(cls, lambda lazy: lazy.made, (args, options))
         return function(*args, **options)
+
+
+class RecordedLogits(LazyLogits):
+    """Lazy logits that remember ``steps``, what is done to them: products and quotients with numbers, ``tanh``, casts
+    to fp32. Real logits are made by :meth:`_stock`, and go through the same steps."""
+
+    steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
+    _methods = (torch.tanh, torch.mul, torch.div)
+
+    def _stock(self) -> Tensor:
+        """The real logits before the steps."""
+        raise NotImplementedError
+
+    def _make(self) -> Tensor:
+        logits = self._stock()
+        for name, arguments in self.steps:
+            logits = getattr(logits, name)(*arguments)
+        return logits
+
+    def _step(self, name: str, *arguments: Any) -> Any:
+        """New lazy logits after one more step; real ones if these are made, or a factor is no number."""
+        if self.made is not None or not all(isinstance(a, (numbers.Real, torch.dtype)) for a in arguments):
+            return getattr(self.materialize(f"{name!r}"), name)(*arguments)
+        return self._changed(steps=(*self.steps, (name, arguments)))
+
+    def tanh(self) -> Any:
+        return self._step("tanh")
+
+    def mul(self, factor: Any) -> Any:
+        return self._step("mul", factor)
+
+    def div(self, factor: Any, **options: Any) -> Any:
+        return self.materialize("'div'").div(factor, **options) if options else self._step("div", factor)
+
+    def float(self) -> Any:
+        return self._step("to", torch.float32)
+
+    def contiguous(self) -> Any:
+        return self._step("contiguous")
+
+    __mul__ = __rmul__ = mul
+    __truediv__ = div
+
+    def epilogue(self) -> dict[str, Any] | None:
+        """The steps as ``logit_scale`` and ``logit_softcap`` of the fused functions; None if they are no such thing."""
+        inner, outer, capped = 1.0, 1.0, False
+        for name, arguments in self.steps:
+            if (name == "tanh" and capped) or (name == "div" and arguments[0] == 0):
+                return None
+            if name in ("mul", "div"):
+                factor = 1.0 / arguments[0] if name == "div" else arguments[0]
+                inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
+            capped = capped or name == "tanh"
+        if not capped:
+            return {"logit_scale": float(inner)}
+        # outer * tanh(inner * u), and softcap(s * u) = cap * tanh(s * u / cap)
+        return {"logit_scale": float(inner * outer), "logit_softcap": float(outer)} if outer > 0 else None
 
 
 def _special_method(name: str) -> Callable:

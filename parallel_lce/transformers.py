@@ -1,0 +1,328 @@
+"""The fused loss in Hugging Face transformers: ``patch(model)``.
+
+In training, the model's output layer returns lazy logits, which record what the model's forward does to them: a scale,
+a soft-cap, a cast. ``model.loss_function`` computes the loss from the hidden states and the weight. Any other use makes
+the real logits. So there is no code for a single model. This module imports nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as _modules
+
+from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.lazy_logits import RecordedLogits
+from parallel_lce.modules import LinearCrossEntropy
+
+__all__ = ["LogitsWarning", "patch", "unpatch"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
+
+
+class LogitsWarning(UserWarning):
+    """A patched model makes the logits in training, and its own loss."""
+
+
+class _LazyLogits(RecordedLogits):
+    """The logits ``[..., V]`` of ``layer``. ``origin``: the lazy logits that the layer returned, before all steps."""
+
+    layer: _Head
+    origin: _LazyLogits
+
+    def __init__(self, layer: _Head, hidden: Tensor) -> None:
+        # FSDP gathers a layer that is wrapped on its own only while the layer runs.
+        weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
+        trainable = any([p is not None and p.requires_grad for p in layer._parameters.values()])
+        self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self)
+
+    def reason(self, vocab_size: int) -> str | None:
+        """Why the loss needs real logits; None if it does not."""
+        if self.made is not None:
+            return "its logits are made already"
+        if self.epilogue() is None:
+            return f"its forward computes {[name for name, _ in self.steps]}"
+        if vocab_size != self.layer.out_features:
+            return f"its loss has {vocab_size} entries, its output layer {self.layer.out_features}"
+        return self.layer.reason()
+
+    def check(self) -> None:
+        super().check()
+        weight = self.weight
+        if weight is None:
+            lost = self.origin.has_loss
+        else:
+            freed = type(weight) is not DTensor and weight.numel() > 0 and weight.untyped_storage().size() == 0
+            lost = freed or self.layer.weight is not weight
+        if lost and self.made is None:
+            raise RuntimeError(
+                "parallel_lce: FSDP has taken back the output layer's weight, so the logits of this forward can no "
+                "longer be made: read output.logits in eval mode"
+            )
+
+    def _warn(self, use: str) -> None:
+        self.layer.logits_made_by = use
+
+    def _stock(self) -> Tensor:
+        return self.layer.run(None, self.hidden)
+
+    def _empty(self) -> Tensor:
+        dtype = torch.float32 if ("to", (torch.float32,)) in self.steps else self.autocast_dtype
+        one = self.hidden.new_empty((), dtype=dtype or self.hidden.dtype)
+        return one.expand(*self.hidden.shape[:-1], self.layer.out_features)
+
+
+class _Head(nn.Linear):
+    """An output layer that returns lazy logits. ``lazy`` says when: in "training", "always" or "never"."""
+
+    lazy = "never"
+    logits_made_by: str | None = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        wanted = self.lazy == "always" or (self.lazy == "training" and self.training)
+        # A replica of DataParallel returns its logits to another thread.
+        if not wanted or len(arguments) != 1 or options or getattr(self, "_is_replica", False):
+            return super().__call__(*arguments, **options)
+        return _lazy(self, arguments[0])
+
+    def run(self, forward: Callable[[Tensor], Any] | None, hidden: Tensor) -> Any:
+        """The layer with its hooks, but ``forward`` instead of its own."""
+        attributes = vars(self)
+        before = {name: attributes[name] for name in ("forward",) if name in attributes}
+        attributes.update({} if forward is None else {"forward": forward})
+        try:
+            return super().__call__(hidden)
+        finally:
+            attributes.pop("forward", None)
+            attributes.update(before)
+
+    def is_sharded_by_plan(self) -> bool:
+        """Whether transformers' tensor parallelism has replaced the layer's forward by one that gathers the logits."""
+        return ".install_forward.<locals>." in getattr(vars(self).get("forward"), "__qualname__", "")
+
+    def reason(self) -> str | None:
+        """Why the layer is not known to be a product with its weight; or None."""
+        if "forward" in vars(self) and not self.is_sharded_by_plan():
+            return "the forward of its output layer was replaced"
+        hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]
+        hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
+        hooks += [*self._backward_hooks.values(), *self._backward_pre_hooks.values()]
+        if hooks or _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
+            return "its output layer has hooks"
+        if not isinstance(self.weight, DTensor) and type(self.weight) not in (Tensor, nn.Parameter):
+            return f"the weight of its output layer is a {type(self.weight).__name__}"
+        return None
+
+
+@torch.compiler.disable(reason="lazy logits are Python objects")
+def _lazy(layer: _Head, hidden: Tensor) -> _LazyLogits:
+    return _LazyLogits(layer, hidden)
+
+
+@functools.cache
+def _head_class(base: type) -> type:
+    return _Head if base is nn.Linear else type(base.__name__, (_Head, base), {})
+
+
+class _Loss:
+    """``model.loss_function``: the fused loss of lazy logits; of other logits ``own``."""
+
+    def __init__(self, own: Callable[..., Tensor], token_accuracy: bool, options: dict[str, Any]) -> None:
+        self.own, self.token_accuracy, self.options = own, token_accuracy, options
+        # By thread, since DataParallel's replicas share this object; for _finish: the accuracy, and why real logits.
+        self.found: dict[int, tuple[Tensor | None, str | None]] = {}
+        self.said: set[str] = set()
+
+    @torch.compiler.disable(reason="lazy logits are Python objects")
+    def __call__(
+        self,
+        logits: Any,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As transformers' ``ForCausalLMLoss``."""
+        target = shift_labels
+        if target is None:
+            assert labels is not None
+            target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reason, accuracy = "its loss gets no lazy logits", None
+        if isinstance(logits, _LazyLogits):
+            reason = logits.reason(vocab_size)
+            if reason is not None:
+                logits = logits.materialize("the loss")
+        if reason is None:
+            loss, accuracy = self._fused(logits, target, num_items_in_batch, ignore_index)
+        else:
+            given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            loss = self.own(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
+            if self.token_accuracy:
+                top = logits.detach().argmax(-1)
+                accuracy = _accuracy(top, target.to(top.device).view(top.shape), ignore_index)
+        self.found[threading.get_ident()] = accuracy, reason
+        return loss
+
+    def _fused(
+        self, logits: _LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor | None]:
+        logits.check()
+        layer, hidden = logits.layer, logits.hidden
+        arguments = {**self.options, **(logits.epilogue() or {})}
+        target, tokens = target.to(hidden.device), hidden.shape[:-1]
+        target = target.reshape(tokens) if target.numel() == tokens.numel() else target
+        top, by_plan = [], layer.is_sharded_by_plan()
+
+        def forward(hidden: Tensor) -> tuple[Tensor]:
+            """Instead of the layer's own, between FSDP's hooks, which look for tensors in a tuple."""
+            weight, arguments["linear_bias"] = layer.weight, layer.bias
+            if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
+                arguments["process_group"] = weight.device_mesh  # its dimension may have no name
+            if not self.token_accuracy:
+                arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore_index)
+                return (_whole(linear_cross_entropy(hidden, weight, target, **arguments)),)
+            found = token_statistics(hidden, weight, target, argmax=True, **arguments)
+            assert found.target_log_prob is not None and found.argmax is not None
+            top.append(_whole(found.argmax))
+            counted, outside = target != ignore_index, (target < 0) | (target >= layer.out_features)
+            losses = -_whole(found.target_log_prob).masked_fill(outside, float("nan"))
+            total = losses.where(counted, 0.0).sum()
+            return (total / counted.sum().clamp(min=1) if items is None else total,)
+
+        with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
+            (loss,) = layer.run(forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
+        logits.has_loss = logits.origin.has_loss = True
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        return loss, _accuracy(top[0], target, ignore_index) if top else None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _accuracy(top: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    counted = target != ignore_index
+    return ((top == target) & counted).sum() / counted.sum().clamp(min=1)
+
+
+@torch.compiler.disable(reason="lazy logits are Python objects")
+def _finish(model: Any, arguments: tuple, output: Any) -> Any:
+    """A forward hook: no lazy logits leave a forward without a fused loss. Puts the accuracy into the output."""
+    loss: Any = model.loss_function
+    found = loss.found if isinstance(loss, _Loss) else {}
+    accuracy, reason = found.pop(threading.get_ident(), (None, None))
+    if reason is not None and model.training and torch.is_grad_enabled():
+        layer = model.get_output_embeddings()
+        if not isinstance(layer, _Head):
+            reason = "its output layer was replaced after patch()"
+        elif layer.logits_made_by not in (None, "the loss"):
+            reason = f"its forward makes them by {layer.logits_made_by}"
+        if reason not in loss.said:
+            loss.said.add(reason)
+            message = f"parallel_lce: {type(model).__name__} computes its own loss, of all logits: {reason}"
+            warnings.warn(message, LogitsWarning, stacklevel=3)
+
+    def real(value: Any) -> Any:
+        unused = isinstance(value, _LazyLogits) and not value.origin.has_loss
+        return value.materialize("a forward without a fused loss") if unused else value
+
+    if not isinstance(output, dict):
+        return tuple(real(value) for value in output) if type(output) is tuple else output
+    for name, value in [*output.items()]:
+        if isinstance(value, _LazyLogits):
+            output[name] = real(value)
+    if accuracy is not None and output.get("loss") is not None:
+        output["token_accuracy"] = accuracy
+    return output
+
+
+def patch(
+    model: _Model,
+    *,
+    token_accuracy: bool = False,
+    eval_logits: bool = True,
+    logits_budget: int | None = None,
+    gradient_filter: float | None = None,
+) -> _Model:
+    """Lets a causal language model of transformers compute its training loss without logits.
+
+    With labels, in training mode, the loss is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s,
+    D]`` that the model gives its output layer, with the layer's bias and the model's scale and soft-cap. ``labels [b,
+    s]`` are shifted as by transformers; ``shift_labels``, ``num_items_in_batch`` and ``ignore_index`` mean the same.
+    The loss is 0-dimensional, fp32 (fp64 for fp64). If no label counts, it is 0, not NaN. ``output.logits`` are made
+    when they are used. Without labels, and in eval mode, the model is as before.
+
+    The model's own loss of all logits stays where the fused one might not be the same: if the model's forward does
+    anything else to the logits; if the output layer has hooks, a replaced forward or a quantized weight. In training a
+    :class:`LogitsWarning` says so once.
+
+    Args:
+        model: one whose ``get_output_embeddings()`` is an ``nn.Linear`` and whose ``loss_function`` is
+            ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of PEFT's models the
+            base model is patched. Its parameters, state dict and ``forward`` stay. A second call replaces the options.
+        token_accuracy: the output of a forward with labels gets ``token_accuracy``, 0-dimensional fp32: the fraction of
+            this call's counted tokens whose label has the largest logit. Tuples get none.
+        eval_logits: False: in eval mode a loss makes no logits either, and ``output.logits`` are no tensor until they
+            are used. For evaluation of the loss alone.
+        logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
+
+    Returns:
+        ``model``.
+
+    Collectives: under a tensor-parallel plan those of :func:`parallel_lce.linear_cross_entropy`, or with
+    ``token_accuracy`` of :func:`parallel_lce.token_statistics`, instead of the gather of the logits. FSDP's as before.
+
+    Raises:
+        ValueError: another kind of model, or an option that the fused functions refuse; in a forward, as these do.
+        RuntimeError: ``output.logits`` are used after FSDP or the optimizer has changed the weight.
+    """
+    owner: Any = _owner(model)
+    options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
+    LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # refuses what cannot be
+    layer, own, name = owner.get_output_embeddings(), owner.loss_function, type(owner).__name__
+    own = own.own if isinstance(own, _Loss) else own
+    if getattr(own, "__name__", None) != "ForCausalLMLoss":
+        raise ValueError(f"the loss_function of {name} must be ForCausalLMLoss, got {own!r}")
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise ValueError(f"the output layer of {name} must be an nn.Linear, got {type(layer).__name__}")
+    head: Any = layer
+    if not isinstance(layer, _Head):
+        head.__class__ = _head_class(type(layer))
+    head.lazy = "training" if eval_logits else "always"
+    owner.loss_function = _Loss(own, token_accuracy, options)
+    if _finish not in owner._forward_hooks.values():
+        owner.register_forward_hook(_finish)
+    return model
+
+
+def unpatch(model: _Model) -> _Model:
+    """Undoes :func:`patch`. ``ValueError`` if the model is not patched."""
+    owner: Any = _owner(model)
+    if not isinstance(owner.loss_function, _Loss):
+        raise ValueError(f"this {type(owner).__name__} is not patched")
+    owner.loss_function = owner.loss_function.own
+    for key in [key for key, hook in owner._forward_hooks.items() if hook is _finish]:
+        del owner._forward_hooks[key]
+    layer = owner.get_output_embeddings()
+    if isinstance(layer, _Head):
+        layer.lazy = "never"
+    return model
+
+
+def _owner(model: Any) -> Any:
+    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(type(owner), "loss_function") or not hasattr(owner, "get_output_embeddings"):
+        raise ValueError(f"model must be a causal language model of transformers, got a {type(owner).__name__}")
+    return owner

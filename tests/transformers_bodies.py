@@ -351,7 +351,10 @@ def policies(member: Member, algorithm: str, kind: str) -> None:
     """TRL's trainers, with and without :func:`parallel_lce.trl.patch`."""
     import trl
     from datasets import Dataset
+    from transformers import AutoModelForCausalLM
 
+    path = tempfile.mkdtemp()
+    model_of("release", kind).save_pretrained(path)
     texts = [[f" w{(7 * i + 3 * j + i * j) % (V - 4)}" for j in range(12)] for i in range(16)]
     rows = [{"prompt": "".join(t[:4]), "chosen": "".join(t[4:]), "rejected": "".join(t[:3:-1])} for t in texts]
     more: dict = {"bf16": False}
@@ -368,10 +371,11 @@ def policies(member: Member, algorithm: str, kind: str) -> None:
         if algorithm == "GRPO":
             extra["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
         with mock.patch.object(trl_door, "token_statistics", wraps=trl_door.token_statistics) as called:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # whose reference is loaded, too
             if patched:
                 trl_door.patch()
             try:
-                made = getattr(trl, algorithm + "Trainer")(model_of("release", kind), args=arguments, **extra)
+                made = getattr(trl, algorithm + "Trainer")(model, args=arguments, **extra)
                 made.train()
             finally:
                 if patched:

@@ -57,10 +57,8 @@ class _LazyLogits(RecordedLogits):
 
     def check(self) -> None:
         super().check()
-        weight = self.weight
-        if weight is None:
-            lost = self.origin.has_loss
-        else:
+        weight, lost = self.weight, self.origin.has_loss
+        if weight is not None:
             freed = type(weight) is not DTensor and weight.numel() > 0 and weight.untyped_storage().size() == 0
             lost = freed or self.layer.weight is not weight
         if lost and self.made is None:
@@ -143,40 +141,26 @@ class _Loss:
         self.said: set[str] = set()
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
-    def __call__(
-        self,
-        logits: Any,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
+    def __call__(self, logits: Any, labels: Any, vocab_size: int, *rest: Any, **given: Any) -> Tensor:
         """As transformers' ``ForCausalLMLoss``."""
-        target = shift_labels
+        given.update(zip(("num_items_in_batch", "ignore_index", "shift_labels"), rest))
+        ignore, target = given.get("ignore_index", -100), given.get("shift_labels")
         if target is None:
-            assert labels is not None
-            target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reason, accuracy = "its loss gets no lazy logits", None
-        if isinstance(logits, _LazyLogits):
-            reason = logits.reason(vocab_size)
-            if reason is not None:
-                logits = logits.materialize("the loss")
+            target = nn.functional.pad(labels, (0, 1), value=ignore)[..., 1:]
+        lazy, accuracy = isinstance(logits, _LazyLogits), None
+        reason = logits.reason(vocab_size) if lazy else "its loss gets no lazy logits"
         if reason is None:
-            loss, accuracy = self._fused(logits, target, num_items_in_batch, ignore_index)
+            loss, accuracy = self._fused(logits, target, given.get("num_items_in_batch"), ignore)
         else:
-            given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            loss = self.own(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
+            logits = logits.materialize("the loss") if lazy else logits
+            loss = self.own(logits, labels, vocab_size, **given)
             if self.token_accuracy:
                 top = logits.detach().argmax(-1)
-                accuracy = _accuracy(top, target.to(top.device).view(top.shape), ignore_index)
+                accuracy = _accuracy(top, target.to(top.device).view(top.shape), ignore)
         self.found[threading.get_ident()] = accuracy, reason
         return loss
 
-    def _fused(
-        self, logits: _LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def _fused(self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int) -> tuple[Tensor, Tensor | None]:
         logits.check()
         layer, hidden = logits.layer, logits.hidden
         arguments = {**self.options, **(logits.epilogue() or {})}
@@ -190,12 +174,12 @@ class _Loss:
             if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
                 arguments["process_group"] = weight.device_mesh  # its dimension may have no name
             if not self.token_accuracy:
-                arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore_index)
+                arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 return (_whole(linear_cross_entropy(hidden, weight, target, **arguments)),)
             found = token_statistics(hidden, weight, target, argmax=True, **arguments)
             assert found.target_log_prob is not None and found.argmax is not None
             top.append(_whole(found.argmax))
-            counted, outside = target != ignore_index, (target < 0) | (target >= layer.out_features)
+            counted, outside = target != ignore, (target < 0) | (target >= layer.out_features)
             losses = -_whole(found.target_log_prob).masked_fill(outside, float("nan"))
             total = losses.where(counted, 0.0).sum()
             return (total / counted.sum().clamp(min=1) if items is None else total,)
@@ -205,7 +189,7 @@ class _Loss:
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, _accuracy(top[0], target, ignore_index) if top else None
+        return loss, _accuracy(top[0], target, ignore) if top else None
 
 
 def _whole(tensor: Tensor) -> Tensor:

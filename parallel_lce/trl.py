@@ -1,6 +1,6 @@
 """The fused statistics in TRL: ``patch()`` replaces what computes TRL's fused language-model head.
 
-Importing this module imports nothing of TRL; :func:`patch` does.
+Importing this module imports nothing of TRL; its functions do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 
 
 class _LogProbs:
-    """Has the ``apply`` of TRL's ``_ChunkedLogProbFunction``, which is ``own``."""
+    """In place of TRL's ``_ChunkedLogProbFunction``, which is ``own``."""
 
     own: Any = None
-    options: dict[str, Any] = {}
+    logits_budget: int | None = None
 
     @classmethod
     def apply(
@@ -37,46 +37,33 @@ class _LogProbs:
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Statistics of ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, by one call.
+    ) -> tuple[Tensor | None, ...]:
+        """The ``outputs``, and the log-probabilities in any case, in the order of ``_OUTPUTS``; None for the others.
 
-        Args:
-            hidden: ``[N, D]``. weight: ``[V, D]``. bias: ``[V]`` or None. They are cast to the dtype of ``hidden``, or
-                to autocast's.
-            targets: ids ``[N]``.
-            chunk_size: not used.
-            outputs: names of the results that are asked for, beside the log-probabilities; the others are None.
-
-        Returns:
-            Log-probabilities and entropies, which have a gradient; log Σp², the mean logit, and whether the target is
-            the first of the largest logits. ``[N]`` each, fp32, the last bool.
-
-        Raises:
-            ValueError: ``outputs`` has another name, or as :func:`parallel_lce.token_statistics`.
+        ``hidden [N, D]``; ``weight [V, D]`` and ``bias [V]``, which are cast to its dtype; ids ``targets [N]``. Results
+        are ``[N]``, fp32 and bool. The first two have a gradient.
         """
         if unknown := {*outputs} - {*_OUTPUTS}:
             raise ValueError(f"outputs must be among {_OUTPUTS}, got {sorted(unknown)}")
-        if hasattr(weight, "ds_id"):  # TRL gathers ZeRO-3's weight for the call, and again in its own backward
+        if hasattr(weight, "ds_id"):  # TRL gathers ZeRO-3's weight for this call, and again in its own backward
             given = temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             return cls.own.apply(hidden, weight, bias, targets, *given)
-        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         own = dict(input="hidden", linear_weight="weight", target="targets", linear_bias="bias")
         with renamed(logit_softcap="final_logit_softcapping", **own):
             found = token_statistics(
                 hidden,
-                weight,
+                weight.to(hidden.dtype),
                 targets,
-                linear_bias=bias,
+                linear_bias=bias if bias is None else bias.to(hidden.dtype),
                 logit_scale=logit_scale,
                 logit_softcap=final_logit_softcapping,
                 temperature=temperature,
+                logits_budget=cls.logits_budget,
                 expected_logit="entropy" in outputs,
                 sum_p_squared="log_sum_sq_probs" in outputs,
                 mean_logit="mean_logits" in outputs,
                 argmax="is_top1" in outputs,
-                **cls.options,
             )
-        assert found.target_log_prob is not None
         squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log()
         mean = None if found.mean_logit is None else found.mean_logit.detach()
         top = None if found.argmax is None else found.argmax == targets
@@ -86,30 +73,27 @@ class _LogProbs:
 def patch(*, logits_budget: int | None = None) -> None:
     """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`.
 
-    It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers, from SFT
-    to GRPO. Log-probabilities, entropies and the other ``outputs`` are fp32 and come from one call; no logits are
-    rounded to the hidden states' dtype. A second call replaces ``logits_budget``, which is as in
-    :func:`parallel_lce.linear_cross_entropy`. With DeepSpeed's ZeRO-3, TRL's own function computes them.
+    It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers. One call
+    computes all ``outputs``, ``[N]`` each, in fp32. ``logits_budget`` is as in
+    :func:`parallel_lce.linear_cross_entropy`; a second call replaces it. With ZeRO-3, TRL's own function stays.
 
-    Collectives: none; TRL gathers a sharded weight before.
+    Collectives: none. TRL gathers a sharded weight before.
 
     Raises:
-        ImportError: TRL is not installed, or has no such head.
-        ValueError: in a forward, as :func:`parallel_lce.token_statistics`.
+        ImportError: there is no TRL, or one without this head. ValueError: in a forward, as
+        :func:`parallel_lce.token_statistics`.
     """
     utils = importlib.import_module("trl.trainer.utils")
     own = getattr(utils, _NAME, None)
     if own is None:
         raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no {_NAME}")
-    if own is not _LogProbs:
-        _LogProbs.own = own
-    _LogProbs.options = {"logits_budget": logits_budget}
+    _LogProbs.own = _LogProbs.own if own is _LogProbs else own
+    _LogProbs.logits_budget = logits_budget
     setattr(utils, _NAME, _LogProbs)
 
 
 def unpatch() -> None:
-    """Undoes :func:`patch`. ``ValueError`` without one."""
+    """Undoes :func:`patch`, if it was called."""
     utils = importlib.import_module("trl.trainer.utils")
-    if getattr(utils, _NAME, None) is not _LogProbs:
-        raise ValueError("parallel_lce.trl.patch() has not been called")
-    setattr(utils, _NAME, _LogProbs.own)
+    if getattr(utils, _NAME, None) is _LogProbs:
+        setattr(utils, _NAME, _LogProbs.own)

@@ -226,8 +226,10 @@ def fallbacks(member: Member, release: str) -> None:
 
 
 def _arguments(member: Member, kind: type, **more):
-    shared = dict(max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2)
-    shared |= dict(logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1)
+    shared = dict(max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.1)
+    shared |= dict(
+        optim="sgd", logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1
+    )
     return kind(output_dir=tempfile.mkdtemp(), **{**shared, **more})
 
 

@@ -123,6 +123,7 @@ class _Head(nn.Linear):
 
 @torch.compiler.disable(reason="lazy logits are Python objects")
 def _lazy(layer: _Head, hidden: Tensor) -> _LazyLogits:
+    layer.logits_made_by = None
     return _LazyLogits(layer, hidden)
 
 
@@ -204,15 +205,18 @@ def _accuracy(top: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 @torch.compiler.disable(reason="lazy logits are Python objects")
 def _finish(model: Any, arguments: tuple, output: Any) -> Any:
     """A forward hook: no lazy logits leave a forward without a fused loss. Puts the accuracy into the output."""
-    loss: Any = model.loss_function
-    found = loss.found if isinstance(loss, _Loss) else {}
-    accuracy, reason = found.pop(threading.get_ident(), (None, None))
+    loss, layer = model.loss_function, model.get_output_embeddings()
+    found = loss.found.pop(threading.get_ident(), None) if isinstance(loss, _Loss) else (None, None)
+    use = getattr(layer, "logits_made_by", None)
+    if found is None:  # the loss function was not called
+        own = use is not None and isinstance(output, dict) and output.get("loss") is not None
+        found = None, "it has a loss of its own" if own else None
+    accuracy, reason = found
     if reason is not None and model.training and torch.is_grad_enabled():
-        layer = model.get_output_embeddings()
         if not isinstance(layer, _Head):
             reason = "its output layer was replaced after patch()"
-        elif layer.logits_made_by not in (None, "the loss"):
-            reason = f"its forward makes them by {layer.logits_made_by}"
+        elif use not in (None, "the loss"):
+            reason = f"its forward makes them by {use}"
         if reason not in loss.said:
             loss.said.add(reason)
             message = f"parallel_lce: {type(model).__name__} computes its own loss, of all logits: {reason}"

@@ -212,6 +212,7 @@ def fallbacks(member: Member, release: str) -> None:
     }
     if release == "stand-in":
         changes["by operator '__add__'"] = lambda m: setattr(m, "plus", 1.0)
+        changes["by attribute 'view'"] = lambda m: setattr(m, "own_loss", True)
     for said, change in changes.items():
         model = door.patch(model_of(release, "plain").train(), token_accuracy=True)
         change(model)
@@ -220,7 +221,8 @@ def fallbacks(member: Member, release: str) -> None:
             loss, again = model(**batch(1)).loss, model(**batch(1))
         own = door.unpatch(model)(**batch(1))
         assert torch.equal(loss, own.loss) and torch.equal(again.loss, loss)
-        near(again["token_accuracy"], accuracy_of(own.logits, batch(1)["labels"]))
+        if "'view'" not in said:
+            near(again["token_accuracy"], accuracy_of(own.logits, batch(1)["labels"]))
         (warning,) = [w for w in caught if w.category is door.LogitsWarning]
         assert said in str(warning.message), warning.message
 

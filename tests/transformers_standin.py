@@ -24,6 +24,10 @@ def ForCausalLMLoss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+def cross_entropy(logits, labels, vocab_size):
+    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
 class Output(OrderedDict):
     def __getattr__(self, name: str):
         if name not in self:
@@ -38,6 +42,7 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model["embed"].weight
+        self.own_loss = False
         self.cap, self.scale, self.plus, self._loss_function = cap, scale, None, ForCausalLMLoss
 
     @property
@@ -60,7 +65,8 @@ class CausalLM(nn.Module):
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * self.cap
         vocabulary = self.lm_head.out_features
-        loss = None if labels is None else self.loss_function(logits, labels, vocabulary, **kwargs)
+        loss_function = cross_entropy if self.own_loss else self.loss_function
+        loss = None if labels is None else loss_function(logits, labels, vocabulary, **kwargs)
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)[loss is None :]
 
 

@@ -60,7 +60,7 @@ class _LazyLogits(RecordedLogits):
         weight, lost = self.weight, self.origin.has_loss
         if weight is not None:
             freed = type(weight) is not DTensor and weight.numel() > 0 and weight.untyped_storage().size() == 0
-            lost = freed or self.layer.weight is not weight
+            lost = freed or self.layer._parameters.get("weight", weight) is not weight
         if lost and self.made is None:
             raise RuntimeError(
                 "parallel_lce: FSDP has taken back the output layer's weight, so the logits of this forward can no "
@@ -71,7 +71,7 @@ class _LazyLogits(RecordedLogits):
         self.layer.logits_made_by = use
 
     def _stock(self) -> Tensor:
-        return self.layer.run(None, self.hidden)
+        return nn.Module.__call__(self.layer, self.hidden)
 
     def _empty(self) -> Tensor:
         dtype = torch.float32 if ("to", (torch.float32,)) in self.steps else self.autocast_dtype
@@ -92,16 +92,15 @@ class _Head(nn.Linear):
             return super().__call__(*arguments, **options)
         return _lazy(self, arguments[0])
 
-    def run(self, forward: Callable[[Tensor], Any] | None, hidden: Tensor) -> Any:
-        """The layer with its hooks, but ``forward`` instead of its own."""
-        attributes = vars(self)
-        before = {name: attributes[name] for name in ("forward",) if name in attributes}
-        attributes.update({} if forward is None else {"forward": forward})
+    def through_hooks(self, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """``forward(hidden)`` instead of the layer's own, between its hooks."""
+        before = vars(self).get("forward")
+        vars(self)["forward"] = forward
         try:
             return super().__call__(hidden)
         finally:
-            attributes.pop("forward", None)
-            attributes.update(before)
+            del self.forward
+            vars(self).update({} if before is None else {"forward": before})
 
     def is_sharded_by_plan(self) -> bool:
         """Whether transformers' tensor parallelism has replaced the layer's forward by one that gathers the logits."""
@@ -186,7 +185,7 @@ class _Loss:
             return (total / counted.sum().clamp(min=1) if items is None else total,)
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
-            (loss,) = layer.run(forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
+            (loss,) = layer.through_hooks(forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
@@ -226,14 +225,12 @@ def _finish(model: Any, arguments: tuple, output: Any) -> Any:
         unused = isinstance(value, _LazyLogits) and not value.origin.has_loss
         return value.materialize("a forward without a fused loss") if unused else value
 
-    if not isinstance(output, dict):
-        return tuple(real(value) for value in output) if type(output) is tuple else output
-    for name, value in [*output.items()]:
-        if isinstance(value, _LazyLogits):
-            output[name] = real(value)
-    if accuracy is not None and output.get("loss") is not None:
-        output["token_accuracy"] = accuracy
-    return output
+    if isinstance(output, dict):
+        for name in [name for name, value in output.items() if isinstance(value, _LazyLogits)]:
+            output[name] = real(output[name])
+        if accuracy is not None and output.get("loss") is not None:
+            output["token_accuracy"] = accuracy
+    return tuple(real(value) for value in output) if type(output) is tuple else output
 
 
 def patch(
@@ -279,16 +276,16 @@ def patch(
     owner: Any = _owner(model)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # refuses what cannot be
-    layer, own, name = owner.get_output_embeddings(), owner.loss_function, type(owner).__name__
-    own = own.own if isinstance(own, _Loss) else own
+    layer: Any = owner.get_output_embeddings()
+    own, name, kind = owner.loss_function, type(owner).__name__, type(layer)
+    own = own.own if isinstance(own, _Loss) else own  # patched before
     if getattr(own, "__name__", None) != "ForCausalLMLoss":
         raise ValueError(f"the loss_function of {name} must be ForCausalLMLoss, got {own!r}")
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise ValueError(f"the output layer of {name} must be an nn.Linear, got {type(layer).__name__}")
-    head: Any = layer
-    if not isinstance(layer, _Head):
-        head.__class__ = _head_class(type(layer))
-    head.lazy = "training" if eval_logits else "always"
+    if not issubclass(kind, nn.Linear) or kind.forward is not nn.Linear.forward:
+        raise ValueError(f"the output layer of {name} must be an nn.Linear, got {kind}")
+    if not issubclass(kind, _Head):
+        layer.__class__ = _head_class(kind)
+    layer.lazy = "training" if eval_logits else "always"
     owner.loss_function = _Loss(own, token_accuracy, options)
     if _finish not in owner._forward_hooks.values():
         owner.register_forward_hook(_finish)

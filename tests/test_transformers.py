@@ -113,7 +113,7 @@ def test_refusals():
         patch(model)
     model = CausalLM(9, 4)
     model.lm_head = torch.nn.Bilinear(2, 2, 2)
-    with pytest.raises(ValueError, match="the output layer of CausalLM must be an nn.Linear, got Bilinear"):
+    with pytest.raises(ValueError, match="the output layer of CausalLM must be an nn.Linear, got .*Bilinear"):
         patch(model)
     model = patch(CausalLM(9, 4))
     given = torch.ones(1, 3, dtype=torch.int64)

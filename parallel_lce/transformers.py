@@ -47,13 +47,20 @@ class _LazyLogits(RecordedLogits):
 
     def reason(self, vocab_size: int) -> str | None:
         """Why the loss needs real logits; None if it does not."""
-        if self.made is not None:
-            return "its logits are made already"
-        if self.epilogue() is None:
+        layer, weight = self.layer, self.layer.weight
+        hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+        hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
+        hooks += [*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
+        if self.made is not None or self.epilogue() is None:
             return f"its forward computes {[name for name, _ in self.steps]}"
-        if vocab_size != self.layer.out_features:
-            return f"its loss has {vocab_size} entries, its output layer {self.layer.out_features}"
-        return self.layer.reason()
+        if vocab_size != layer.out_features:
+            return f"its loss has {vocab_size} entries, its output layer {layer.out_features}"
+        if "forward" in vars(layer) and not layer.is_sharded_by_plan():
+            return "the forward of its output layer was replaced"
+        if hooks or _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
+            return "its output layer has hooks"
+        plain = isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)
+        return None if plain else f"the weight of its output layer is a {type(weight).__name__}"
 
     def check(self) -> None:
         super().check()
@@ -62,10 +69,8 @@ class _LazyLogits(RecordedLogits):
             freed = type(weight) is not DTensor and weight.numel() > 0 and weight.untyped_storage().size() == 0
             lost = freed or self.layer._parameters.get("weight", weight) is not weight
         if lost and self.made is None:
-            raise RuntimeError(
-                "parallel_lce: FSDP has taken back the output layer's weight, so the logits of this forward can no "
-                "longer be made: read output.logits in eval mode"
-            )
+            after = "after FSDP has taken back the output layer's weight: read output.logits in eval mode"
+            raise RuntimeError(f"parallel_lce: the logits of this forward are wanted {after}")
 
     def _warn(self, use: str) -> None:
         self.layer.logits_made_by = use
@@ -105,19 +110,6 @@ class _Head(nn.Linear):
     def is_sharded_by_plan(self) -> bool:
         """Whether transformers' tensor parallelism has replaced the layer's forward by one that gathers the logits."""
         return ".install_forward.<locals>." in getattr(vars(self).get("forward"), "__qualname__", "")
-
-    def reason(self) -> str | None:
-        """Why the layer is not known to be a product with its weight; or None."""
-        if "forward" in vars(self) and not self.is_sharded_by_plan():
-            return "the forward of its output layer was replaced"
-        hooks = [*self._forward_pre_hooks.values(), *self._forward_hooks.values()]
-        hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
-        hooks += [*self._backward_hooks.values(), *self._backward_pre_hooks.values()]
-        if hooks or _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
-            return "its output layer has hooks"
-        if not isinstance(self.weight, DTensor) and type(self.weight) not in (Tensor, nn.Parameter):
-            return f"the weight of its output layer is a {type(self.weight).__name__}"
-        return None
 
 
 @torch.compiler.disable(reason="lazy logits are Python objects")
@@ -244,14 +236,12 @@ def patch(
     """Lets a causal language model of transformers compute its training loss without logits.
 
     With labels, in training mode, the loss is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s,
-    D]`` that the model gives its output layer, with the layer's bias and the model's scale and soft-cap. ``labels [b,
-    s]`` are shifted as by transformers; ``shift_labels``, ``num_items_in_batch`` and ``ignore_index`` mean the same.
-    The loss is 0-dimensional, fp32 (fp64 for fp64). If no label counts, it is 0, not NaN. ``output.logits`` are made
-    when they are used. Without labels, and in eval mode, the model is as before.
-
-    The model's own loss of all logits stays where the fused one might not be the same: if the model's forward does
-    anything else to the logits; if the output layer has hooks, a replaced forward or a quantized weight. In training a
-    :class:`LogitsWarning` says so once.
+    D]`` that the output layer gets, with its bias and the model's scale and soft-cap: 0-dimensional, fp32 (fp64 for
+    fp64); 0, not NaN, if no label counts. ``labels [b, s]`` are shifted as by transformers; ``shift_labels``,
+    ``num_items_in_batch`` and ``ignore_index`` mean the same. ``output.logits`` are made when they are used. Without
+    labels, and in eval mode, the model is as before. Where the fused loss might not be the same, the model's own loss
+    stays, with a :class:`LogitsWarning` in training: if the model's forward does anything else to the logits, or the
+    output layer has hooks, a replaced forward or a quantized weight.
 
     Args:
         model: one whose ``get_output_embeddings()`` is an ``nn.Linear`` and whose ``loss_function`` is
@@ -263,11 +253,9 @@ def patch(
             are used. For evaluation of the loss alone.
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
 
-    Returns:
-        ``model``.
-
-    Collectives: under a tensor-parallel plan those of :func:`parallel_lce.linear_cross_entropy`, or with
-    ``token_accuracy`` of :func:`parallel_lce.token_statistics`, instead of the gather of the logits. FSDP's as before.
+    Returns ``model``. Collectives: FSDP's as before; under a tensor-parallel plan those of the fused function,
+    :func:`parallel_lce.linear_cross_entropy` or with ``token_accuracy`` :func:`parallel_lce.token_statistics`, instead
+    of the gather of the logits.
 
     Raises:
         ValueError: another kind of model, or an option that the fused functions refuse; in a forward, as these do.
@@ -293,15 +281,12 @@ def patch(
 
 
 def unpatch(model: _Model) -> _Model:
-    """Undoes :func:`patch`. ``ValueError`` if the model is not patched."""
+    """Undoes :func:`patch`, if it was called."""
     owner: Any = _owner(model)
-    if not isinstance(owner.loss_function, _Loss):
-        raise ValueError(f"this {type(owner).__name__} is not patched")
-    owner.loss_function = owner.loss_function.own
+    owner.loss_function = getattr(owner.loss_function, "own", owner.loss_function)
     for key in [key for key, hook in owner._forward_hooks.items() if hook is _finish]:
         del owner._forward_hooks[key]
-    layer = owner.get_output_embeddings()
-    if isinstance(layer, _Head):
+    if isinstance(layer := owner.get_output_embeddings(), _Head):
         layer.lazy = "never"
     return model
 

@@ -27,16 +27,7 @@ class _LogProbs:
 
     @classmethod
     def apply(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = _OUTPUTS,
+        cls, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=_OUTPUTS
     ) -> tuple[Tensor | None, ...]:
         """The ``outputs``, and the log-probabilities in any case, in the order of ``_OUTPUTS``; None for the others.
 
@@ -46,17 +37,16 @@ class _LogProbs:
         if unknown := {*outputs} - {*_OUTPUTS}:
             raise ValueError(f"outputs must be among {_OUTPUTS}, got {sorted(unknown)}")
         if hasattr(weight, "ds_id"):  # TRL gathers ZeRO-3's weight for this call, and again in its own backward
-            given = temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-            return cls.own.apply(hidden, weight, bias, targets, *given)
+            return cls.own.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
         own = dict(input="hidden", linear_weight="weight", target="targets", linear_bias="bias")
-        with renamed(logit_softcap="final_logit_softcapping", **own):
+        with renamed(**own):
             found = token_statistics(
                 hidden,
                 weight.to(hidden.dtype),
                 targets,
                 linear_bias=bias if bias is None else bias.to(hidden.dtype),
                 logit_scale=logit_scale,
-                logit_softcap=final_logit_softcapping,
+                logit_softcap=softcap,
                 temperature=temperature,
                 logits_budget=cls.logits_budget,
                 expected_logit="entropy" in outputs,

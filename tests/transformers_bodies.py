@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import tempfile
@@ -76,6 +77,14 @@ def accuracy_of(logits, labels):
     return ((top == labels) & (labels != -100)).sum() / (labels != -100).sum()
 
 
+@contextlib.contextmanager
+def without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", door.LogitsWarning)
+        yield
+
+
+@without_a_warning()
 def alone(member: Member, release: str, kind: str, accuracy: bool) -> None:
     model = model_of(release, kind).train()
     own = copy.deepcopy(model)
@@ -144,6 +153,7 @@ def by_plan(release: str, model, member: Member):
     return AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config, dtype=torch.float32)
 
 
+@without_a_warning()
 def sharded(member: Member, release: str, kind: str, how: str, before: bool, accuracy: bool = False) -> None:
     model = model_of(release, kind)
     own, inner = copy.deepcopy(model).train(), model
@@ -174,6 +184,9 @@ def sharded(member: Member, release: str, kind: str, how: str, before: bool, acc
             compared = [(p.grad, gradients[n]) for n, p in inner.named_parameters()]
         for gradient, exact in compared:
             near(gradient, exact)
+        if how != "plan" and how != "DDP":
+            with pytest.raises(RuntimeError, match="FSDP has taken back the output layer's weight"):
+                found.logits[0]
     model.eval(), own.eval()
     with torch.no_grad():
         near(model(**given).logits, own(**given).logits)
@@ -199,6 +212,28 @@ def spoiled(member: Member, mistake: str) -> None:
         change = mock.patch.object(lazy_logits.RecordedLogits, "epilogue", doubled)
     with change:
         alone(member, "stand-in", "capped", False)
+
+
+def unsummed(member: Member) -> None:
+    """:func:`sharded` by a plan, with the gradient of the hidden states of this rank's shard alone."""
+    spoiled = functools.partial(door.linear_cross_entropy, reduce_hidden_grad=False)
+    with mock.patch.object(door, "linear_cross_entropy", spoiled):
+        sharded(member, "stand-in", "plain", "plan", False)
+
+
+@without_a_warning()
+def compiled(member: Member, release: str) -> None:
+    for kind in ("plain", "capped"):
+        torch._dynamo.reset()
+        model = model_of(release, kind).train()
+        own = copy.deepcopy(model)
+        run = torch.compile(door.patch(model, token_accuracy=True), backend="aot_eager")
+        found, expected = run(**batch(1)), own(**batch(1))
+        assert fused(found)
+        found.loss.backward(), expected.loss.backward()
+        for p, q in zip(model.parameters(), own.parameters()):
+            near(p.grad, q.grad)
+        near(found.loss, expected.loss), near(run(batch(1)["input_ids"]).logits, expected.logits)
 
 
 def fallbacks(member: Member, release: str) -> None:

@@ -7,7 +7,6 @@ the real logits. So there is no code for a single model. This module imports not
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,8 +21,6 @@ from torch.nn.modules import module as _modules
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import RecordedLogits
 from parallel_lce.modules import LinearCrossEntropy
-
-__all__ = ["LogitsWarning", "patch", "unpatch"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
@@ -116,11 +113,6 @@ class _Head(nn.Linear):
 def _lazy(layer: _Head, hidden: Tensor) -> _LazyLogits:
     layer.logits_made_by = None
     return _LazyLogits(layer, hidden)
-
-
-@functools.cache
-def _head_class(base: type) -> type:
-    return _Head if base is nn.Linear else type(base.__name__, (_Head, base), {})
 
 
 class _Loss:
@@ -272,7 +264,7 @@ def patch(
     if not issubclass(kind, nn.Linear) or kind.forward is not nn.Linear.forward:
         raise ValueError(f"the output layer of {name} must be an nn.Linear, got {kind}")
     if not issubclass(kind, _Head):
-        layer.__class__ = _head_class(kind)
+        layer.__class__ = _Head if kind is nn.Linear else type(kind.__name__, (_Head, kind), {})  # fully_shard's
     layer.lazy = "training" if eval_logits else "always"
     owner.loss_function = _Loss(own, token_accuracy, options)
     if _finish not in owner._forward_hooks.values():

@@ -1,7 +1,5 @@
-"""The fused statistics in TRL: ``patch()`` replaces what computes TRL's fused language-model head.
-
-Importing this module imports nothing of TRL; its functions do.
-"""
+"""The fused statistics in TRL: ``patch()`` replaces what computes its fused language-model head. Only a call imports
+TRL."""
 
 from __future__ import annotations
 
@@ -12,8 +10,6 @@ from torch import Tensor
 
 from parallel_lce.call.checks import renamed
 from parallel_lce.functional import token_statistics
-
-__all__ = ["patch", "unpatch"]
 
 _NAME = "_ChunkedLogProbFunction"
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -108,6 +108,23 @@ def test_trl_s_trainers(algorithm, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_steps_of_lazy_logits():
+    layer, hidden = patch(CausalLM(9, 4)).lm_head, torch.randn(3, 4)
+    real = hidden @ layer.weight.T
+    steps = {
+        lambda z: 2 * z / 4: {"logit_scale": 0.5},
+        lambda z: torch.mul(torch.tanh(torch.div(z, 4)), 8).float(): {"logit_scale": 2.0, "logit_softcap": 8.0},
+        lambda z: z.tanh() * -1: None,
+        lambda z: z.tanh().tanh(): None,
+        lambda z: z / 0.0: None,
+    }
+    for step, expected in steps.items():
+        lazy = step(layer(hidden))
+        assert lazy.epilogue() == expected and lazy.made is None and torch.equal(lazy[...], step(real))
+    for made in (lambda z: z * torch.ones(9), lambda z: z + 1, lambda z: torch.div(z, 3, rounding_mode="floor")):
+        assert torch.is_tensor(made(layer(hidden))) and torch.equal(made(layer(hidden)), made(real))
+
+
 def test_refusals():
     layer, model = torch.nn.Linear(3, 3), CausalLM(9, 4)
     with pytest.raises(ValueError, match="must be a causal language model of transformers, got a Linear"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections import OrderedDict
@@ -63,7 +62,7 @@ class CausalLM(nn.Module):
         if self.scale is not None:
             logits = logits * self.scale
         if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
+            logits = torch.tanh(logits.float().contiguous() / self.cap) * self.cap
         vocabulary = self.lm_head.out_features
         loss_function = cross_entropy if self.own_loss else self.loss_function
         loss = None if labels is None else loss_function(logits, labels, vocabulary, **kwargs)
@@ -100,14 +99,8 @@ class _ChunkedLogProbFunction:
         return picked, *(value if name in outputs else None for name, value in found.items())
 
 
-@functools.cache
-def _trl() -> dict[str, types.ModuleType]:
-    names = ["trl", "trl.trainer", "trl.trainer.utils"]
-    modules = {name: types.ModuleType(name) for name in names}
-    modules["trl.trainer.utils"]._ChunkedLogProbFunction = _ChunkedLogProbFunction  # pyright: ignore
-    return modules
-
-
 def installed_trl():
     """A context in which ``trl.trainer.utils`` is the stand-in."""
-    return mock.patch.dict(sys.modules, _trl())
+    modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils")}
+    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = _ChunkedLogProbFunction
+    return mock.patch.dict(sys.modules, modules)

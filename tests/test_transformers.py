@@ -82,9 +82,11 @@ def test_a_gradient_that_is_not_summed_is_seen(worlds):
         _run(worlds, "stand-in", 2, bodies.unsummed)
 
 
-@pytest.mark.parametrize("body", [bodies.compiled, bodies.fallbacks, bodies.log_probs], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [bodies.rounded, bodies.compiled, bodies.fallbacks, bodies.log_probs], ids=lambda body: body.__name__
+)
 @pytest.mark.parametrize("release", RELEASES)
-def test_compiled_fallbacks_and_trl_s_function(release, body, worlds):
+def test_on_one_process(release, body, worlds):
     _run(worlds, release, 1, body, release)
 
 

@@ -221,6 +221,20 @@ def unsummed(member: Member) -> None:
         sharded(member, "stand-in", "plain", "plan", False)
 
 
+def rounded(member: Member, release: str) -> None:
+    """In bf16 the errors of the gradients are at most those of the model's own loss."""
+    for kind in ("plain", "capped", "tied, biased"):
+        model = model_of(release, kind).bfloat16().train()
+        own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+        for each in (door.patch(model), own, exact):
+            each(**batch(1)).loss.backward()
+        errors = [
+            max((p.grad - q.grad).abs().max() / q.grad.abs().max() for p, q in zip(m.parameters(), exact.parameters()))
+            for m in (model, own)
+        ]
+        assert model.get_output_embeddings().weight.grad.dtype == torch.bfloat16 and errors[0] <= errors[1], errors
+
+
 @without_a_warning()
 def compiled(member: Member, release: str) -> None:
     for kind in ("plain", "capped"):
@@ -370,6 +384,11 @@ def log_probs(member: Member, release: str) -> None:
         assert [value.shape for value in empty] == [(0,)] * 5
         with pytest.raises(ValueError, match="outputs must be among .*'logits'"):
             ours.apply(h, w, None, targets, 1.0, 40, None, 1.0, ("logits",))
+        gathered = w.clone()
+        gathered.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
+        with mock.patch.object(trl_door._LogProbs, "own") as called:
+            ours.apply(h, gathered, None, targets, 1.0, 40)
+        called.apply.assert_called_once_with(h, gathered, None, targets, 1.0, 40, None, 1.0, OUTPUTS)
         trl_door.unpatch()
         assert utils._ChunkedLogProbFunction is own
 

@@ -7,6 +7,8 @@ the real logits. So there is no code for a single model. This module imports not
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -185,6 +187,13 @@ def _accuracy(top: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return ((top == target) & counted).sum() / counted.sum().clamp(min=1)
 
 
+@functools.cache
+def _with_accuracy(kind: type) -> type:
+    """The output's class with one more field, as DDP makes it anew from its fields."""
+    field = ("token_accuracy", Any, dataclasses.field(default=None))
+    return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
+
+
 @torch.compiler.disable(reason="lazy logits are Python objects")
 def _finish(model: Any, arguments: tuple, output: Any) -> Any:
     """A forward hook: no lazy logits leave a forward without a fused loss. Puts the accuracy into the output."""
@@ -213,7 +222,7 @@ def _finish(model: Any, arguments: tuple, output: Any) -> Any:
         for name in [name for name, value in output.items() if isinstance(value, _LazyLogits)]:
             output[name] = real(output[name])
         if accuracy is not None and output.get("loss") is not None:
-            output["token_accuracy"] = accuracy
+            return _with_accuracy(type(output))(**output, token_accuracy=accuracy)
     return tuple(real(value) for value in output) if type(output) is tuple else output
 
 

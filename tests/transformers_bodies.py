@@ -125,7 +125,7 @@ def alone(member: Member, release: str, kind: str, accuracy: bool) -> None:
 def wrapped(model, how: str, member: Member):
     mesh = mesh_of("cpu", (member.ranks,), ("dp",))
     if how == "DDP":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, find_unused_parameters=True)
     if how == "FSDP1":
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     norm = model.model["norm"] if isinstance(model, CausalLM) else model.model.norm

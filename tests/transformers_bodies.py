@@ -432,6 +432,7 @@ def policies(member: Member, algorithm: str, kind: str) -> None:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # whose reference is loaded, too
             if patched:
                 trl_door.patch()
+                door.patch(model)  # which TRL's head does not notice
             try:
                 made = getattr(trl, algorithm + "Trainer")(model, args=arguments, **extra)
                 made.train()

@@ -14,6 +14,7 @@ from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.losses import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.sampled import sampled_linear_cross_entropy
 from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -27,6 +28,7 @@ __all__ = [
     "entropy",
     "linear_cross_entropy",
     "log_prob",
+    "sampled_linear_cross_entropy",
     "selected_log_probs",
     "token_statistics",
     "vocab_parallel_cross_entropy",

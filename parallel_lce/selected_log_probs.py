@@ -97,7 +97,9 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         assert call.selected is not None
-        log_probs, logits = _forward(call, hidden, weight, bias)
+        packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias)
+        with device_without_autocast(weight):
+            log_probs, logits = call.backend.set_log_probs(packed, call.selected, broken, vocab_size)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
         return log_probs
@@ -109,7 +111,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         call = ctx.call.with_tensors(per_token)
         upstream = in_memory(upstream)
         values = _gradient_of_logits(call, log_probs, logits, upstream)
-        return *_backward(call, hidden, weight, bias, values, needs), None
+        return *gradients_of_logits(call, hidden, weight, bias, values, needs), None
 
 
 def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream: Tensor) -> Tensor:
@@ -124,8 +126,11 @@ def _whole(call: Call) -> Block:
     return Block(0, call.shape.numel() // call.layout.sp_size, 0)
 
 
-def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The log-probabilities ``[E]`` and the logits ``[E]``."""
+def gathered_logits(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | int]:
+    """All ranks' logits of the selected entries ``[P, >= E]``, 0 for other ranks' ids; a 0-dimensional flag, or None,
+    that is true if shards or offsets are invalid; and V."""
     layout, shard, selected, whole = call.layout, call.shard, call.selected, _whole(call)
     assert selected is not None
     count, dtype = selected.count, accumulation_dtype(weight.dtype)
@@ -140,10 +145,10 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         broken = selected.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong
-        return call.backend.set_log_probs(packed, selected, broken, vocab_size)
+        return packed, broken, vocab_size
 
 
-def _backward(
+def gradients_of_logits(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX, dW and dbias from the gradients ``values [E]`` of the projection's output."""

@@ -36,15 +36,6 @@ import parallel_lce
 _OURS = "parallel_lce.torchtitan"
 
 
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    """Stands for the logits: this rank's plain tensors, and further arguments of the fused functions."""
-
-    hidden: Tensor  # [b, s, D]
-    weight: Tensor  # [V/P, D]
-    arguments: dict[str, Any]
-
-
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
     """``ChunkedLossWrapper`` without chunks and without logits.
 
@@ -113,7 +104,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             """Instead of the layer's own, between FSDP's hooks, which look for tensors in a tuple."""
             projection, local = self._projection(lm_head, hidden), _local(labels)
             if self._log_prob_loss is None:
-                total = self.fn(projection.hidden, projection.weight, local, reduction="sum", **projection.arguments)
+                total = _local(self.fn(target=local, reduction="sum", **projection))
                 return (total if global_valid_tokens is None else total / global_valid_tokens,)
             inputs = {name: _local(value) for name, value in loss_inputs.items()}
             loss, found = self._log_prob_loss(self.loss_fn, projection, local, global_valid_tokens, **inputs)
@@ -145,43 +136,25 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, metrics
 
-    def _projection(self, lm_head: Any, hidden: Tensor) -> _Projection:
-        """Checks the layer, and takes local tensors of DTensors. The gradients of these get the placements that they
-        have with torchtitan's own loss: ``Partial`` for ``hidden`` on the tensor-parallel axis, and for the parameters
-        on the axes that shard the tokens."""
-        arguments = {**_epilogue(lm_head), **self._options}
-        weight, bias, V = lm_head.weight, lm_head.bias, lm_head.out_features
+    def _projection(self, lm_head: Any, hidden: Tensor) -> dict[str, Any]:
+        """Arguments of the fused functions, which stand for the logits. These functions check DTensors, and give the
+        gradients the placements that they have with torchtitan's own loss: ``Partial`` for ``hidden`` on the axis that
+        shards the weight, and for the parameters on the axes that shard the tokens."""
+        arguments = {"input": hidden, "linear_weight": lm_head.weight, "linear_bias": lm_head.bias}
+        arguments |= {"reduce_hidden_grad": False, **_epilogue(lm_head), **self._options}
+        rows, V = len(lm_head.weight), lm_head.out_features
         expected = getattr(self.loss_fn, "global_vocab_size", None)
         if expected not in (None, V):
             raise ValueError(f"{_OURS}: global_vocab_size is {expected}, but lm_head has {V} entries")
-        group = None
-        if isinstance(hidden, DTensor):
-            mesh, names = hidden.device_mesh, hidden.device_mesh.mesh_dim_names or ()
-            if not isinstance(weight, DTensor) or weight.device_mesh != mesh:
-                raise ValueError(f"{_OURS}: lm_head.weight must be a DTensor on the hidden states' mesh, {mesh}")
-            tp = names.index("tp") if "tp" in names else None
-            sharded = [d for d, p in enumerate(weight.placements) if not p.is_replicate()]
-            if sharded and (sharded != [tp] or not weight.placements[sharded[0]].is_shard(0)):
-                raise ValueError(f"{_OURS}: only 'tp' may shard lm_head.weight, by Shard(0), got {weight.placements}")
-            if tp is not None and not hidden.placements[tp].is_replicate():
-                raise ValueError(f"{_OURS}: hidden states must be replicated on 'tp', got {hidden.placements}")
-            if isinstance(bias, DTensor) and bias.placements != weight.placements:
-                raise ValueError(f"{_OURS}: lm_head.bias must be sharded as its weight is, got {bias.placements}")
-            summed = [Partial() if h.is_shard() else w for h, w in zip(hidden.placements, weight.placements)]
-            terms = [Partial() if dim in sharded else p for dim, p in enumerate(hidden.placements)]
-            hidden, weight = hidden.to_local(grad_placements=terms), weight.to_local(grad_placements=summed)
-            bias = bias if bias is None else bias.to_local(grad_placements=summed)
-            group = mesh.get_group("tp") if sharded else None
-        elif spmd_mesh_size("tp") > 1:
+        if not isinstance(hidden, DTensor) and spmd_mesh_size("tp") > 1:
             _check_replicated(lm_head)
             group = current_spmd_mesh().get_group("tp")
-        if group is not None:
-            rows = -(-V // dist.get_world_size(group))  # of all but the last shards
-            start = min(V, rows * dist.get_rank(group))
-            if len(weight) != min(rows, V - start):
-                raise ValueError(f"{_OURS}: lm_head.weight must have {min(rows, V - start)} rows, got {len(weight)}")
-            arguments |= {"process_group": group, "vocab_start": start, "reduce_hidden_grad": False}
-        return _Projection(hidden, weight, {**arguments, "linear_bias": bias})
+            shard = -(-V // dist.get_world_size(group))  # of all ranks but the last ones
+            start = min(V, shard * dist.get_rank(group))
+            if rows != min(shard, V - start):
+                raise ValueError(f"{_OURS}: lm_head.weight must have {min(shard, V - start)} rows, got {rows}")
+            arguments |= {"process_group": group, "vocab_start": start}
+        return arguments
 
 
 def _local(value: Any) -> Any:
@@ -231,7 +204,7 @@ def _takes_log_probs(loss: Any) -> bool:
 
 
 def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-    """``loss.__call__`` with a ``compute_logprobs`` that takes a :class:`_Projection` as logits."""
+    """``loss.__call__`` with a ``compute_logprobs`` that takes a ``_projection`` as logits."""
     if not _takes_log_probs(loss):
         raise ValueError(f"{_OURS}: loss_fn must be CrossEntropyLoss or call compute_logprobs, got {loss.__name__}")
     call: Any = loss.__call__
@@ -241,14 +214,11 @@ def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
     return changed
 
 
-def _compute_logprobs(logits: _Projection, labels: Tensor, *, return_entropy: bool = False) -> Any:
+def _compute_logprobs(logits: dict[str, Any], labels: Tensor, *, return_entropy: bool = False) -> Any:
     """torchtitan's function: ``[b, s]``, 0 for labels that are ``IGNORE_INDEX``; entropies without a gradient."""
-    found = parallel_lce.token_statistics(
-        logits.hidden, logits.weight, labels, expected_logit=return_entropy, **logits.arguments
-    )
-    assert found.target_log_prob is not None
-    log_probs = found.target_log_prob.masked_fill(labels == IGNORE_INDEX, 0.0)
-    return (log_probs, found.entropy.detach()) if found.entropy is not None else log_probs
+    found = parallel_lce.token_statistics(target=labels, expected_logit=return_entropy, **logits)
+    log_probs = _local(found.target_log_prob).masked_fill(labels == IGNORE_INDEX, 0.0)
+    return (log_probs, _local(found.entropy).detach()) if return_entropy else log_probs
 
 
 @override(target=ChunkedLossWrapper.Config, description="output projection and cross-entropy without logits")

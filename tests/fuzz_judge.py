@@ -186,7 +186,8 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
     if base == "dtoken_weight":
         return half_spacing(getattr(torch, c.weight_dtype)) * exact + _ROUNDINGS * u
     if not base.startswith("d"):
-        return u * (exact + _ROUNDINGS)
+        # A log-probability is the difference of two rounded numbers, which may be as large as a soft-cap.
+        return _ROUNDINGS * u * (exact + 1)
     terms, rounded = of_product(c, o, truth, base, "terms")
     return _ROUNDINGS * u * terms + rounded
 

@@ -215,21 +215,6 @@ def test_mixed_precision(member, kind):
 
 
 @on_ranks(2)
-def test_autocast(member):
-    """DDP with fp32 parameters under autocast."""
-    inner = Model(member.device, dtype=torch.float32)
-    inner.reset()
-    model = wrapped("ddp", inner, member)
-    with torch.autocast(member.device.type, torch.bfloat16):
-        loss = model(*batch(member.rank, 0, member.device))
-    loss.backward()
-    losses, wanted = expected(member, 1, dtype=torch.float32)
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(losses[0], rel=1e-2)
-    for name, gradient in gradients("ddp", model).items():
-        assert (gradient - wanted[name]).norm() < 0.02 * wanted[name].norm()
-
-
-@on_ranks(2)
 def test_initialisation_on_the_meta_device(member):
     """The module of the loss has nothing to initialise."""
     losses, wanted = expected(member, 1)

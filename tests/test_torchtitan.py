@@ -1,206 +1,194 @@
 """torchtitan's override: in the default suite with a stand-in of the release's contract; with --all with the release,
-whose debug model is trained beside its own chunked loss."""
+whose trainer trains its debug model beside its own chunked loss."""
 
 from __future__ import annotations
 
-import json
-import os
+import copy
+import math
 import re
-import sys
-from pathlib import Path
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import torchtitan_bodies
+import torchtitan_standin
 import torchtitan_training
+from cases import normal
+from measures import assert_close
+from on_ranks import on_ranks
 from releases import ROOT, folder_of
-from tools import ran
-from torchtitan_training import Run
+from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, installed
+from world import mesh_of
 
-RELEASE = "0.3.0"
-# Beside torch, tokenizers and what torchtitan_trainer.py replaces: all that its trainer imports.
-OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
-RELEASES = ["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)]
+B, S, D, V, COUNT = 2, 5, 6, 11, 7
+KINDS = ("plain", "vocabulary", "tokens", "fsdp one", "fsdp resharded")
 
 
-@pytest.fixture(params=["cpu"])
-def device(request) -> str:
-    """The release is made to run on CPUs here. It is trained on GPUs by hand."""
-    return request.param
+class Decoder(nn.Module):
+    """As torchtitan's: the forward ends before lm_head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lm_head = nn.RMSNorm(D), nn.Linear(D, V)
+
+    def forward(self, x):
+        return self.norm(x)
 
 
-def folder() -> str:
-    return str(folder_of("torchtitan", RELEASE, others=OTHERS))
+def plain(lm_head: nn.Linear, rank: int, ranks: int, spmd_type="R") -> nn.Linear:
+    """``lm_head`` with this rank's rows, and what torchtitan's layers know of their input."""
+    for name, parameter in [*lm_head.named_parameters()]:
+        setattr(lm_head, name, nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
+    layout = SimpleNamespace(per_axis_spmd_types=lambda: {"tp": spmd_type})
+    lm_head._sharding_config = SimpleNamespace(in_src_shardings={"input": layout})
+    return lm_head
 
 
-def _run(worlds, release: str, ranks: int, body, *arguments) -> None:
-    path = None if release == "stand-in" else folder()
-    worlds(ranks, path).run(body, release, *arguments)
+def check(member, kind: str, inner: str, spoil: dict | None = None) -> None:
+    """Of two microbatches, and without gradients: all equals that of one process with whole logits in float64."""
+    rank, ranks = member.rank, member.ranks
+    torch.manual_seed(3)
+    model, mesh = Decoder(), None
+    x, labels = normal(B, S, D).float(), torch.arange(B * S).mul(7).remainder(V).view(B, S)
+    labels[0, 2] = labels[1, 4] = labels[1, 0] = -100
+    advantages, config = torch.linspace(-1.0, 1.5, B * S).view(B, S), getattr(torchtitan_standin, inner).Config()
+    truth, x64 = copy.deepcopy(model).double(), x.double().requires_grad_()
+    expected, metrics = config.build()(truth.lm_head(truth(x64)), labels, COUNT, advantages=advantages)
+    expected.backward()
+    expected, wanted = {"loss itself": expected, **metrics}, {"x": x64, **dict(truth.named_parameters())}
+
+    if kind == "plain":
+        mesh = mesh_of("cpu", (ranks,), ("tp",))
+        plain(model.lm_head, rank, ranks)
+    elif "fsdp" in kind:
+        for unit in ([model.norm, model.lm_head], model) if "one" in kind else (model.norm, model.lm_head, model):
+            fully_shard(unit, mesh=mesh_of("cpu", (ranks,), ("dp",)), reshard_after_forward="resharded" in kind)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        x, labels, advantages = (t[[rank]] for t in (x, labels, advantages))
+    else:
+        of_all = mesh_of("cpu", (1, ranks) if kind == "vocabulary" else (ranks, 1), ("dp", "tp"))
+        for module, placement in ((model.norm, Replicate()), (model.lm_head, Shard(0))):
+            for name, p in [*module.named_parameters()]:
+                setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), of_all, [Replicate(), placement])))
+        tokens = [Shard(0), Replicate()]
+        x, labels, advantages = (distribute_tensor(t, of_all, tokens) for t in (x, labels, advantages))
+    x.requires_grad_()
+
+    with installed(mesh) as ours:
+        loss_fn = ours.linear_cross_entropy(ChunkedLossWrapper.Config(loss_fn=config), logits_budget=0).build()
+        loss_fn.lm_head = model.lm_head
+        loss_fn._options |= spoil or {}
+        for training in (True, True, False):
+            with torch.set_grad_enabled(training):
+                loss, metrics = loss_fn(model(x), labels, COUNT, advantages=advantages)
+            assert "fsdp" not in kind or model.lm_head.weight.placements == (Shard(0),)
+            assert not isinstance(loss, DTensor) or loss.placements == (Partial(), Replicate())
+            for name, value in {"loss itself": loss, **metrics}.items():
+                value = (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+                if kind not in ("plain", "vocabulary"):
+                    dist.all_reduce(value)
+                assert value.dtype == torch.float32
+                assert_close(value, expected.pop(name) if not training else expected[name], 1e-5, name=name)
+            if training:
+                loss.backward()
+    assert not expected and not loss.requires_grad
+    for name, p in {"x": x, **dict(model.named_parameters())}.items():
+        found, want = p.grad, 2 * wanted[name].grad
+        if isinstance(found, DTensor):
+            found = found.full_tensor()
+        elif "fsdp" in kind:
+            want = want[[rank]]
+        elif "lm_head" in name:
+            want = want.chunk(ranks)[rank]
+        else:  # torchtitan sums the terms of dX
+            dist.all_reduce(found)
+        assert_close(found, want, 1e-5, name=name)
 
 
-@pytest.mark.parametrize(("ranks", "compiled"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("release", RELEASES)
-def test_plain_tensors_and_a_group(release, ranks, compiled, worlds):
-    _run(worlds, release, ranks, torchtitan_bodies.plain, compiled)
+@pytest.mark.parametrize("inner", ["CrossEntropyLoss", "PolicyLoss"])
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), *((kind, 2) for kind in KINDS)])
+@on_ranks()
+def test_equals_whole_logits(member, kind, inner):
+    check(member, kind, inner)
 
 
-@pytest.mark.parametrize("units", ["one", "apart", "apart, resharded"])
-@pytest.mark.parametrize("release", RELEASES)
-def test_fully_sharded(release, units, worlds):
-    _run(worlds, release, 2, torchtitan_bodies.fully_sharded, units)
+@on_ranks(2)
+def test_a_mistake_is_seen(member):
+    for spoil, seen in (({"reduce_hidden_grad": True}, "^(x|norm)"), ({"linear_bias": None}, "^loss itself")):
+        with pytest.raises(AssertionError, match=seen):
+            check(member, "plain", "CrossEntropyLoss", spoil)
 
 
-@pytest.mark.parametrize("body", ["dtensors", "log_probs", "left_alone", "refusals"])
-@pytest.mark.parametrize("release", RELEASES)
-def test_on_two_ranks(release, body, worlds):
-    _run(worlds, release, 2, getattr(torchtitan_bodies, body))
+@on_ranks(2)
+def test_refused(member):
+    """Each on every rank, before any collective. The layer keeps its own forward."""
+    MSELoss = type("MSELoss", (BaseLoss,), {})
+    Scaled, Other = type("Scaled", (nn.Linear,), {"forward": max}), type("Other", (ChunkedLossWrapper,), {})
+    with installed(mesh_of("cpu", (2,), ("tp",))) as ours:
 
+        def refused(match: str, lm_head, loss_fn=None, **options):
+            own = {*vars(lm_head)} if lm_head is not None else None
+            with pytest.raises(ValueError, match=match):
+                loss = ours.LinearCrossEntropyLoss.Config(
+                    loss_fn=loss_fn or CrossEntropyLoss.Config(), **options
+                ).build()
+                loss.lm_head = lm_head
+                loss(torch.ones(B, S, D, requires_grad=True), torch.zeros(B, S, dtype=torch.long))
+            assert lm_head is None or {*vars(lm_head)} == own
 
-@pytest.mark.parametrize("mistake", torchtitan_bodies.SPOILED)
-def test_a_mistake_is_seen(mistake, worlds):
-    _run(worlds, "stand-in", 2, torchtitan_bodies.broken, mistake)
+        def layer(spmd_type="R", ranks=2):
+            return plain(nn.Linear(D, V), member.rank % ranks, ranks, spmd_type)
 
-
-DEFAULT = [  # plain tensors and a group
-    Run(),
-    Run(bias=True, microbatches=2),
-    Run(tied=True),
-    Run(soft_cap=True),
-    Run(fsdp=True, reshard="always"),
-    Run(dtype="bfloat16"),
-    Run(checked=True),
-    Run(dp=2, fsdp=True, microbatches=2),
-    Run(cp=2),
-    Run(tp=2),
-    Run(tp=2, sp=False, bias=True),
-    Run(tp=2, checked=True),
-    Run(tp=2, sp=False, checked=True),
-    Run(tp=2, compiled=True),
-    Run(tp=2, vocabulary=2049, budget=0),
-    Run(tp=2, soft_cap=True),
-    Run(tp=4),
-    Run(tp=4, sp=False),
-    Run(tp=2, dp=2, fsdp=True, microbatches=2),
-    Run(tp=2, dp=2, fsdp=True, sp=False),
-    Run(tp=2, cp=2),
-]
-DTENSORS = [
-    *(Run(backend, tp=tp, sp=sp, fsdp=True) for backend in ("partial_dtensor", "full_dtensor")
-      for tp, sp in ((1, True), (2, True), (2, False), (4, True), (4, False))),
-    *(Run(backend, tp=2, dp=2, fsdp=True, microbatches=2) for backend in ("partial_dtensor", "full_dtensor")),
-    Run("full_dtensor", cp=2, fsdp=True),
-    Run("partial_dtensor", dp=2, fsdp=True, tied=True, reshard="always"),
-    Run("partial_dtensor", tp=2, fsdp=True, bias=True, soft_cap=True),
-]  # fmt: skip
-POLICIES = [
-    Run(inner="DAPOLoss", microbatches=2),
-    Run(tp=2, inner="GRPOLoss"),
-    Run(tp=4, sp=False, inner="DAPOLoss"),
-    Run("partial_dtensor", tp=2, dp=2, fsdp=True, inner="DAPOLoss"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [*DEFAULT, *DTENSORS, *POLICIES], ids=str)
-def test_training_equals_its_own_loss(run, worlds):
-    worlds(run.tp * run.dp * run.cp, folder()).run(torchtitan_training.compare, run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "run"),
-    [
-        ("sums_dx", Run(tp=2)),
-        ("sums_dx", Run(tp=2, sp=False)),
-        ("sums_dx", Run("partial_dtensor", tp=2, fsdp=True)),
-        ("sums_dx", Run("full_dtensor", tp=2, fsdp=True, sp=False)),
-        ("forgets_bias", Run(tp=2, bias=True)),
-        ("counts_ignored", Run()),
-        ("scores_this_shard", Run(tp=2)),
-    ],
-    ids=str,
-)
-def test_training_sees_a_mistake(mistake, run, worlds):
-    worlds(run.tp * run.dp * run.cp, folder()).run(torchtitan_training.differs, run, mistake)
-
-
-LINE = ["--override.imports", "parallel_lce.torchtitan.linear_cross_entropy"]
-COMMON = "--module llama3 --config llama3_debugmodel --checkpoint.no-enable --validator.enable --validator.steps 2 "
-COMMON += "--validator.freq 2 --training.steps 4 --training.seq-len 32 --training.local-batch-size 2 "
-COMMON += "--training.mixed-precision-param float32 --training.disable-cuda-graphs --debug.seed 1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        (1, []),
-        (1, ["--compile.enable", "--compile.components", "loss", "--compile.backend", "aot_eager"]),
-        (2, ["--parallelism.tensor-parallel-degree", "2"]),
-        (2, ["--training.global-batch-size", "8"]),
-        (2, ["--parallelism.tensor-parallel-degree", "2", "--parallelism.spmd-backend", "partial_dtensor"]),
-    ],
-)
-def test_its_trainer_with_the_line_of_the_page(ranks, more):
-    """Nothing but the line differs."""
-    pytest.importorskip("tokenizers")
-    assert " ".join(LINE) in (ROOT / "docs" / "torchtitan.md").read_text()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "launch"), folder()])
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    printed = []
-    for line in ([], LINE):
-        command = [*start, str(ROOT / "tests" / "torchtitan_trainer.py"), *COMMON.split(), *more, *line]
-        done = ran(sys.executable, *command, env={"PYTHONPATH": path})
-        assert done.returncode == 0, done.stderr[-3000:]
-        printed.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
-    own, ours = printed
-    assert (own.pop("loss"), ours.pop("loss")) == ("ChunkedLossWrapper", "LinearCrossEntropyLoss")
-    assert [len(numbers) for numbers in own.values()] == [4, 4, 3] and own["validation"][-1] < own["validation"][0]
-    for name, numbers in own.items():
-        assert ours[name] == pytest.approx(numbers, rel=2e-5), name
-
-
-PAGE = """
-import re, sys, typing
-from pathlib import Path
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.config import Configurable
-from torchtitan.config.override import OverrideConfig, apply_overrides
-from dataclasses import dataclass
-import parallel_lce
-assert "parallel_lce.torchtitan" not in sys.modules
-page = Path("docs/torchtitan.md").read_text()
-
-class Trainer(Configurable):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        loss: typing.Any
-
-def replaced(override):
-    root = Trainer.Config(loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=9)))
-    apply_overrides(override, root)
-    print(type(root.loss).__qualname__, root.loss.logits_budget, root.loss.gradient_filter)
-    assert root.loss.loss_fn.global_vocab_size == 9
-
-(line,) = {*re.findall(r"--override\\.imports (\\S+)", page)}
-replaced(OverrideConfig(imports=[line]))
-for block in re.findall(r"^```python\\n(.*?)^```$", page, re.M | re.S):
-    if "experiments" not in block:  # that package imports vLLM
-        names = {}
-        exec(block, names)
-        replaced(names["override"]) if "override" in names else print(type(names["loss"].build()).__qualname__)
-"""
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_page_replace_the_loss():
-    done = ran(sys.executable, "-c", PAGE, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{folder()}"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    ours = "LinearCrossEntropyLoss"
-    assert done.stdout.split("\n")[:3] == [f"{ours}.Config None None", f"{ours}.Config {2**30} {2**-13}", ours]
+        refused("call set_lm_head before the loss", None)
+        refused("global_vocab_size is 12, but lm_head has 11", layer(), CrossEntropyLoss.Config(global_vocab_size=12))
+        refused(r"its input is R on 'tp', got S\(1\)", layer("S(1)"))
+        refused("its input is R on 'tp', got None", nn.Linear(D, V))
+        refused(f"must have {(6, 5)[member.rank]} rows, got 11", layer(ranks=1))
+        refused("must be a plain linear layer or a SoftCappedLinear, got Scaled", Scaled(D, V))
+        refused("must be CrossEntropyLoss or call compute_logprobs, got MSELoss", None, MSELoss.Config())
+        refused("gradient_filter needs CrossEntropyLoss, got Policy", None, PolicyLoss.Config(), gradient_filter=0.1)
+        for config, name in ((ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), "MSE"), (Other.Config(), "Other")):
+            with pytest.warns(UserWarning, match=f"leaves .*{name}"):
+                assert ours.linear_cross_entropy(config) is config
 
 
 def test_nothing_else_imports_torchtitan():
-    files = [file for file in Path(ROOT / "parallel_lce").rglob("*.py") if file.name != "torchtitan.py"]
+    files = [file for file in (ROOT / "parallel_lce").rglob("*.py") if file.name != "torchtitan.py"]
     assert len(files) > 30
     assert not [f for f in files if re.search(r"^\s*(from|import) (torchtitan|spmd_types)\b", f.read_text(), re.M)]
+
+
+# Beside torch and what torchtitan_training.py replaces: all that its trainer imports.
+OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
+CASES = [
+    *(f"{backend}{more}".strip() for backend in ("", "partial ", "full ")
+      for more in ("accumulated", "tp2", "tp2 no-sp", "tp4", "tp4 no-sp", "tp2 dp2 accumulated", "tp2 dp2 no-sp")),
+    "dp2", "dp2 resharded accumulated", "cp2", "full cp2", "tp2 cp2", "bf16", "compiled", "tp2 compiled",
+    "partial tp2 compiled", "checked", "tp2 checked", "tp2 no-sp checked", "tied", "partial dp2 tied resharded",
+    "bias accumulated", "tp2 no-sp bias", "soft-cap", "tp2 soft-cap", "partial tp2 soft-cap bias", "tp2 uneven",
+    "full tp2 uneven", "accumulated DAPOLoss", "tp2 GRPOLoss", "tp4 no-sp DAPOLoss", "partial tp2 dp2 DAPOLoss",
+    "block0 tp2", "block1", "block2 GRPOLoss", "tp2 broken",
+]  # fmt: skip
+
+
+@pytest.fixture
+def device():
+    """The release is made to run on CPUs here. It is trained on GPUs by hand."""
+    return "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_its_trainer_with_the_lines_of_the_page(case, worlds):
+    assert torchtitan_training.OURS in torchtitan_training.PAGE
+    ranks = math.prod(int(word[-1]) for word in case.split() if word[:2] in ("tp", "cp", "dp"))
+    with pytest.raises(AssertionError, match="tok_embeddings.weight error") if "broken" in case else nullcontext():
+        worlds(ranks, str(folder_of("torchtitan", "0.3.0", others=OTHERS))).run(torchtitan_training.compare, case)

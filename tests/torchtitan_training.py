@@ -1,299 +1,186 @@
-"""Training torchtitan's own debug model on gloo, with its own chunked loss and with ours.
+"""torchtitan's own trainer on CPUs, on random tokens, with its own chunked loss and with ours.
 
-The release expects a GPU. What it needs to run on CPUs: its device is named "cpu", and attention is a plain one without
-a mask, of which a part of the queries needs no offset under context parallelism."""
+The trainer expects a GPU, data sets and TensorBoard. What it needs to run without them is put in their place here."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import os
+import re
 import sys
-import warnings
-from dataclasses import dataclass, field, fields
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import debug
 
 from measures import assert_close
-from torchtitan_bodies import SPOILED
+from releases import ROOT
 from world import Member
 
-BATCH, SEQUENCE = 2, 16
-
-
-@dataclass(frozen=True)
-class Run:
-    """How the debug model is trained."""
-
-    backend: str = "spmd_types"
-    tp: int = 1
-    sp: bool = True
-    dp: int = 1
-    cp: int = 1
-    fsdp: bool = False
-    inner: str = "CrossEntropyLoss"
-    steps: int = 2
-    microbatches: int = 1
-    bias: bool = False
-    soft_cap: bool = False
-    vocabulary: int = 2048
-    tied: bool = False
-    dtype: str = "float32"
-    compiled: bool = False
-    checked: bool = False  # by spmd_types
-    budget: int | None = None
-    reshard: str = "default"
-
-    def __str__(self) -> str:
-        given = {n: v for n, v in vars(self).items() if v != Run.__dataclass_fields__[n].default}
-        return "-".join(f"{n}={v}" for n, v in given.items()) or "default"
+PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
+OURS = "--override.imports parallel_lce.torchtitan.linear_cross_entropy"
+COMMON = """--module llama3 --config llama3_debugmodel --checkpoint.no-enable --validator.enable --validator.steps 1
+--validator.freq 1 --training.steps 2 --training.seq-len 16 --training.local-batch-size 2 --training.disable-cuda-graphs
+--training.mixed-precision-param float32 --compile.components loss --compile.backend aot_eager --debug.seed 1"""
+# Words of a case: what they are on the command line. Ranks that neither TP nor CP takes are FSDP's.
+ARGUMENTS = {
+    "tp2": "--parallelism.tensor-parallel-degree 2", "tp4": "--parallelism.tensor-parallel-degree 4",
+    "cp2": "--parallelism.context-parallel-degree 2", "no-sp": "--parallelism.no-enable-sequence-parallel", "dp2": "",
+    "partial": "--parallelism.spmd-backend partial_dtensor", "full": "--parallelism.spmd-backend full_dtensor",
+    "resharded": "--parallelism.fsdp-reshard-after-forward always", "accumulated": "--training.global-batch-size 8",
+    "bf16": "--training.mixed-precision-param bfloat16", "compiled": "--compile.enable",
+}  # fmt: skip
+POLICIES = {"DAPOLoss", "GRPOLoss"}
+# What the page gives to a configuration, instead of the line.
+BLOCKS = {f"block{i}": block for i, block in enumerate(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))}
+# Words that are none of the command line's.
+CHANGES = {"bias", "tied", "soft-cap", "uneven", "checked", "broken", *POLICIES, *BLOCKS}
 
 
 @dataclass
-class Trained:
-    """Of each step the loss of all ranks, every gradient, and the loss of other tokens afterwards, without gradients;
-    of each microbatch the metrics."""
+class Tokens:
+    # The configuration of a data loader.
+    infinite: bool = True
 
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    validation: list[float] = field(default_factory=list)
+    def build(self, *, dp_rank: int, seq_len: int, local_batch_size: int, **_):
+        generator = torch.Generator().manual_seed(dp_rank)
+        while True:
+            tokens = torch.randint(2048, (local_batch_size, seq_len + 1), generator=generator)
+            labels = tokens[:, 1:].masked_fill(tokens[:, 1:] < 400, -100)
+            positions = torch.arange(seq_len).expand(labels.shape).contiguous()
+            yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, labels
 
 
+@functools.cache
 def on_cpu() -> None:
-    """The release's models run on CPUs."""
-    from torchtitan.tools import utils
+    """Attention has no mask, of which a part of the queries needs no offset under context parallelism."""
+    os.environ["LOCAL_RANK"] = "0"
+    for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
+        sys.modules[name] = mock.MagicMock(__spec__=None, __path__=[])
+    from torchtitan.tools import utils as tools
 
-    utils.device_type, utils.device_module = "cpu", torch.cpu
-    from torchtitan.models.common.attention import FlexAttention
+    found = {"get_device_properties.return_value.total_memory": 2**34, "memory_stats.return_value": {}}
+    found |= {"device_count.return_value": 1, "get_device_name.return_value": "cpu"}
+    tools.device_type, tools.device_module = "cpu", mock.MagicMock(**found)
+    tools.set_default_dtype = lambda _: torch.device("cpu")  # not meta, from which plain shards come without types
+    from torchtitan.distributed import utils
+    from torchtitan.models import llama3
+    from torchtitan.models.common import attention
+    from torchtitan.models.llama3 import parallelize, sharding
 
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, **_):
+    def attend(self, q_BLNH, k_BLNH, v_BLNH, **_):
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
-    FlexAttention.forward = forward
+    def shardings(config, own=sharding.set_llama3_sharding_config, **given):
+        own(config, **given)
+        of_head = config.lm_head.sharding_config.state_shardings
+        of_head.update({"bias": of_head["weight"]} if config.lm_head.bias else {})
+
+    attention.FlexAttention.forward = attend
+    llama3.Llama3Model.get_attention_masks = lambda *_, **__: None
+    sharding.set_llama3_sharding_config = shardings
+    # FSDP of torch 2.13 takes the plain shards without their types. It makes them DTensors, which the initialization of
+    # a fused projection takes for whole.
+    layers, whole, plain = llama3._build_llama3_layers, parallelize.resolve_fsdp_mesh, ("dp_shard", "loss")
+    llama3._build_llama3_layers = lambda **given: layers(**given | {"fuse_qkv": False, "n_layers": 2})
+    parallelize.resolve_fsdp_mesh = lambda dims: (
+        whole(dims) if dims.spmd_backend == "full_dtensor" else (dims.get_mesh(plain[dims.cp_enabled]), None)
+    )
+    utils.set_pg_timeouts = lambda *_, **__: None  # torch 2.13 has no set_timeout
+    utils.init_distributed = lambda *_, **__: torch.distributed.get_world_size()
+    rl = sys.modules["torchtitan.experiments.rl"] = ModuleType("torchtitan.experiments.rl")  # its own imports vLLM
+    rl.__path__ = [str(Path(tools.__file__).parents[1] / "experiments/rl")]
 
 
-def _config(run: Run, chosen: bool):
-    """A tree with the loss where the trainer has it, after the override that a user names."""
-    from torchtitan.components import loss as losses
-    from torchtitan.config import Configurable
-    from torchtitan.config.override import OverrideConfig, apply_overrides
+def _configured(words: set[str], ours: bool):
+    """The configuration of a case, with the override if that is ``ours``."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import derive
+    from torchtitan.experiments.rl import losses
+    from torchtitan.models.muse_glimmer.model import SoftCappedLinear
 
-    class Root(Configurable):
-        @dataclass(kw_only=True, slots=True)
-        class Config(Configurable.Config):
-            loss: losses.BaseLoss.Config
-
-    if run.inner == "CrossEntropyLoss":
-        inner = losses.CrossEntropyLoss.Config(global_vocab_size=run.vocabulary)
-    else:
-        inner = policy_loss(run.inner).Config()
-    root = Root.Config(loss=losses.ChunkedLossWrapper.Config(num_chunks=4 // run.cp, loss_fn=inner))
-    if chosen:
-        target = "parallel_lce.torchtitan.linear_cross_entropy"
-        options = {} if run.budget is None else {"logits_budget": run.budget}
-        lines = apply_overrides(OverrideConfig(imports=[(target, options)]), root)
-        assert len(lines) == 1
-    return root.loss
-
-
-def policy_loss(name: str):
-    """``DAPOLoss`` or ``GRPOLoss`` from their files. Their package imports vLLM."""
-    import torchtitan
-
-    folder, package = Path(torchtitan.__file__).parent / "experiments/rl/losses", "torchtitan.experiments.rl.losses"
-    for module in ("dapo", "grpo"):
-        full = f"{package}.{module}"
-        if full not in sys.modules:
-            spec = importlib.util.spec_from_file_location(full, folder / f"{module}.py")
-            sys.modules[full] = importlib.util.module_from_spec(spec)
-            with mock.patch.dict(sys.modules, {package: ModuleType(package), package[:-7]: ModuleType(package[:-7])}):
-                spec.loader.exec_module(sys.modules[full])
-    return getattr(sys.modules[f"{package}.{name[:4].lower()}"], name)
+    names, given = {}, words & {*BLOCKS}
+    line = [COMMON, *[ARGUMENTS[word] for word in words - CHANGES], OURS if ours and not given else ""]
+    config = ConfigManager().parse_args(" ".join(line).split())
+    for block in given if ours else ():
+        exec(BLOCKS[block], names)
+        config.override, config.loss = names.get("override", config.override), names.get("loss", config.loss)
+    config.dataloader = config.validator.dataloader = Tokens()
+    config.tokenizer, config.activation_checkpoint = SimpleNamespace(build=lambda **_: None), None
+    model, config.loss.num_chunks = config.model_spec.model, 4
+    model.enable_weight_tying, model.lm_head.bias = "tied" in words, "bias" in words
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = 2048 + ("uneven" in words)
+    if "soft-cap" in words:
+        model.lm_head = derive(model.lm_head, SoftCappedLinear.Config, output_multiplier=0.7, output_soft_cap_temp=3.0)
+    for name in words & POLICIES:
+        config.loss.loss_fn = getattr(losses, name).Config()
+    if not words & POLICIES:
+        config.loss.loss_fn.global_vocab_size = model.vocab_size
+    # The parser refuses it beside activation checkpointing, which is off here. Tokens of validation have no types, and
+    # a policy's loss has no inputs there.
+    config.debug.spmd_typechecking, config.validator.enable = "checked" in words, not words & {"checked", *POLICIES}
+    return config
 
 
-def _model(run: Run, dims):
-    from torchtitan.models.llama3 import llama3_configs
-    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+def _trained(member: Member, words: set[str], ours: bool) -> dict[str, list]:
+    """What a training logs, and every gradient of every step."""
+    debug._clear_sharding_prop_cache()  # it keeps meshes
+    from torchtitan.models.llama3 import parallelize
 
-    config = llama3_configs["debugmodel"](attn_backend="flex")
-    config.layers = config.layers[:2]
-    config.vocab_size = config.tok_embeddings.num_embeddings = run.vocabulary
-    for layer in config.layers:
-        layer.attention.rope.max_seq_len = SEQUENCE
-    config.enable_weight_tying = run.tied
-    config.lm_head.bias = run.bias
-    config.lm_head.out_features = run.vocabulary
-    if run.soft_cap:
-        from torchtitan.models.muse_glimmer.model import SoftCappedLinear
+    # FSDP of torch 2.13 keeps no types.
+    with mock.patch.object(parallelize, "apply_fsdp_to_decoder") if "checked" in words else nullcontext():
+        trainer = _configured(words, ours).build()
+    (model,), loss_fn = trainer.model_parts, trainer.loss_fn
+    assert type(loss_fn).__name__ == ("LinearCrossEntropyLoss" if ours else "ChunkedLossWrapper")
+    if ours and "broken" in words:
+        loss_fn._options["reduce_hidden_grad"] = True
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    for parameter in model.lm_head.parameters():  # otherwise a bias is 0, and plain shards are alike
+        local, generator = getattr(parameter, "_local_tensor", parameter), torch.Generator().manual_seed(member.rank)
+        nn.init.normal_(local.detach(), std=0.06, generator=generator)
+    found = {"logged": [], "validation": [], "metrics": [], "gradients": []}
 
-        config.lm_head = SoftCappedLinear.Config(
-            **{f.name: getattr(config.lm_head, f.name) for f in fields(config.lm_head)},
-            output_multiplier=0.7,
-            output_soft_cap_temp=3.0,
-        )
-    set_llama3_sharding_config(config, enable_sp=run.sp and run.tp > 1)
-    if run.bias:
-        shardings = config.lm_head.sharding_config.state_shardings
-        shardings["bias"] = shardings["weight"]
-    model = config.build()
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.06)
-    model.init_states = None  # these values are the test's
-    return model
+    def of_policy(hidden, labels, count, **_):
+        advantages = torch.linspace(-1.0, 1.5, labels.numel()).view(labels.shape)
+        given = {"generator_logprobs": torch.full(labels.shape, -7.7), "loss_mask": labels != -100}
+        loss, metrics = loss_fn(hidden, labels, count, advantages=advantages, **given)
+        found["metrics"].append({name: float(value) for name, value in metrics.items()})
+        return loss, metrics
 
+    def step(own=trainer.optimizers.step):
+        gradients = [(name, p.grad) for name, p in model.named_parameters()]
+        found["gradients"].append({name: getattr(g, "full_tensor", g.clone)() for name, g in gradients})
+        own()
 
-def _parallelized(run: Run, model, dims):
-    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-    from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
-
-    for layer in model.layers.values():
-        layer.attention.rope._init_self_buffers()
-    if run.backend != "partial_dtensor" or run.tp > 1:
-        model.parallelize(dims)
-    if run.fsdp:
-        of_data = None
-        if run.backend == "partial_dtensor":
-            mesh = dims.get_mesh(["fsdp"])
-        elif run.backend == "full_dtensor":
-            mesh, of_data = resolve_fsdp_mesh(dims)
-        else:  # FSDP of torch 2.13 takes plain shards without their types
-            mesh = dims.get_mesh("dp_shard")
-        dtype = getattr(torch, run.dtype)
-        apply_fsdp_to_decoder(
-            model, mesh, dtype, torch.float32, pp_enabled=False, dp_mesh_dims=of_data,
-            reshard_after_forward_policy=run.reshard,
-        )  # fmt: skip
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    elif run.dtype != "float32":
-        model.to(getattr(torch, run.dtype))
-    return model
+    trainer.loss_fn = of_policy if words & POLICIES else loss_fn
+    trainer.optimizers.step = step
+    trainer.metrics_processor.log = lambda step, *values, **_: found["logged"].append(values)
+    trainer.metrics_processor.log_validation = lambda loss, step: found["validation"].append(loss)
+    trainer.train()
+    trainer.close()
+    return found
 
 
-def _batch(run: Run, step: int, dims):
-    """Tokens, labels and positions of this data-parallel rank's part, and the number of labels that count."""
-    generator = torch.Generator().manual_seed(step)
-    shape = (run.dp * BATCH, SEQUENCE)
-    tokens = torch.randint(run.vocabulary, shape, generator=generator)
-    labels = torch.randint(run.vocabulary, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < 0.2] = -100
-    positions = torch.arange(SEQUENCE).expand(shape)
-    others = {
-        "advantages": torch.randn(shape, generator=generator),
-        "generator_logprobs": torch.full(shape, -7.7),
-        "loss_mask": labels != -100,
-    }
-    count = (labels != -100).sum()
-    data, part = (dims.get_optional_mesh(n) for n in ("batch", "cp"))
-
-    def mine(tensor):
-        if data is not None and run.dp > 1:
-            tensor = tensor.chunk(run.dp, 0)[data.get_local_rank()]
-        if part is not None and run.cp > 1:
-            tensor = tensor.chunk(run.cp, 1)[part.get_local_rank()]
-        return tensor.contiguous()
-
-    return mine(tokens), mine(labels), mine(positions), {n: mine(o) for n, o in others.items()}, count
-
-
-def meshes(member: Member, run: Run):
-    """torchtitan's ``ParallelDims`` of a run. Two models of one backend share them: DTensor keeps meshes in caches."""
+def compare(member: Member, case: str) -> None:
+    """Nothing but the override differs."""
     on_cpu()
-    from torch.distributed.tensor import debug
-    from torchtitan.distributed import ParallelDims
-
-    debug._clear_sharding_prop_cache()
-    dims = ParallelDims(1, run.dp, run.cp, run.tp, 1, 1, member.ranks, spmd_backend=run.backend)
-    dims.build_mesh()
-    return dims
-
-
-def train(run: Run, dims, chosen: bool, spoiled=None) -> Trained:
-    """Steps downhill. ``spoiled``: called with the built loss, to break it."""
-    warnings.filterwarnings("ignore")
-    from torch.distributed.tensor import DTensor
-    from torchtitan.components.loss import ChunkedLossWrapper
-    from torchtitan.config import CompileConfig
-    from torchtitan.distributed import full_dtensor
-    from torchtitan.distributed.spmd_types import annotate_input_spmd_types
-    from torchtitan.distributed.utils import dist_max, dist_sum, get_spmd_context, set_spmd_backend
-
-    set_spmd_backend(run.backend)
-    model = _parallelized(run, _model(run, dims), dims)
-    compile_config = CompileConfig(enable=run.compiled, components=["loss"], backend="aot_eager")
-    loss_fn = _config(run, chosen).build(compile_config=compile_config)
-    assert isinstance(loss_fn, ChunkedLossWrapper) and (type(loss_fn) is ChunkedLossWrapper) != chosen
-    loss_fn.set_lm_head(model.lm_head)
-    model._skip_lm_head = True
-    if spoiled:
-        spoiled(loss_fn)
-    context = get_spmd_context(parallel_dims=dims, spmd_typechecking=run.checked)
-    loss_mesh = dims.get_optional_mesh("loss")
-    done = Trained()
-
-    def of(step: int, normalized: bool = True):
-        tokens, labels, positions, others, count = _batch(run, step, dims)
-        extra = {"positions": positions}
-        if run.backend == "full_dtensor":
-            tokens, labels, extra = full_dtensor.parallelize_inputs(dims, tokens, labels, extra)
-        elif run.backend == "spmd_types":
-            tokens, labels, extra = annotate_input_spmd_types(dims, tokens, labels, extra)
-        inputs = extra if run.inner == "CrossEntropyLoss" else others
-        with context():
-            hidden = model(tokens, **extra)
-            return loss_fn(hidden, labels, count if normalized else None, **inputs)
-
-    for step in range(run.steps):
-        total = 0.0
-        for number in range(run.microbatches):
-            loss, metrics = of(step * run.microbatches + number)
-            loss.backward()
-            total += dist_sum(loss.detach(), loss_mesh)
-            reduced = {n: (dist_max if n.endswith("/max") else dist_sum)(v, loss_mesh) for n, v in metrics.items()}
-            done.metrics.append(reduced)
-        done.losses.append(total)
-        gradients = {n: p.grad for n, p in model.named_parameters()}
-        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items() if g is not None}
-        done.gradients.append({n: g.detach().clone() for n, g in whole.items()})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.3 * parameter.grad
-                    parameter.grad = None
-            if run.inner == "CrossEntropyLoss":
-                done.validation.append(dist_sum(of(99, normalized=False)[0], loss_mesh))
-    return done
-
-
-def compare(member: Member, run: Run, spoiled=None) -> None:
-    """Losses, metrics and every gradient of every step equal those of torchtitan's own loss."""
-    dims = meshes(member, run)
-    own, ours = train(run, dims, chosen=False), train(run, dims, chosen=True, spoiled=spoiled)
-    tolerance = 2e-5 if run.dtype == "float32" else 3e-2
-    torch.testing.assert_close(ours.losses, own.losses, rtol=tolerance, atol=0)
-    torch.testing.assert_close(ours.validation, own.validation, rtol=tolerance, atol=0)
-    torch.testing.assert_close(ours.metrics, own.metrics, rtol=tolerance, atol=tolerance)
-    assert len({*own.losses}) > 1
-    for found, expected in zip(ours.gradients, own.gradients, strict=True):
+    words = {*case.split()}
+    own, ours = _trained(member, words, False), _trained(member, words, True)
+    tolerance = 3e-2 if "bf16" in words else 1e-4 if words & POLICIES else 2e-5  # a policy's loss clips most tokens
+    for found, expected in zip(ours.pop("gradients"), own.pop("gradients"), strict=True):
         assert found.keys() == expected.keys() and len(found) > 15
         for name, gradient in expected.items():
             assert gradient.abs().max() > 0, name
-            try:
-                assert_close(found[name], gradient, tolerance)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from None
-
-
-def differs(member: Member, run: Run, mistake: str) -> None:
-    """:func:`compare` sees the mistake."""
-    with pytest.raises(AssertionError):
-        compare(member, run, SPOILED[mistake][0])
+            assert_close(found[name], gradient, tolerance, name=name)
+    torch.testing.assert_close(ours, own, rtol=tolerance, atol=tolerance)
+    assert all(len({*map(str, own[name])}) > 1 for name in own if own[name] or name == "logged")

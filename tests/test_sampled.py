@@ -1,0 +1,225 @@
+"""Sampled softmax against the dense formula over each token's set, on one rank and on several; and the samplers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import parallel_lce
+from cases import DTYPES, normal
+from measures import error
+from on_ranks import on_ranks
+from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
+from tools import started
+
+N, V, D, M = 12, 80, 24, 30
+
+
+def problem(dtype=torch.float64, per_token=False, device="cpu") -> dict:
+    """Samples with accidental hits, an id twice, and ids outside the vocabulary; ignored targets."""
+    target = torch.arange(N).mul(7).remainder(V)
+    target[::5] = -100
+    shape = (N, M) if per_token else (M,)
+    sampled = torch.randint(V - 20, shape, generator=torch.Generator().manual_seed(1))
+    sampled[..., :4] = torch.tensor([7, 7, -1, V + 3])
+    given = dict(
+        input=normal(N, D).to(dtype),
+        linear_weight=normal(V, D, seed=2).to(dtype) / 2,
+        linear_bias=normal(V, seed=3).to(dtype),
+        target=target,
+        sampled=sampled,
+        log_expected_count=normal(*shape, seed=4),
+        target_log_expected_count=normal(N, seed=5),
+    )
+    return {name: t.to(device) for name, t in given.items()}
+
+
+def dense(t: dict, reduction="mean", scale=1.0, remove=True) -> tuple[Tensor, ...]:
+    """In float64: the loss and the gradients of input, weight and bias."""
+    leaves = [t[n].double().detach().requires_grad_() for n in ("input", "linear_weight", "linear_bias")]
+    logits = scale * F.linear(*leaves)
+    counted, target = t["target"] != -100, t["target"].clamp(min=0)
+    sampled = t["sampled"].expand(N, M)
+    others = logits.gather(1, sampled.clamp(0, V - 1)) - t["log_expected_count"].expand(N, M)
+    others = others.masked_fill((sampled < 0) | (sampled >= V), -torch.inf)
+    if remove:
+        others = others.masked_fill(sampled == target[:, None], -torch.inf)
+    own = logits.gather(1, target[:, None]) - t["target_log_expected_count"][:, None]
+    losses = F.cross_entropy(torch.cat([own, others], 1), torch.zeros_like(target), reduction="none")
+    losses = torch.where(counted, losses, 0.0)
+    loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted.sum()}[reduction]
+    return loss.detach(), *torch.autograd.grad((loss * upstream(loss)).sum(), leaves)
+
+
+def upstream(loss: Tensor) -> Tensor:
+    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
+
+
+CASES = [
+    ("fp64", 1, False, False, "mean", {}),
+    ("fp64", 1, False, True, "none", dict(logit_scale=0.5)),
+    ("fp64", 2, False, False, "none", dict(logit_scale=-0.5)),
+    ("fp64", 2, True, False, "mean", dict(remove_accidental_hits=False)),
+    ("fp64", 2, True, True, "sum", {}),
+    ("fp64", 4, False, False, "sum", {}),
+    ("fp64", 4, True, True, "mean", {}),
+    ("fp32", 2, False, False, "mean", {}),
+    ("bf16", 2, True, False, "mean", {}),
+    ("fp16", 1, False, False, "mean", {}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "split", "per_token", "reduction", "options"), CASES)
+@pytest.mark.parametrize("uneven", [False, True])
+@on_ranks()
+def test_the_dense_formula(member, dtype, split, per_token, reduction, options, uneven):
+    whole = problem(DTYPES[dtype], per_token, member.device)
+    truth = dense(whole, reduction, options.get("logit_scale", 1.0), options.get("remove_accidental_hits", True))
+    given, ranks, rank = dict(whole), member.ranks, member.rank
+    bounds = [V * r // ranks for r in range(ranks + 1)]
+    if uneven and ranks > 1:
+        bounds[1] -= 5
+        options = options | dict(vocab_start=bounds[rank], vocab_size=V)
+    rows = slice(bounds[rank], bounds[rank + 1])
+    for name in ("linear_weight", "linear_bias"):
+        given[name] = whole[name][rows]
+    if split:
+        given["input"] = whole["input"].chunk(ranks)[rank]
+    leaves = {n: given[n].clone().requires_grad_() for n in ("input", "linear_weight", "linear_bias")}
+    loss = parallel_lce.sampled_linear_cross_entropy(
+        **given | leaves,
+        reduction=reduction,
+        process_group=member.group if ranks > 1 else None,
+        sequence_parallel=split,
+        **options,
+    )
+    (loss * upstream(loss)).sum().backward()
+    wants = [truth[0], truth[1].chunk(ranks)[rank] if split else truth[1], truth[2][rows], truth[3][rows]]
+    founds = [loss, *[leaf.grad for leaf in leaves.values()]]
+    allowed = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}[dtype]
+    for found, want in zip(founds, wants):
+        assert error(found, want) <= allowed * max(1.0, want.double().norm().item())
+    touched = torch.cat([whole["target"], whole["sampled"].reshape(-1)])
+    others = ~torch.isin(torch.arange(rows.start, rows.stop, device=member.device), touched)
+    assert (
+        (others.any() or rank < ranks - 1)
+        and not leaves["linear_weight"].grad[others].any()
+        and not founds[3][others].any()
+    )
+
+
+@pytest.mark.parametrize("split", [False, True])
+@on_ranks(2)
+def test_collectives_and_bits(member, split):
+    """The collectives are those of the docstring: no rank sends a row of the weight for each token. Losses and
+    gradients are the same from run to run."""
+    whole = problem(torch.float32, device=member.device)
+    rows, runs = slice(member.rank * V // 2, (member.rank + 1) * V // 2), []
+    x = whole["input"].chunk(2)[member.rank] if split else whole["input"]
+    gathers, part = [("all_gather", N // 2 * D)] * split, -(-M // 2)
+    for _ in range(2):
+        leaves = [t.clone().requires_grad_() for t in (x, whole["linear_weight"][rows], whole["linear_bias"][rows])]
+        with started() as found:
+            loss = parallel_lce.sampled_linear_cross_entropy(
+                *leaves[:2], whole["target"], whole["sampled"], linear_bias=leaves[2], process_group=member.group,
+                sequence_parallel=split,
+            )  # fmt: skip
+        assert [(c.kind, c.size) for c in found] == [
+            *gathers,
+            ("all_gather", N + 2),
+            ("reduce_scatter", 2 * part * D),
+            ("reduce_scatter", 2 * part * 2),
+            *gathers,
+            ("all_gather", N),
+        ]
+        with started() as found:
+            loss.backward()
+        reduction = ("reduce_scatter" if split else "all_reduce", N * D)
+        expected = [reduction, *gathers, *gathers, reduction, ("all_gather", part * (D + 1))]
+        assert sorted((c.kind, c.size) for c in found) == sorted(expected)
+        assert all(c.group == member.group and c.asynchronous for c in found)
+        runs.append([loss.detach(), *[leaf.grad for leaf in leaves]])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_few_samples_and_confident_tokens(device):
+    """Without any sample the loss is 0. A loss as small as 1e-6 is as exact as others."""
+    t = problem(torch.float32, device=device)
+    x, weight = t["input"].requires_grad_(), t["linear_weight"]
+    for sampled in (t["sampled"][:0], t["sampled"][2:4], t["sampled"].new_zeros(N, 0)):
+        loss = parallel_lce.sampled_linear_cross_entropy(x, weight, t["target"], sampled)
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert loss.item() == 0 and not gradient.any()
+    weight = torch.eye(D, device=device)
+    x, target = weight[:1] * 16, torch.zeros(1, dtype=torch.int64, device=device)
+    for sampled in (torch.arange(1, 4), torch.arange(4), torch.arange(1, 4)[None]):
+        loss = parallel_lce.sampled_linear_cross_entropy(x, weight, target, sampled.to(device))
+        assert loss.item() == pytest.approx(math.log1p(3 * math.exp(-16)), rel=1e-5)
+
+
+def test_a_target_outside_the_vocabulary_is_nan(device):
+    t = problem(device=device)
+    t["target"][1] = V
+    losses = parallel_lce.sampled_linear_cross_entropy(**t, reduction="none")
+    assert losses[1].isnan() and losses[2:].isfinite().all()
+
+
+REFUSED = [
+    (dict(sampled=[1, 2]), "sampled must be ids of an integer dtype, got list"),
+    (
+        dict(sampled=torch.zeros(3, 4).long()),
+        r"sampled must be ids \[M\] or \[..., M\] for target \[12\], got \[3, 4\]",
+    ),
+    (
+        dict(log_expected_count=torch.zeros(M - 1)),
+        r"log_expected_count must be floating-point of shape \[30\], got \[29\]",
+    ),
+    (dict(target_log_expected_count=torch.zeros(3)), r"target_log_expected_count must be .* \[12\], got \[3\]"),
+    (dict(logit_scale=torch.ones(N)), "logit_scale must be a finite Python number, got a tensor"),
+    (dict(reduction="average"), "reduction must be 'none', 'mean' or 'sum', got 'average'"),
+    (dict(linear_weight=torch.zeros(V, D + 1).double()), r"input has 24 features and linear_weight \[80, 25\]"),
+    (dict(target=torch.zeros(3).long()), r"target_log_expected_count must be .* \[3\], got \[12\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parallel_lce.sampled_linear_cross_entropy(**problem() | changes)
+
+
+# --- samplers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["log-uniform", "unigram"])
+def test_frequencies_are_the_expected_counts(kind):
+    """Chi-squared over all ids that are drawn; the same seed gives the same ids."""
+    counts = torch.tensor([5.0, 0.0, 1.0, 9.0, 2.5, 0.1, 3.0])
+    sampler = LogUniformSampler(7) if kind == "log-uniform" else UnigramSampler(counts)
+    draws, ids = 200_000, torch.arange(7)
+    drawn = sampler.sample(draws, seed=3)
+    assert torch.equal(drawn, sampler.sample(draws, seed=3)) and not torch.equal(drawn, sampler.sample(draws, seed=4))
+    expected, found = sampler.log_expected_count(ids, draws).double().exp(), torch.bincount(drawn, minlength=7)
+    assert expected.sum().item() == pytest.approx(draws, rel=1e-6)
+    assert not found[expected == 0].any()
+    there = expected > 0
+    assert ((found - expected).square() / expected)[there].sum() < 25  # p is 1e-3 or less for 6 degrees of freedom
+    if kind == "unigram":
+        powered = UnigramSampler(counts, power=0.75).log_expected_count(ids, 1).exp()
+        want = counts.double().pow(0.75)
+        torch.testing.assert_close(powered.double(), want / want.sum(), rtol=1e-5, atol=0)
+        with pytest.raises(ValueError, match=r"counts must be \[V\], finite and >= 0"):
+            UnigramSampler(-counts)
+
+
+def test_targets_of_the_batch_as_samples():
+    target = torch.tensor([[3, 3], [-100, 5]])
+    sampled, log_counts = in_batch(target)
+    assert sampled.tolist() == [3, 3, -1, 5]
+    assert log_counts.exp().tolist() == pytest.approx([2, 2, 1, 1])
+    _, log_counts = in_batch(target, torch.full((9,), 0.25).log())
+    assert log_counts.exp().tolist() == pytest.approx([0.75] * 4)

@@ -7,13 +7,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parallel_lce import lazy_logits
 from parallel_lce.functional import token_statistics
 
 
@@ -69,52 +68,19 @@ def keep_autograd_gradient(weight: Tensor) -> None:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
-# Registered after the fused loss, these hooks would never run.
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-
-# Attributes that need no real logits.
-_SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
-
-_LOST = (
-    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {} the output layer's result, which is no "
-    "tensor, and {} its gradient: {}"
-)
-
-
-def _in_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running.
-
-    PyTorch turns off forward-mode gradients only there and in inference mode. A Function's backward handles tensors
-    only: lazy logits among its arguments or results lose their gradient.
-    """
-    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the tensor's device; None where autocast is off. Meta tensors have no autocast."""
-    kind = tensor.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-class LazyLogits:
+class LazyLogits(lazy_logits.LazyLogits):
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``.
 
-    The loss is computed from the hidden states, the weight and the bias. Sizes, each token's largest logit and its
-    position need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real
-    logits as the stock layer does, in the autocast, grad and inference mode of the layer's call. Every later use, the
-    loss included, gets that one tensor, ``made``. The loss therefore sees in-place changes.
-
-    The weight, the bias and ``sequence_parallel`` are read when the layer is called. ``shared``: the weight was passed
-    to the layer. ``has_loss``: the loss was computed without logits.
+    Each token's largest logit and its position need no real logits either. In training a warning names the first use
+    that makes them. ``sequence_parallel`` is read when the layer is called. ``shared``: the weight was passed to the
+    layer.
     """
 
-    __array_priority__ = Tensor.__array_priority__
-    # For type checkers; __init__ sets them, and all other attributes.
+    # For type checkers.
     scale: float
+    sequence_parallel: bool
     stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
-    made: Tensor | None
+    _methods = (torch.max, torch.argmax)
 
     def __init__(
         self,
@@ -125,97 +91,26 @@ class LazyLogits:
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> None:
         used = layer.weight if weight is None else weight
-        named = {"hidden states": hidden, "weight": used, "bias": layer.bias}
-        operands = {name: tensor for name, tensor in named.items() if tensor is not None}
-        vars(self).update(  # faster than __setattr__
-            layer=layer,
-            hidden=hidden,
-            weight=used,
-            shared=weight is not None,
-            bias=layer.bias,
-            sequence_parallel=sequence_parallel,
-            stock_forward=stock_forward,
-            scale=1.0,
-            made=None,
-            has_loss=False,
-            grad_enabled=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            in_function=_in_function(),
-            autocast_dtype=_autocast_dtype(hidden),
-            needs_gradient=any([tensor.requires_grad for tensor in operands.values()]),
-            # Inference tensors have no version counter.
-            versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
-        )
+        more = {"shared": weight is not None, "sequence_parallel": sequence_parallel, "stock_forward": stock_forward}
+        self._capture(layer, hidden, used, layer.bias, False, scale=1.0, **more)
 
-    def __reduce_ex__(self, protocol):
-        """Pickling, as by Megatron's config logger, stores the real logits."""
-        return self.materialize("pickling").__reduce_ex__(protocol)
+    def _warn(self, use: str) -> None:
+        # stacklevel 6 names the caller's line: frames of this class and of compiler.disable lie between.
+        warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=6)
 
-    def __repr__(self) -> str:
-        return f"LazyLogits({list(self.shape)}, {self.dtype}, {self.device})"
+    def _make(self) -> Tensor:
+        before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
+        try:
+            keep_autograd_gradient(self.weight)
+            logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=False)
+            return logits if self.scale == 1.0 else logits * self.scale
+        finally:
+            self.layer.sequence_parallel = before
 
-    @torch.compiler.disable(reason="lazy logits are Python objects")
-    def materialize(self, use: str) -> Tensor:
-        """The real logits. The first ``use`` makes them; in training a warning names it.
+    def _bias_is_replaced(self) -> bool:
+        return self.layer.bias is not self.bias
 
-        Collectives: at the first use, as in the stock layer's forward.
-        """
-        self.check()
-        if self.made is None:
-            # stacklevel 5 names the caller's line: frames of this class and of compiler.disable lie between.
-            warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=5)
-            before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
-            try:
-                with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled), self.autocast():
-                    keep_autograd_gradient(self.weight)
-                    logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=False)
-                    self.made = logits if self.scale == 1.0 else logits * self.scale
-            finally:
-                self.layer.sequence_parallel = before
-        return self.made
-
-    def autocast(self) -> torch.autocast | nullcontext[None]:
-        """Autocast as it was when the output layer was called."""
-        kind, dtype = self.hidden.device.type, self.autocast_dtype
-        return nullcontext() if kind == "meta" else torch.autocast(kind, dtype, enabled=dtype is not None)
-
-    def check(self) -> None:
-        """Check that the logits can still be computed as in the layer's call, and get their gradient.
-
-        Raises:
-            RuntimeError: the real logits are not made yet, and the hidden states, the weight or the bias changed in
-                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses or returned the lazy
-                logits, so that their gradient would be lost.
-        """
-        if self.made is None:
-            changed = [name for name, tensor, version in self.versions if tensor._version != version]
-            if self.layer.bias is not self.bias:
-                changed.append("bias")
-            if changed:
-                raise RuntimeError(
-                    f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
-                    "called, and its logits, or their loss, are computed only now: change a copy"
-                )
-        inside = _in_function()
-        if inside and not self.in_function and self.requires_grad:
-            raise RuntimeError(_LOST.format("uses", "loses", "give it `logits[...]`"))
-        if self.in_function and not inside and torch.is_grad_enabled() and self.needs_gradient:
-            remedy = "let it return `logits[...]`, or checkpoint with use_reentrant=False"
-            raise RuntimeError(_LOST.format("returned", "has lost", remedy))
-
-    @property
-    def requires_grad(self) -> bool:
-        if self.made is not None:
-            return self.made.requires_grad
-        return self.grad_enabled and self.needs_gradient
-
-    def __len__(self) -> int:
-        return len(self._sized())
-
-    def _sized(self) -> Tensor:
-        """The real logits if they are made, else an expanded scalar of the same shape, dtype and device."""
-        if self.made is not None:
-            return self.made
+    def _empty(self) -> Tensor:
         sequence, *others = self.hidden.shape[:-1]
         parts = self.layer.tp_group.size() if self.sequence_parallel else 1
         dtype = getattr(self.layer, "output_dtype", None)  # from Megatron-core 0.20 on
@@ -259,56 +154,6 @@ class LazyLogits:
         """New lazy logits if ``factor`` is a number and the real logits are not made."""
         if self.made is not None or not isinstance(factor, numbers.Real):
             return self.materialize("multiplication") * factor
-        self.check()
-        product = object.__new__(LazyLogits)
-        grad_enabled = self.grad_enabled and torch.is_grad_enabled()
-        vars(product).update(vars(self), scale=self.scale * float(factor), grad_enabled=grad_enabled)
-        return product
+        return self._changed(scale=self.scale * float(factor))
 
     __rmul__ = __mul__
-
-    def __getattr__(self, name: str):
-        if name in _SIZES:
-            return getattr(self._sized(), name)
-        if not hasattr(Tensor, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if self.has_loss and self.made is None and name in _HOOKS:
-            raise RuntimeError(
-                f"parallel_lce: {name} comes after the loss, which was computed without logits: call it before"
-            )
-        return getattr(self.materialize(f"attribute {name!r}"), name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if hasattr(Tensor, name):
-            setattr(self.materialize(f"attribute {name!r}"), name, value)
-        else:
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        options = kwargs or {}
-        if function in (torch.max, torch.argmax) and args and isinstance(args[0], cls) and "out" not in options:
-            return getattr(args[0], function.__name__)(*args[1:], **options)
-        use = f"torch function {getattr(function, '__name__', function)!r}"
-        for value in tree_leaves((args, options)):
-            if isinstance(value, cls):
-                value.materialize(use)  # in this frame: the warning names its caller's line
-        args, options = tree_map_only(cls, lambda lazy: lazy.made, (args, options))
-        return function(*args, **options)
-
-
-def _special_method(name: str) -> Callable:
-    def call(self, *arguments, **options):
-        result = getattr(self.materialize(f"operator {name!r}"), name)(*arguments, **options)
-        # `logits *= 2` rebinds the name to the result. Returning self keeps all names on one tensor.
-        return self if name.startswith("__i") and result is self.made else result
-
-    return call
-
-
-# Python looks up special methods on the class, not through __getattr__.
-_COMPARISONS = {"__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
-_OTHERS = {*dir(Tensor)} - {*dir(object)} - {"__torch_function__", "__torch_dispatch__", "__setstate__"}
-for _name in (_COMPARISONS | _OTHERS) - {*vars(LazyLogits)}:
-    if _name.startswith("__") and callable(getattr(Tensor, _name)):
-        setattr(LazyLogits, _name, _special_method(_name))

@@ -1,0 +1,85 @@
+"""The fused statistics in TRL: ``patch()`` replaces what computes its fused language-model head. Only a call imports
+TRL."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from parallel_lce.call.checks import renamed
+from parallel_lce.functional import token_statistics
+
+_NAME = "_ChunkedLogProbFunction"
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class _LogProbs:
+    """In place of TRL's ``_ChunkedLogProbFunction``, which is ``own``."""
+
+    own: Any = None
+    logits_budget: int | None = None
+
+    @classmethod
+    def apply(
+        cls, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=_OUTPUTS
+    ) -> tuple[Tensor | None, ...]:
+        """The ``outputs``, and the log-probabilities in any case, in the order of ``_OUTPUTS``; None for the others.
+
+        ``hidden [N, D]``; ``weight [V, D]`` and ``bias [V]``, which are cast to its dtype; ids ``targets [N]``. Results
+        are ``[N]``, fp32 and bool. The first two have a gradient.
+        """
+        if unknown := {*outputs} - {*_OUTPUTS}:
+            raise ValueError(f"outputs must be among {_OUTPUTS}, got {sorted(unknown)}")
+        if hasattr(weight, "ds_id"):  # TRL gathers ZeRO-3's weight for this call, and again in its own backward
+            return cls.own.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+        own = dict(input="hidden", linear_weight="weight", target="targets", linear_bias="bias")
+        with renamed(**own):
+            found = token_statistics(
+                hidden,
+                weight.to(hidden.dtype),
+                targets,
+                linear_bias=bias if bias is None else bias.to(hidden.dtype),
+                logit_scale=logit_scale,
+                logit_softcap=softcap,
+                temperature=temperature,
+                logits_budget=cls.logits_budget,
+                expected_logit="entropy" in outputs,
+                sum_p_squared="log_sum_sq_probs" in outputs,
+                mean_logit="mean_logits" in outputs,
+                argmax="is_top1" in outputs,
+            )
+        squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log()
+        mean = None if found.mean_logit is None else found.mean_logit.detach()
+        top = None if found.argmax is None else found.argmax == targets
+        return found.target_log_prob, found.entropy, squares, mean, top
+
+
+def patch(*, logits_budget: int | None = None) -> None:
+    """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`.
+
+    It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers. One call
+    computes all ``outputs``, ``[N]`` each, in fp32. ``logits_budget`` is as in
+    :func:`parallel_lce.linear_cross_entropy`; a second call replaces it. With ZeRO-3, TRL's own function stays.
+
+    Collectives: none. TRL gathers a sharded weight before.
+
+    Raises:
+        ImportError: there is no TRL, or one without this head. ValueError: in a forward, as
+        :func:`parallel_lce.token_statistics`.
+    """
+    utils = importlib.import_module("trl.trainer.utils")
+    own = getattr(utils, _NAME, None)
+    if own is None:
+        raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no {_NAME}")
+    _LogProbs.own = _LogProbs.own if own is _LogProbs else own
+    _LogProbs.logits_budget = logits_budget
+    setattr(utils, _NAME, _LogProbs)
+
+
+def unpatch() -> None:
+    """Undoes :func:`patch`, if it was called."""
+    utils = importlib.import_module("trl.trainer.utils")
+    if getattr(utils, _NAME, None) is _LogProbs:
+        setattr(utils, _NAME, _LogProbs.own)

@@ -1,0 +1,106 @@
+"""What parallel_lce.transformers and parallel_lce.trl use of transformers 5 and TRL 1.16, of the same contract."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+
+def ForCausalLMLoss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    logits = logits.float().view(-1, vocab_size)
+    loss = nn.functional.cross_entropy(logits, shift_labels.view(-1), ignore_index=ignore_index, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def cross_entropy(logits, labels, vocab_size):
+    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+class Output(OrderedDict):
+    def __getattr__(self, name: str):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class CausalLM(nn.Module):
+    def __init__(self, V: int, D: int, bias=False, tied=False, cap=None, scale=None) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"embed": nn.Embedding(V, D), "norm": nn.Linear(D, D)})
+        self.lm_head = nn.Linear(D, V, bias=bias)
+        if tied:
+            self.lm_head.weight = self.model["embed"].weight
+        self.own_loss = False
+        self.cap, self.scale, self.plus, self._loss_function = cap, scale, None, ForCausalLMLoss
+
+    @property
+    def loss_function(self):
+        return self._loss_function
+
+    @loss_function.setter
+    def loss_function(self, value) -> None:
+        self._loss_function = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids, labels=None, return_dict=True, **kwargs):
+        logits = self.lm_head(torch.tanh(self.model["norm"](self.model["embed"](input_ids))))
+        if self.plus is not None:
+            logits = logits + self.plus
+        if self.scale is not None:
+            logits = logits * self.scale
+        if self.cap is not None:
+            logits = torch.tanh(logits.float().contiguous() / self.cap) * self.cap
+        vocabulary = self.lm_head.out_features
+        loss_function = cross_entropy if self.own_loss else self.loss_function
+        loss = None if labels is None else loss_function(logits, labels, vocabulary, **kwargs)
+        return Output(loss=loss, logits=logits) if return_dict else (loss, logits)[loss is None :]
+
+
+class ColwiseGatherOutput:
+    """transformers' style of this name, on the layer alone."""
+
+    def install_forward(self, module: nn.Module, mesh) -> None:
+        for name, parameter in [*module.named_parameters()]:
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)])))
+        original_forward = module.forward
+
+        def tp_forward(hidden):
+            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+            return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = tp_forward
+
+
+class _ChunkedLogProbFunction:
+    """With logits."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
+        z = nn.functional.linear(hidden, weight, bias).float() * logit_scale
+        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+        log_p = z.log_softmax(-1)
+        p, picked = log_p.exp(), log_p.gather(-1, targets[:, None]).squeeze(-1)
+        entropy, squares = -(p * log_p).sum(-1), p.square().sum(-1).log().detach()
+        found = {"entropy": entropy, "log_sum_sq_probs": squares, "mean_logits": z.mean(-1).detach()}
+        found["is_top1"] = z.argmax(-1) == targets
+        return picked, *(value if name in outputs else None for name, value in found.items())
+
+
+def installed_trl():
+    """A context in which ``trl.trainer.utils`` is the stand-in."""
+    modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils")}
+    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = _ChunkedLogProbFunction
+    return mock.patch.dict(sys.modules, modules)

@@ -134,32 +134,18 @@ def _engine(place: str, kind: str, **attributes):
 def _megatron_engine(model, batch, ids, labels):
     config = dict(use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False)
     of_model = dict(hf_config=SimpleNamespace(architectures=["Qwen2ForCausalLM"]), mtp=SimpleNamespace(enable=False))
-    engine = _engine(
-        "megatron",
-        "MegatronEngineWithLMHead",
-        engine_config=SimpleNamespace(**config),
-        model_config=SimpleNamespace(**of_model, tokenizer=SimpleNamespace(pad_token_id=0)),
-        enable_routing_replay=False,
-        is_value_model=False,
-        module=[model],
-    )
+    more = dict(enable_routing_replay=False, is_value_model=False, module=[model])
+    more["model_config"] = SimpleNamespace(**of_model, tokenizer=SimpleNamespace(pad_token_id=0))
+    engine = _engine("megatron", "MegatronEngineWithLMHead", engine_config=SimpleNamespace(**config), **more)
     engine._maybe_enable_fused_kernels()
     found, finish = engine.forward_step(iter([batch]), model, None, lambda output, data, **named: data)
     return found, finish(found)
 
 
 def _fsdp_engine(model, batch, ids, labels):
-    engine = _engine(
-        "fsdp",
-        "FSDPEngineWithLMHead",
-        model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}),
-        pad_to_length=True,
-        pad_to_length_bucket=8,
-        use_ulysses_sp=False,
-        _autocast_dtype=torch.float32,
-        get_data_parallel_group=lambda: None,
-        module=model,
-    )
+    more = dict(pad_to_length=True, pad_to_length_bucket=8, use_ulysses_sp=False, _autocast_dtype=torch.float32)
+    more |= dict(model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}), module=model)
+    engine = _engine("fsdp", "FSDPEngineWithLMHead", get_data_parallel_group=lambda: None, **more)
     loss = mock.Mock(return_value=(torch.zeros(()), {}))
     engine.forward_step(batch, loss, False)
     return loss.call_args.kwargs["model_output"], loss.call_args.kwargs["data"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -26,67 +27,48 @@ OTHERS = (
     "orjson==3.13.0", "peft==0.21.2", "psutil==7.2.2", "pyvers==0.2.3", "regex", "tensordict==0.10.0",
     "tokenizers==0.22.2", "torchdata==0.11.0", "transformers==5.9.0", "typer==0.29.2",
 )  # fmt: skip
-# Innermost where it is a parameter, so that it changes last: processes of another release are started anew.
-RELEASES = ["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)]
+MODULES = (
+    "models/transformers/dense_common", "models/mcore/model_forward_fused", "workers/engine/megatron/transformer_impl",
+    "workers/engine/fsdp/transformer_impl", "utils/tensordict_utils", "utils/kernel/linear_cross_entropy",
+    "utils/torch_functional", "__init__", "../tensordict",
+)  # fmt: skip
 
 
-@pytest.fixture(params=["cpu"])
-def device(request) -> str:
-    """verl's engines are made to run on CPUs here."""
-    return request.param
+@pytest.fixture(scope="module")
+def standin(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("verl")
+    for module in MODULES:
+        path = folder / "verl" / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tests" / "verl_standin.py", path)
+    return str(folder)
 
 
-def folder() -> str:
-    return str(folder_of("verl", RELEASE, others=OTHERS))
-
-
-def _run(worlds, ranks: int, release: str, body, *arguments) -> None:
-    worlds(ranks, None if release == "stand-in" else folder()).run(body, *arguments)
-
-
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (4, False), (4, True))]
-SEQUENCE_PARALLEL = [(2, False), (2, True), *SLOW]
-
-
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
-@pytest.mark.parametrize("trainer", ["slime", "skyrl"])
-def test_what_trainers_call(trainer, ranks, sequence_parallel, worlds):
-    _run(worlds, ranks, "stand-in", verl_bodies.ends, "stand-in", trainer, sequence_parallel)
-
-
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
-@pytest.mark.parametrize("trainer", ["verl", "verl hook", "tied verl"])
-@pytest.mark.parametrize("release", RELEASES)
-def test_what_verl_calls(release, trainer, ranks, sequence_parallel, worlds):
-    _run(worlds, ranks, release, verl_bodies.ends, release, trainer, sequence_parallel)
-
-
-def test_where_the_kernel_sums(worlds):
-    _run(worlds, 2, "stand-in", verl_bodies.mapped)
+@pytest.fixture(scope="module", params=["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)])
+def verl(request, standin) -> str:
+    """A folder to import verl from."""
+    return standin if request.param == "stand-in" else str(folder_of("verl", RELEASE, others=OTHERS))
 
 
 WANTED = ["", "temperature", "sums", "temperature, sums"]
+CASES = [(calls, "") for calls in verl_bodies.CALLS if "engine" not in calls] + [("engine", each) for each in WANTED]
+CASES = [(*case, *on) for case in CASES for on in ((2, False), (2, True), (1, False), (4, False), (4, True))]
+CASES += [("fsdp engine", wanted, ranks, False) for wanted in WANTED for ranks in (2, 1)]
+CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case[2] != 2)) for case in CASES]
 
 
-@pytest.mark.parametrize("wanted", WANTED)
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), SEQUENCE_PARALLEL)
-@pytest.mark.parametrize("release", RELEASES)
-def test_its_megatron_engine(release, ranks, sequence_parallel, wanted, worlds):
-    _run(worlds, ranks, release, verl_bodies.megatron_engine, release, sequence_parallel, wanted)
+@pytest.mark.parametrize(("calls", "wanted", "ranks", "sequence_parallel"), CASES)
+@pytest.mark.parametrize("device", ["cpu"])  # verl's engines are made to run on CPUs here
+def test_what_trainers_call(calls, wanted, ranks, sequence_parallel, verl, worlds):
+    worlds(ranks, verl).run(verl_bodies.check, calls, sequence_parallel, wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_its_megatron_engine_on_megatrons_hook(sequence_parallel, worlds):
-    path = os.pathsep.join([megatron_models.path_of("0.18.2"), folder()])
-    worlds(2, path).run(verl_bodies.hooked_engine, RELEASE, sequence_parallel, WANTED[-1])
-
-
-@pytest.mark.parametrize("wanted", WANTED)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("release", RELEASES)
-def test_its_fsdp_engine(release, ranks, wanted, worlds):
-    _run(worlds, ranks, release, verl_bodies.fsdp_engine, release, wanted)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_verls_engine_on_megatrons_hook(sequence_parallel, worlds):
+    path = os.pathsep.join([megatron_models.path_of("0.18.2"), str(folder_of("verl", RELEASE, others=OTHERS))])
+    worlds(2, path).run(verl_bodies.check, "hooked engine", sequence_parallel, WANTED[-1])
 
 
 PAGE = (ROOT / "docs" / "rl.md").read_text()
@@ -108,26 +90,25 @@ assert kernel.linear_cross_entropy is not theirs
 
 
 def _python(code: str, *path: Path | str, **environment: str) -> None:
-    search = ":".join(map(str, [ROOT, *path]))
-    done = ran(sys.executable, "-c", code, env={"PYTHONPATH": search, **environment})
+    done = ran(sys.executable, "-c", code, env={"PYTHONPATH": ":".join(map(str, [ROOT, *path])), **environment})
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_line_of_the_page():
+def test_the_line_of_the_page(standin):
     before, after = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     name, value = re.match(r"(\w+)=(\S+) ", after).groups()
     assert after == f"{name}={value} {before}"
-    _python(IMPORT, verl_bodies.STANDIN, **{name: value})
+    _python(IMPORT, standin, **{name: value})
 
 
-def test_the_entry_point(tmp_path):
+def test_the_entry_point(tmp_path, standin):
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     information = tmp_path / "parallel_lce-0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: parallel-lce\nVersion: 0\n")
     lines = [f"{name} = {value}" for name, value in groups["verl.plugins"].items()]
     (information / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines]))
-    _python(IMPORT, tmp_path, verl_bodies.STANDIN)
+    _python(IMPORT, tmp_path, standin)
 
 
 def test_the_python_of_the_page_and_nothing_else_imports_a_trainer():

@@ -103,9 +103,9 @@ def test_the_line_of_the_page(standin):
 
 def test_the_entry_point(tmp_path, standin):
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    information = tmp_path / "parallel_lce-0.dist-info"
+    information = tmp_path / "a_plugin-0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: parallel-lce\nVersion: 0\n")
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: a-plugin\nVersion: 0\n")
     lines = [f"{name} = {value}" for name, value in groups["verl.plugins"].items()]
     (information / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines]))
     _python(IMPORT, tmp_path, standin)

@@ -47,12 +47,11 @@ class LinearCrossEntropyParallel(ParallelStyle):
         layout = self.input_layouts
 
         def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            hidden, *rest = args or (kwargs.get("input"),)
+            hidden = args[0] if args else kwargs.get("input")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)
-            if args or hidden is None:
-                return (hidden, *rest) if args else args, kwargs
-            return args, kwargs | {"input": hidden}
+                args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})
+            return args, kwargs
 
         def local(module: nn.Module, args: tuple, loss: Any) -> Any:
             return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -121,9 +121,10 @@ def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
 
 
 def test_importing_the_package_imports_no_backend_of_kernels():
-    """Nor Triton, if torch itself does not."""
+    """Nor Triton and DTensors, if torch itself does not."""
     code = (
-        "import torch, sys; before = 'triton' in sys.modules; import parallel_lce;"
-        "assert 'parallel_lce.backends.triton' not in sys.modules and ('triton' in sys.modules) == before"
+        "import torch, sys; slow = {'triton', 'torch.distributed.tensor'}; before = slow & {*sys.modules};"
+        "import parallel_lce;"
+        "assert 'parallel_lce.backends.triton' not in sys.modules and slow & {*sys.modules} == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

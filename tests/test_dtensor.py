@@ -19,7 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 import parallel_lce
 from cases import normal
 from on_ranks import on_ranks
+from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
+from parallel_lce.run.arrangement import arranged
 from tools import debug_mode
 from world import mesh_of
 
@@ -265,6 +267,9 @@ def test_batch_first_sequence_parallelism(member):
         first = function(part, weight, **per_token, sequence_dim=1, **options)
         return first, function(turned, weight, **{n: t.transpose(0, 1) for n, t in per_token.items()}, **options)
 
+    asked = Options("linear_cross_entropy", reduction="mean", sequence_parallel=True, sequence_dim=1)
+    _, plain, *_ = arranged(asked, Tensors(part, weight, target), member.group)
+    assert plain.input is part  # neither copied nor transposed
     per_token = dict(target=target, token_weight=weights, temperature=weights + 1)
     losses, others = both(parallel_lce.linear_cross_entropy, per_token, reduction="none")
     (losses * upstream(losses)).sum().backward()

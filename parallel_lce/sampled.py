@@ -285,10 +285,7 @@ class _SharedSamples:
             gradient = gradient.to(dtype)
             if reduction is not None:
                 local = reduction.open_block(block)
-                if unscale is None:
-                    accumulate_nt(local, gradient, self.rows.t(), overwrite=True)
-                else:
-                    local.copy_(matmul_nt(gradient, self.rows.t()).mul_(unscale))
+                accumulate_nt(local, gradient, self.rows.t(), overwrite=True, factor=unscale)
                 reduction.start(block, local)
             accumulate_nt(drows, gradient.t(), x.t(), overwrite=False)
         if unscale is not None:

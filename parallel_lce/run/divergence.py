@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
+from parallel_lce.backends.gemm import accumulate_nt, put
 from parallel_lce.backends.interface import LogitsGradient, Pair, power_of_two_near
 from parallel_lce.backends.torch_logits import aligned
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
@@ -165,23 +165,17 @@ class _StudentGradients(GradientSums):
         real = self.projection.real_rows
         if self.reduction is not None:
             dx = self.reduction.open_block(block)
-            self._product(dx, gradient, self.projection.weight[:real].t(), True)
+            accumulate_nt(dx, gradient, self.projection.weight[:real].t(), overwrite=True, factor=self._unscale)
             self.reduction.start(block, dx)
         if self.dweight is not None:
             total, empty = self.dweight.open(0, real, whole=True)
-            self._product(total, gradient.t(), x.t(), empty)
+            accumulate_nt(total, gradient.t(), x.t(), overwrite=empty, factor=self._unscale)
             self.dweight.close(0, real, total)
         if self.dbias is not None:
             total, empty = self.dbias.open(0, real, whole=True)
             column_sum = gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32))
             put(total, column_sum if self._unscale is None else column_sum.mul_(self._unscale), empty)
             self.dbias.close(0, real, total)
-
-    def _product(self, total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
-        if self._unscale is None:
-            accumulate_nt(total, a, b, overwrite=overwrite)
-        else:
-            put(total, matmul_nt(a, b).mul_(self._unscale), overwrite)
 
 
 def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -41,20 +41,24 @@ from parallel_lce.kernels.arithmetic import (
     scaled,
     softcapped,
 )
+from parallel_lce.kernels.draws import Draw, store_draw
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import Tile, addressable, blocks_per_launch, descriptor, num_sms, tile_of
 
 
 class ForwardEpilogue(NamedTuple):
-    """Stores partials ``[windows, R]`` of each tile and, on request, its logits."""
+    """Stores partials ``[windows, R]`` of each tile and, on request, its logits; or finds sampled entries."""
 
-    partials: PartialColumns
+    # None with a ``draw``.
+    partials: PartialColumns | None
     # [R] fp32. None: exponentials are relative to each window's maximum.
     softmax_shift: torch.Tensor | None
     # [R, V] fp32, an output, and its row stride. None: logits are not stored.
     logits: torch.Tensor | None = None
     logits_stride: int = 0
+    # Nothing else is stored.
+    draw: Draw | None = None
 
 
 class BackwardEpilogue(NamedTuple):
@@ -128,6 +132,9 @@ def finish_tile(
         z = softcapped(z, caps)
     if GRADIENT:
         return _gradient(z, row_values, epilogue, caps)
+    elif epilogue.draw is not None:
+        store_draw(z, position, epilogue.draw, MASKED)
+        return z
     else:
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]

@@ -209,7 +209,8 @@ def top_k_divergence(
     with _naming("student", selected="teacher_ids"):
         asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
         asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
-    student_hidden, student_weight, target, student_bias, *_, teacher_ids, _ = given
+    student_hidden, student_weight, target, student_bias, *_ = given
+    teacher_ids = given.selected
     if arrangement is not None:
         teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)

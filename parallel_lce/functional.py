@@ -209,6 +209,7 @@ def token_statistics(
     sum_p_squared: bool = False,
     selected: Tensor | tuple[Tensor, Tensor] | None = None,
     top_k: int | None = None,
+    sample_seed: int | None = None,
     mask: Tensor | None = None,
     counted_tokens: int | None = None,
     gradient_filter: float | None = None,
@@ -232,6 +233,12 @@ def token_statistics(
             begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
+        sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
+            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.call.draws`). The id
+            depends on the seed and on the token's position in ``[...]``. Up to the rounding of logits it does not
+            depend on the number of ranks, the shards, the budget or the backend. Equal seeds draw equal ids: training
+            steps, and ranks with other tokens, need seeds of their own. The Triton backend projects again only the
+            windows of 256 entries that have a sampled id; the torch backend projects all entries a second time.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
@@ -247,7 +254,7 @@ def token_statistics(
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
     elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
-    for ``top_k``.
+    for ``top_k``. For ``sample_seed`` an all-reduce of N int64 follows.
     """
     if unknown:
         refuse_unknown(token_statistics, unknown, process_group)
@@ -272,6 +279,7 @@ def token_statistics(
         argmax=bool(argmax),
         sum_p_squared=bool(sum_p_squared),
         top_k=top_k,
+        sample_seed=sample_seed,
     )
     options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:

@@ -120,6 +120,7 @@ def call(tokens, entries, depth, saved, everything, dtype):
     for selected in (ids, sets):
         parallel_lce.selected_log_probs(*given, selected, **options).sum().backward()
     plain = False
+    parallel_lce.token_statistics(*given, None, logits_budget=budget, sample_seed=0, **options)
     for beta in (0.0, 0.5, 1.0):
         divergence(*given, *(v.detach() for v in given), beta=beta).backward()
 
@@ -138,6 +139,7 @@ def small(tokens: int, every_option: bool, group: dist.ProcessGroup | None) -> N
     parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.1 * every_option, tp_group=group).sum().backward()
     sets = target.repeat(3), torch.arange(tokens + 1) * 3
     parallel_lce.selected_log_probs(x, weight, sets, process_group=group).sum().backward()
+    parallel_lce.token_statistics(x, weight, None, sample_seed=0, process_group=group)
 
 
 for arguments in CALLS[2:4] if FEW else CALLS:

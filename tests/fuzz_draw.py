@@ -119,6 +119,11 @@ class Configuration:
         return int(splits and self.shape[1] % self.ranks == 0 and self.values % 2)
 
     @property
+    def sample_seed(self) -> int | None:
+        """For a third of the calls for statistics."""
+        return self.values if self.kind == "statistics" and self.values % 3 == 0 else None
+
+    @property
     def N(self) -> int:
         return math.prod(self.shape)
 

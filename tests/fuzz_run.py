@@ -107,7 +107,8 @@ def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     """Values of the functions' arguments but tensors."""
     wide = accumulation_dtype(DTYPES[c.computed])
     group = member.group if c.ranks > 1 or c.group_given else None
-    numbers = {name: getattr(c, name) for name in ("ignore_index", "label_smoothing", "z_loss", "beta", "top_k")}
+    names = "ignore_index", "label_smoothing", "z_loss", "beta", "top_k", "sample_seed"
+    numbers = {name: getattr(c, name) for name in names}
     numbers |= {"temperature": c.temperature, "logit_scale": c.scale, "logit_softcap": c.softcap}
     numbers |= {"logits_budget": c.budget, "counted_tokens": whole.counted}
     numbers["vocab_start"] = c.shards[member.rank][0] if c.starts_given else None

@@ -297,7 +297,7 @@ def test_statistics_and_selected_entries(member, split):
     ids = ids.remainder(41)
     given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
     x, weight, target, bias = (given[n] for n in ("input", "linear_weight", "target", "linear_bias"))
-    asked = dict(expected_logit=True, argmax=True, top_k=2, selected=ids)
+    asked = dict(expected_logit=True, argmax=True, top_k=2, selected=ids, sample_seed=5)
     found = parallel_lce.token_statistics(x, weight, target, linear_bias=bias, **asked)
     leaf = whole["input"].detach().clone().requires_grad_()
     want = parallel_lce.token_statistics(

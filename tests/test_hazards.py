@@ -378,7 +378,8 @@ def _with_nan(member: Member, backend: str, where: str) -> None:
     def results(hidden: Tensor, whole: Tensor) -> dict[str, Tensor]:
         leaf = hidden.requires_grad_()
         with windows(backend):
-            found = fields(statistics(leaf, whole[shard], target, top_k=4, selected=target[:, None], **options))
+            asked = dict(top_k=4, selected=target[:, None], sample_seed=3)
+            found = fields(statistics(leaf, whole[shard], target, **asked, **options))
             losses = linear_cross_entropy(leaf, whole[shard], target, reduction="none", **options)
             return found | {"loss": losses, "dx": torch.autograd.grad(losses.sum(), leaf)[0]}
 

@@ -245,6 +245,8 @@ class ForwardTask(NamedTuple):
     keep_windows: bool = False
     # Selected entries, and memory for their logits.
     selected: SelectedLogits | None = None
+    # A list to which the backend adds what its ``sampled_ids`` needs of the windows; None: nothing is sampled.
+    windows: list[Any] | None = None
 
 
 class BackwardTask(NamedTuple):

@@ -37,6 +37,7 @@ from parallel_lce.backends.torch_logits import (
     divergence,
     logits_gradient,
     logits_partial,
+    sampled_ids,
     selected_hidden_gradient,
     selected_logits,
     selected_weight_gradient,
@@ -106,7 +107,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """A block's partial over the shard, ``[C, R]``, and the tensors that it saves: the exponentials of its first
     vocabulary rows."""
-    projection, given, target, columns, save, buffer, out, _, selected = task
+    projection, given, target, columns, save, buffer, out, _, selected, _ = task
     rows, dtype, save = given.shape[0], projection.dtype, min(save, projection.real_rows)
     partial = empty_partial(columns, rows, dtype, given.device, out)
     if rows == 0 or projection.real_rows == 0:

@@ -30,6 +30,8 @@ from parallel_lce.core.partials import (
 _BYTES = 32 << 20
 # Tokens and entries of a tile of logits in top_k.
 _TOP_K_TILE = 2048, 8192
+# Tokens and entries of a tile of logits in sampled_ids.
+_SAMPLED_TILE = 1024, 4096
 # Bytes of the fp32 copy of a range of rows. Torch computes in such ranges, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
 # Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
@@ -156,6 +158,37 @@ def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     bits = keys >> 32
     bits = (bits ^ (bits >> 63 & 0x7FFFFFFF)).int()
     return bits.view(torch.float32), NOBODY - (keys & 0xFFFFFFFF)
+
+
+def sampled_ids(
+    projection: Projection, x: Tensor, windows: list[Any], partial: Tensor, place: Tensor, owned: Tensor | None
+) -> Tensor:
+    """The id ``[R]`` int64, in the whole vocabulary, at each token's ``place [R]`` fp64 in (0, 1), in units of the
+    shard's sum of exponentials (:mod:`parallel_lce.call.draws`). Any id for a token that is not ``owned [R]``.
+
+    ``windows``: from the block's forward. ``partial [2, R]``: the shard's maxima and sums. This function ignores the
+    windows, and projects again, one tile of logits at a time.
+    """
+    ids = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    height, width = _SAMPLED_TILE
+    for a in range(0, len(x), height):
+        rows = slice(a, a + height)
+        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
+        maximum = partial[MAX, rows].masked_fill(partial[MAX, rows] == -torch.inf, 0.0).unsqueeze(1)
+        wanted = (place[rows] * partial[SUM_EXP, rows].double()).unsqueeze(1)
+        before, found = torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        for first in range(0, projection.real_rows, width):
+            window = slice(first, min(first + width, projection.real_rows))
+            weight = operand(projection.weight[window])
+            z = logits(of_rows, x_rows, weight, window, maximum.new_empty(len(weight), len(x_rows))).t()
+            ends = before + (z - maximum).exp_().double().cumsum(1)
+            last = ends[:, -1:]
+            # The sums of a forward and of this function may differ by a rounding. A place behind the last entry belongs
+            # to the last entry whose exponential is not 0.
+            here = torch.where(last > wanted, ends <= wanted, ends < last).sum(1, keepdim=True)
+            ids[rows] = torch.where(found | (last == before), ids[rows, None], here + first).squeeze(1)
+            found, before = found | (last > wanted), last
+    return ids + projection.start
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:

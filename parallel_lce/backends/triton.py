@@ -35,6 +35,7 @@ from parallel_lce.core.partials import TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.dense_logits import divergence as divergence_of
+from parallel_lce.kernels.draws import Draw, find_windows, joined, list_tiles
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
@@ -124,7 +125,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
     exponentials are saved, too, if a filtered backward could recompute fewer windows. fp16 has no softmax shift: its
     exponentials are relative to each window's maximum."""
-    projection, x, target, columns, save, buffer, out, keep_windows, selected = task
+    projection, x, target, columns, save, buffer, out, keep_windows, selected, kept = task
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, out), ()
@@ -170,10 +171,34 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             entries=real,
             start=projection.start,
         )
+        if kept is not None:
+            kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
         if stored is not None or keep_windows:
             saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None)
         del windows  # before the next ones are allocated
     return partial, saved
+
+
+def sampled_ids(
+    projection: Projection,
+    x: Tensor,
+    windows: list[WindowPartials],
+    partial: Tensor,
+    place: Tensor,
+    owned: Tensor | None,
+) -> Tensor:
+    """As :func:`parallel_lce.backends.torch_logits.sampled_ids`. Projects again only the windows with a place."""
+    rows, real = x.shape[0], projection.real_rows
+    ids = place.new_zeros(rows, dtype=torch.int64)
+    if rows == 0 or real == 0:
+        return ids
+    window, within = find_windows(joined(windows), partial, place, owned)
+    window, order = window.sort(stable=True)
+    product = product_of(projection.of_rows(order), x.index_select(0, order), 0, real)
+    listed = list_tiles(window, product.row_blocks, product.tile.rows, product.windows)
+    draw = Draw(window, order, within, ids, projection.start)
+    product.launch(None, ForwardEpilogue(None, None, draw=draw), listed)
+    return ids
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:

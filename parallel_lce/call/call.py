@@ -49,6 +49,8 @@ class Call:
     token_cap: Tensor | None = None
     token_weight: Tensor | None = None
     selected: Selected | None = None
+    # [N] fp64 in (0, 1): the call samples an id for each token.
+    uniform: Tensor | None = None
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
 

@@ -21,6 +21,7 @@ from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_tensors
+from parallel_lce.call.draws import uniforms
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
@@ -186,7 +187,7 @@ def _planned(
 
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets = tensors
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, uniform = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
@@ -201,6 +202,8 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         scale = (1.0 if scale is None else scale) / temperature
         cap = known.options.logit_softcap
         softcap = cap if cap is None else cap / temperature
+    if uniform is None and known.options.sample_seed is not None:
+        uniform = uniforms(known.options.sample_seed, torch.arange(known.shape.numel(), device=hidden.device))
     call = known.replaced(
         layout=layout,
         target=target,
@@ -208,6 +211,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         selected=None if ids is None else Selected.of(ids, offsets, known.shape.numel()),
+        uniform=uniform if uniform is None else uniform.flatten(),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)

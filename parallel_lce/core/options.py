@@ -57,6 +57,7 @@ class Options(NamedTuple):
     argmax: bool = False
     sum_p_squared: bool = False
     top_k: int | None = None
+    sample_seed: int | None = None
 
     @classmethod
     def of(cls, function: str, given: Mapping[str, Any]) -> Options:
@@ -89,6 +90,8 @@ class Tensors(NamedTuple):
     # [..., K], or [E] with offsets [N + 1]
     selected: Any = None
     selected_offsets: Tensor | None = None
+    # [...] fp64 in (0, 1), from the sample seed; None: made from it when the call is prepared.
+    uniform: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name."""
@@ -207,6 +210,11 @@ _RULES = cast(Any, Options)(
     argmax=_FLAG,
     sum_p_squared=_FLAG,
     top_k=_Rule(as_number, lambda k: k is None or (is_count(k) and k >= 1), "None or a number of entries >= 1"),
+    sample_seed=_Rule(
+        as_number,
+        lambda seed: seed is None or (is_count(seed) and 0 <= seed < 2**63),
+        "None or an integer >= 0 and < 2^63",
+    ),
 )
 
 

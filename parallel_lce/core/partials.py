@@ -106,6 +106,8 @@ class Merged(NamedTuple):
     selected: Tensor | None = None
     # The K largest logits [N, K] and their ids [N, K] int64
     top: tuple[Tensor, Tensor] | None = None
+    # [N] int64, the sampled ids
+    sampled: Tensor | None = None
 
 
 class Coefficients(NamedTuple):

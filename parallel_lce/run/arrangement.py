@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call.checks import as_group, is_dtensor, refuse
+from parallel_lce.call.draws import uniforms
 from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -105,7 +106,8 @@ class Arrangement:
             for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
         }
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
-        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
+        uniform = None if self.options.sample_seed is None else self._uniform()
+        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, uniform=uniform, **others)
 
     # --- the placements ---
 
@@ -274,6 +276,21 @@ class Arrangement:
             )
         parts = value.unflatten(1, (self.parts, part)).transpose(0, 1)
         return parts.reshape(self.parts * batch, *parts.shape[2:])
+
+    def _uniform(self) -> Tensor | None:
+        """The uniform numbers of the call's tokens, by their positions among the user's; None: these are the same."""
+        seed = as_number(self.options.sample_seed)
+        check_option("sample_seed", seed)
+        if self.parts == 1 and not self._gives_dtensors:
+            return None
+        batch, part, *rest = self._part if self.parts > 1 else (0, 0)
+        shape = self._input.shape[:-1] if self._gives_dtensors else torch.Size((batch, self.parts * part, *rest))
+        positions = torch.arange(shape.numel(), device=self._input.device).view(shape)
+        if self._gives_dtensors:
+            from torch.distributed.tensor import Replicate
+
+            positions = self._placed(positions, [Replicate()] * self.mesh.ndim, shape)
+        return uniforms(seed, self.per_token("positions", positions))
 
     # --- results ---
 

@@ -173,7 +173,7 @@ def _(*arguments):
     shapes = {"vocab_size": (), "top_logits": (tokens, options.top_k), "top_ids": (tokens, options.top_k)}
     if ids is not None:
         shapes["selected_log_prob"] = (tokens, ids.shape[-1]) if tensors.selected_offsets is None else ids.shape
-    dtypes: dict[str, torch.dtype] = dict.fromkeys(("vocab_size", "argmax", "top_ids"), torch.int64)
+    dtypes: dict[str, torch.dtype] = dict.fromkeys(("vocab_size", "argmax", "top_ids", "sampled_id"), torch.int64)
     names = present(options, tensors)
     return [hidden.new_empty(shapes.get(n, (tokens,)), dtype=dtypes.get(n, dtype)) for n in names], handle
 

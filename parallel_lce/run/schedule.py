@@ -30,6 +30,7 @@ from parallel_lce.backends.interface import (
     recovers_logits,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
+from parallel_lce.call.draws import Draws
 from parallel_lce.call.selection import BesidePartials, Selected
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
@@ -79,7 +80,7 @@ def forward(
     plan saves them, and the backend's saved tensors of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
-    one all-gather of the partials.
+    one all-gather of the partials; then, if ids are sampled, one all-reduce of N int64.
     """
     layout, blocks, backend = call.layout, call.plan.forward_blocks, call.backend
     # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
@@ -94,6 +95,7 @@ def forward(
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
         if beside is not None:
             beside.begin(partials.extra)
+        draws = None if call.uniform is None else Draws(call.uniform, backend, layout)
         gathered: Tensor | None = None
         saved: Saved | tuple[()] = ()
         gathers = Gathers(hidden, blocks, layout)
@@ -110,6 +112,7 @@ def forward(
                 out=out,
                 keep_windows=keep_windows,
                 selected=beside and beside.selected_of(block),
+                windows=draws and draws.keep(block, of_block, x),
             )
             partial, of_this = backend.block_forward(task)
             saved = saved or of_this
@@ -127,6 +130,8 @@ def forward(
             merged = Merged(*partials.finish(backend.merge_ranks))
         if beside is not None:
             merged = Merged(*merged[:2], *beside.merged(partials.extras))
+        if draws is not None:
+            merged = merged._replace(sampled=draws.ids(partials))
         return merged, gathered, saved
 
 

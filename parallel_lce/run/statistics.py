@@ -39,7 +39,8 @@ class TokenStatistics:
     on have no gradient.
     """
 
-    # metadata["column"] names a column of the partial, or "target", "selected" or "top". Without it the field is None.
+    # metadata["column"] names a column of the partial, or "target", "selected", "top" or "sampled". Without it the
+    # field is None.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
@@ -67,6 +68,9 @@ class TokenStatistics:
     top_logits: Tensor | None = field(metadata={"column": "top"})
     # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
     top_ids: Tensor | None = field(metadata={"column": "top"})
+    # int64 global id, drawn from the softmax; -1 if a logit of the token is NaN or infinite, if all are -inf, or if the
+    # shards are no partition.
+    sampled_id: Tensor | None = field(metadata={"column": "sampled"})
     # V, 0-dimensional int64.
     vocab_size: Tensor
 
@@ -103,13 +107,14 @@ class Residuals(NamedTuple):
 def present(options: Options, tensors: Tensors) -> list[str]:
     """The fields of :class:`TokenStatistics` that are not None."""
     asked = {"target": tensors.target is not None, "selected": tensors.selected is not None, "top": bool(options.top_k)}
+    asked["sampled"] = options.sample_seed is not None
     columns = {*options.columns.requested, *(name for name, there in asked.items() if there), None}
     return [name for name, column in zip(NAMES, _COLUMNS) if column in columns]
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:
     """The statistics in the order of ``NAMES``, and the residuals of their backward."""
-    partial, vocab_size, selected_logits, top = merged
+    partial, vocab_size, selected_logits, top, sampled = merged
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
     values = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
@@ -119,6 +124,8 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
         nowhere = partial[MAX].isnan().unsqueeze(1)
         values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
         values["top_ids"] = top[1].masked_fill(nowhere, -1)
+    if sampled is not None:
+        values["sampled_id"] = sampled.where(values["lse"].isfinite(), -1)
     return [values[name] for name in NAMES], Residuals(vocab_size=vocab_size, selected_logits=selected_logits)
 
 

@@ -1,0 +1,168 @@
+"""The id at a token's place on the line of its exponentials: first its window, then the entry in that window.
+
+See :mod:`parallel_lce.call.draws`. A forward's window partials tell the window. One tile of logits per window and row
+block is then formed again, for tokens that are sorted by their windows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
+from parallel_lce.kernels.partials import WindowPartials
+from parallel_lce.kernels.relaunch import Relaunched
+
+# Tokens per program, and windows per step.
+_ROWS, _WINDOWS = 16, 128
+# Tokens per step of the only program that lists tiles.
+_LISTED = tl.constexpr(4096)
+
+
+class Draw(NamedTuple):
+    """Tokens sorted by the window in which their place lies."""
+
+    # [R] int32; the number of windows for a token whose place lies in none
+    window: torch.Tensor
+    # [R] int64, the number of each sorted token before it was sorted. The other tensors are not sorted.
+    order: torch.Tensor
+    # [R] fp32, in units of the window's sum of exponentials
+    place: torch.Tensor
+    # [R] int64, an output: the entry's global id
+    id: torch.Tensor
+    # Global id of the shard's first entry.
+    start: int
+
+
+@triton.jit
+def store_draw(z, position, draw, MASKED: tl.constexpr):
+    """Store the entries of the tokens whose window is the tile of logits ``z [BLOCK_M, BLOCK_N]``. ``position``: as in
+    :func:`parallel_lce.kernels.projection.finish_tile`."""
+    r, c, window, rows, entries = position
+    valid = r < rows
+    if MASKED:
+        z = tl.where((c < entries)[None, :], z, -float("inf"))
+    e = exponential_from(z, finite_base(tl.max(z, 1))[:, None])
+    token = tl.load(draw.order + r, mask=valid, other=0)
+    wanted = tl.load(draw.place + token, mask=valid, other=0.0) * tl.sum(e, 1)
+    # Bisection: the first entry up to which the sum exceeds the place.
+    size = z.shape[1]
+    low = r * 0 + window * size
+    high = low + size - 1
+    step = size
+    while step > 1:
+        middle = (low + high) // 2
+        reached = tl.sum(tl.where(c[None, :] <= middle[:, None], e, 0.0), 1) > wanted
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle + 1)
+        step = step // 2
+    here = valid & (tl.load(draw.window + r, mask=valid, other=-1) == window)
+    tl.store(draw.id + token, (tl.minimum(high, entries - 1) + draw.start).to(tl.int64), mask=here)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "num_windows"])
+def lce_forward_find_windows(
+    windows,
+    maximum,
+    sum_exp,
+    place,
+    owned,
+    window,
+    within,
+    rows,
+    num_windows,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Each token's window, and its place in units of the window's sum. Sums over windows are fp64."""
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    valid = r < rows
+    base = finite_base(tl.load(maximum + r, mask=valid, other=0.0))
+    wanted = tl.load(sum_exp + r, mask=valid, other=1.0).to(tl.float64) * tl.load(place + r, mask=valid, other=0.5)
+    shift = base
+    if windows.softmax_shift is not None:
+        shift = tl.load(windows.softmax_shift + r, mask=valid, other=0.0)
+    total = tl.zeros((BLOCK_R,), tl.float64)
+    # Number and end of the windows that end before the place; end of the place's window; the last window with a sum.
+    passed = tl.zeros((BLOCK_R,), tl.int32)
+    before = total
+    end = total
+    last = passed
+    for first in range(0, num_windows, BLOCK_W):
+        w = first + tl.arange(0, BLOCK_W)
+        inside = (w < num_windows)[:, None] & valid[None, :]
+        here = w.to(tl.int64)[:, None] * rows + r[None, :]
+        m = tl.load(windows.max + here, mask=inside, other=-float("inf"))
+        s = tl.load(windows.sum_exp + here, mask=inside, other=0.0)
+        reference = finite_base(m)
+        if windows.softmax_shift is not None:
+            reference = window_shift(m, shift[None, :])
+        mass = tl.where(m == -float("inf"), 0.0, s * exponential_from(reference, base[None, :]))
+        ends = total[None, :] + tl.cumsum(mass.to(tl.float64), 0)
+        ended = ends <= wanted[None, :]
+        passed += tl.sum((ended & inside).to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(ended, ends, 0.0), 0))
+        later = tl.min(tl.where(ended, float("inf"), ends), 0)
+        end = tl.where((end == 0.0) & (later < float("inf")), later, end)
+        last = tl.maximum(last, tl.max(tl.where(mass > 0.0, w[:, None], 0), 0))
+        total = tl.max(ends, 0)
+    # The sums of the merged partial may differ by a rounding. A place behind the last window is the end of that window.
+    # The place in a window is below 1, so that the entry exists.
+    share = tl.where(end > before, (wanted - before) / (end - before), 1.0).to(tl.float32)
+    tl.store(within + r, tl.minimum(share, 1.0 - 2.0**-23), mask=valid)
+    passed = tl.minimum(passed, last)
+    if owned is not None:
+        passed = tl.where(tl.load(owned + r, mask=valid, other=0) != 0, passed, num_windows)
+    tl.store(window + r, passed, mask=valid)
+
+
+def find_windows(
+    windows: WindowPartials, partial: torch.Tensor, place: torch.Tensor, owned: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The window ``[R]`` int32 of each token's ``place [R]`` fp64, and the place in units of the window's sum, ``[R]``
+    fp32. The window of a token that is not ``owned [R]`` bool is the number of windows. ``partial [2, R]`` fp32: the
+    maxima and sums of the shard."""
+    num_windows, rows = windows.max.shape
+    window, within = torch.empty_like(place, dtype=torch.int32), torch.empty_like(place, dtype=torch.float32)
+    owned = owned if owned is None else owned.view(torch.uint8)
+    arguments = windows, partial[0], partial[1], place, owned, window, within, rows, num_windows
+    lce_forward_find_windows.launch((-(-rows // _ROWS),), *arguments, BLOCK_R=_ROWS, BLOCK_W=_WINDOWS)
+    return window, within
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "row_blocks", "num_windows"])
+def lce_forward_list_tiles(window, listed, rows, row_blocks, num_windows, BLOCK_M: tl.constexpr):
+    """One program. ``window``: sorted. Each tile is listed where its first token stands before those of other tiles."""
+    number = 0
+    for first in range(0, rows, _LISTED):
+        r = first + tl.arange(0, _LISTED)
+        own = tl.load(window + r, mask=r < rows, other=num_windows)
+        tile = own * row_blocks + r // BLOCK_M
+        before = tl.load(window + r - 1, mask=(r > 0) & (r < rows), other=-1) * row_blocks + (r - 1) // BLOCK_M
+        starts = (own < num_windows) & ((tile != before) | (r == 0))
+        place = number + tl.cumsum(starts.to(tl.int32), 0)
+        tl.store(listed + place, tile, mask=starts)
+        number += tl.sum(starts.to(tl.int32), 0)
+    tl.store(listed, number)
+
+
+def list_tiles(window: torch.Tensor, row_blocks: int, block_rows: int, num_windows: int) -> torch.Tensor:
+    """The tiles of sorted tokens that have a ``window [R]``, ``[1 + R]`` int32, for ``Product.launch``."""
+    listed = window.new_empty(len(window) + 1)
+    arguments = window, listed, len(window), row_blocks, num_windows
+    lce_forward_list_tiles.launch((1,), *arguments, BLOCK_M=block_rows, num_warps=8)
+    return listed
+
+
+def joined(windows: list[WindowPartials]) -> WindowPartials:
+    """The partials of ranges of tokens as one."""
+    if len(windows) == 1:
+        return windows[0]
+    shifts = [w.softmax_shift for w in windows if w.softmax_shift is not None]
+    maxima, sums = torch.cat([w.max for w in windows], 1), torch.cat([w.sum_exp for w in windows], 1)
+    return WindowPartials(maxima, sums, torch.cat(shifts) if shifts else None)

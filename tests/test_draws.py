@@ -1,0 +1,127 @@
+"""``sampled_id``: frequencies against the softmax, and the same ids however the call is spread. The fuzz compares every
+id with the token's place among the probabilities in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel_lce
+from cases import normal
+from on_ranks import on_ranks
+from parallel_lce.call.draws import uniforms
+from tools import shrunk, small, started
+
+N, V, D = 24, 90, 16
+
+
+def test_frequencies_are_probabilities(backend, device):
+    """Chi-squared over tokens with equal logits, in several windows. p is 1e-3 or less for 49 degrees of freedom."""
+    tokens, entries = 20_000, 50
+    x, weight = normal(1, D).expand(tokens, D).to(device), normal(entries, D, seed=2).to(device) / 3
+    with shrunk(tile=(4096, 16)):
+        ids = parallel_lce.token_statistics(x, weight, None, sample_seed=11).sampled_id
+        other = parallel_lce.token_statistics(x, weight, None, sample_seed=12).sampled_id
+    expected = tokens * (x[:1].double() @ weight.double().t()).softmax(1)[0]
+    for drawn in (ids, other):
+        assert drawn.dtype == torch.int64
+        found = torch.bincount(drawn, minlength=entries)
+        assert ((found - expected).square() / expected).sum() < 86
+    # Two seeds draw independently: equal ids are as frequent as the sum of squared probabilities.
+    p = expected / tokens
+    assert (ids == other).double().mean().item() == pytest.approx(p.square().sum().item(), abs=0.02)
+
+
+def test_uniform_numbers():
+    """SplitMix64's first outputs, and no correlation between neighbouring tokens or seeds."""
+    u = uniforms(0, torch.arange(100_000))
+    assert 0 < u.min() and u.max() < 1 and u.unique().numel() == len(u)
+    for other in (u.roll(1), u.roll(7), uniforms(1, torch.arange(100_000)), uniforms(2**63 - 1, torch.arange(100_000))):
+        assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < 0.015
+    assert torch.equal(uniforms(0, torch.tensor([5, 3])), u[[5, 3]])
+    assert u.histc(20, 0, 1).sub(5000).square().div(5000).sum() < 44
+
+
+def place_in(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
+    """The entries at the tokens' places."""
+    place = uniforms(seed, torch.arange(len(probabilities), device=probabilities.device))
+    return (probabilities.cumsum(1) <= place[:, None]).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split", "options"),
+    [
+        (1, False, dict(logits_budget=0)),
+        (2, False, dict(logit_softcap=2.0)),
+        (2, True, dict(temperature=torch.linspace(0.5, 2, N, dtype=torch.float64))),
+        (2, True, dict(sequence_dim=1)),
+        (4, False, dict(uneven=True)),
+        (4, True, dict(uneven=True, counted_tokens=N // 2)),
+    ],
+)
+@on_ranks()
+def test_the_same_ids_for_every_split(member, split, options):
+    """Shards that are uneven, in another order than the ranks, and one of them empty; blocks; counted tokens alone."""
+    x, weight = normal(N, D).double(), normal(V, D, seed=2).double() / 2
+    options, seed, ranks = dict(options), 2**62 + 5, member.ranks
+    z = x @ weight.t()
+    if cap := options.get("logit_softcap"):
+        z = cap * torch.tanh(z / cap)
+    if (temperature := options.get("temperature")) is not None:
+        z, options["temperature"] = z / temperature[:, None], temperature.to(member.device)
+    expected = place_in(z.softmax(1), seed)
+    bounds = [V * r // ranks for r in range(ranks + 1)]
+    if options.pop("uneven", False):
+        bounds = [0, 0, 40, 41, V]
+    if "counted_tokens" in options:
+        counted = torch.arange(N) % 2 == 1
+        options["mask"], expected = counted.to(member.device), expected.where(counted, -1)
+    own = ranks - 1 - member.rank
+    start, stop = bounds[own : own + 2]
+    dim = options.get("sequence_dim", 0)
+    x, expected = (x.view(4, 6, D), expected.view(4, 6)) if dim else (x, expected)
+    part = x.chunk(ranks, dim)[member.rank] if split else x
+    with shrunk(300, (8, 16)):
+        found = parallel_lce.token_statistics(
+            part.to(member.device),
+            weight[start:stop].to(member.device),
+            None,
+            process_group=member.group if ranks > 1 else None,
+            sequence_parallel=split,
+            vocab_start=start,
+            vocab_size=V,
+            sample_seed=seed,
+            **options,
+        )
+    assert torch.equal(found.sampled_id.cpu(), expected)
+
+
+@on_ranks(2)
+def test_collectives(member):
+    """The gather of partials, then one all-reduce of an id per token."""
+    x, shard = normal(N, D).to(member.device), normal(V // 2, D, seed=3).to(member.device)
+    with started() as found:
+        parallel_lce.token_statistics(x, shard, None, process_group=member.group, sample_seed=1)
+    assert [(c.kind, c.size) for c in found] == [("all_gather", 3 * N + 2), ("all_reduce", N)]
+    assert all(c.group == member.group and c.asynchronous for c in found)
+
+
+def test_excluded_entries_and_tokens_without_probabilities(backend, device):
+    """Entries of probability 0 are never drawn; -1 where the softmax is undefined; nothing for no tokens."""
+    t = small(device, N, V, D)
+    bias = torch.full((V,), -torch.inf, device=device)
+    bias[[0, 41, V - 1]] = 0.0
+    found = parallel_lce.token_statistics(t.x, t.weight, None, linear_bias=bias, sample_seed=0).sampled_id
+    assert {*found.tolist()} == {0, 41, V - 1}
+    nothing = torch.full_like(bias, -torch.inf)
+    found = parallel_lce.token_statistics(t.x, t.weight, t.target, linear_bias=nothing, sample_seed=0)
+    assert (found.sampled_id == -1).all()
+    assert parallel_lce.token_statistics(t.x[:0], t.weight, None, sample_seed=0).sampled_id.shape == (0,)
+    assert parallel_lce.token_statistics(t.x, t.weight, None).sampled_id is None
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "a"])
+def test_refused(seed):
+    t = small()
+    with pytest.raises(ValueError, match="sample_seed must be None or an integer >= 0 and < 2\\^63, got"):
+        parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=seed)

@@ -15,7 +15,7 @@ import torch
 from .problem import Shape
 
 DTYPES = ("float32", "bfloat16", "float16")
-LIBRARIES = ("triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl")
+LIBRARIES = "triton megatron-core liger-kernel cut-cross-entropy quack-kernels verl transformers trl".split()
 NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps

@@ -1,0 +1,285 @@
+"""`python -m benchmarks.doors`: training steps of transformers, TRL and verl with their own losses and with ours.
+
+A step is forward and backward, without an optimizer. Weights and tokens are random. On a GPU the models have the shapes
+of released ones, in bf16; on a CPU all cases are tiny, in float32.
+
+llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss alone
+grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
+trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
+verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
+
+A way whose loss or gradient is not that of the case's first way is refused. Exit status: 1 if ours was refused or
+failed although its library is installed.
+"""
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .measure import release
+from .options import DEFAULT_DTYPE
+from .peak_memory import peak_memory
+from .report import NONE, machine, mebibytes, milliseconds, new_parser, new_table, parse, speaker, write_json
+from .team import NotMeasured, Team
+from .timing import interleaved, ratios, spread
+
+LOSS_LIMIT = 1e-3  # difference from the first way's loss, relative to the larger of it and 1
+GRADIENT_LIMIT = 0.1  # relative difference from the first way's gradient of the output layer's weight, by norms
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model, under the names of transformers, and its batch: sequences of equal length. A head alone has no
+    layers."""
+
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    intermediate_size: int = 0
+    batch: tuple[int, int] = (4, 2048)
+
+    def __str__(self) -> str:
+        return "{} x {} tokens".format(*self.batch) + f", V={self.vocab_size}, D={self.hidden_size}"
+
+
+class Where(NamedTuple):
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, seed: int, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, generator=torch.Generator(self.device).manual_seed(seed))
+
+    def ids(self, size: Size) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(0)
+        return torch.randint(4, size.vocab_size, size.batch, device=self.device, generator=generator)
+
+
+@dataclass
+class Step:
+    """One training step: `loss()` and its backward, within `context()`."""
+
+    loss: Callable[[], Tensor]
+    leaves: list[Tensor]  # all tensors that get gradients; the first is the output layer's weight
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """The loss, and the gradient of the output layer's weight. No gradient is left in the leaves."""
+        with self.context():
+            loss = self.loss()
+            loss.backward()
+        gradient = self.leaves[0].grad
+        assert gradient is not None
+        for leaf in self.leaves:
+            leaf.grad = None
+        return loss.detach(), gradient
+
+
+@contextmanager
+def between(start: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
+    start()
+    try:
+        yield
+    finally:
+        stop()
+
+
+# Each of the next functions builds the step of a way. It raises ImportError if the way's library is not installed.
+
+
+def causal_model(kind: str, way: str, size: Size, where: Where) -> Step:
+    model, ids = model_of(kind, size, where), where.ids(size)
+    if way == "ours":
+        importlib.import_module("parallel_lce.transformers").patch(model)
+    elif way == "Liger":
+        apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind.lower()}")
+        nothing_else = dict(rope=False, swiglu=False, rms_norm=False, cross_entropy=False)
+        apply(**nothing_else, fused_linear_cross_entropy=True, model=model)
+    return Step(lambda: model(input_ids=ids, labels=ids).loss, leaves_of(model))
+
+
+def model_of(kind: str, size: Size, where: Where) -> Any:
+    library = importlib.import_module("transformers")
+    sizes = asdict(size) | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True)
+    del sizes["batch"]
+    config = getattr(library, f"{kind}Config")(**sizes, use_cache=False)
+    torch.manual_seed(0)
+    with where.device:
+        make = library.AutoModelForCausalLM.from_config
+        return make(config, dtype=where.dtype, attn_implementation="sdpa").train()
+
+
+def leaves_of(model: Any) -> list[Tensor]:
+    head = model.get_output_embeddings().weight
+    return [head, *(leaf for leaf in model.parameters() if leaf is not head)]
+
+
+def in_trl(way: str) -> Callable[[], AbstractContextManager]:
+    plugin = importlib.import_module("parallel_lce.trl")
+    return partial(between, plugin.patch, plugin.unpatch) if way == "ours" else nullcontext
+
+
+def trl_head(way: str, size: Size, where: Where) -> Step:
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    options = 1.0, 32768, None, 1.0, ("log_probs", "entropy")  # 32768 columns at once, as in TRL
+
+    def log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return utils._ChunkedLogProbFunction.apply(hidden, weight, None, ids, *options)[0]
+
+    return head_alone(log_probs, size, where, in_trl(way))
+
+
+def grpo(way: str, size: Size, where: Where) -> Step:
+    trl, datasets, tokenizers = map(importlib.import_module, ("trl", "datasets", "tokenizers"))
+    model, on_cpu = model_of("Qwen2", size, where), where.device.type == "cpu"
+    tokenizer = importlib.import_module("transformers").PreTrainedTokenizerFast(  # needed to make a trainer, not used
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}, unk_token="</s>")),
+        eos_token="</s>",
+        pad_token="</s>",
+    )
+    options = dict(per_device_train_batch_size=2, num_generations=2, report_to="none", use_cpu=on_cpu, bf16=not on_cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trl.GRPOTrainer(
+            model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=trl.GRPOConfig(folder, **options),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "</s>"}]),
+            processing_class=tokenizer,
+        )
+    trainer.current_gradient_accumulation_steps = 1  # this and the next line are done by train()
+    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    ids, start = where.ids(size), size.batch[1] // 4  # of the completions
+    mask, advantages = torch.ones_like(ids), 1 + where.normal(1, size.batch[0])
+    inputs = dict(prompt_ids=ids[:, :start], completion_ids=ids[:, start:], advantages=advantages)
+    inputs |= dict(prompt_mask=mask[:, :start], completion_mask=mask[:, start:])
+    inputs["num_items_in_batch"] = mask[:, start:].sum()
+    return Step(lambda: trainer.compute_loss(trainer.model, inputs), leaves_of(trainer.model), in_trl(way))
+
+
+def verl_head(way: str, size: Size, where: Where) -> Step:
+    module: Any = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    plugin = importlib.import_module("parallel_lce.verl")
+    plugin.uninstall()  # the import has installed it
+
+    def with_entropy(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        log_probs, entropy = module.linear_cross_entropy(hidden[None], weight, ids[None], 1.0, "none")
+        return log_probs + 0.01 * entropy
+
+    context = partial(between, plugin.install, plugin.uninstall) if way == "ours" else nullcontext
+    return head_alone(with_entropy, size, where, context)
+
+
+def head_alone(value: Callable[..., Tensor], size: Size, where: Where, context: Callable) -> Step:
+    """The loss is the mean of `value(hidden [N, D], weight [V, D], ids [N]) -> [N]`, with an advantage per token."""
+    ids = where.ids(size).view(-1)
+    advantages, hidden = 1 + where.normal(1, len(ids)), where.normal(2, len(ids), size.hidden_size)
+    weight = where.normal(3, size.vocab_size, size.hidden_size) * size.hidden_size**-0.5
+    hidden, weight = (tensor.to(where.dtype).requires_grad_() for tensor in (hidden, weight))
+    return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
+
+
+QWEN = 151936  # entries of its vocabulary
+CASES = {
+    "llama": (partial(causal_model, "Llama"), "transformers ours Liger", Size(2048, 128256, 16, 32, 8, 8192)),  # 3.2 1B
+    "qwen2": (partial(causal_model, "Qwen2"), "transformers ours Liger", Size(1536, QWEN, 28, 12, 2, 8960)),  # 2.5 1.5B
+    "grpo": (grpo, "TRL ours", Size(896, QWEN, 24, 14, 2, 4864)),  # Qwen 2.5 0.5B
+    "trl": (trl_head, "TRL ours", Size(1536, QWEN)),
+    "verl": (verl_head, "verl ours", Size(1536, QWEN)),
+    "verl-wide": (verl_head, "verl ours", Size(4096, 131072)),
+}
+TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = new_parser("python -m benchmarks.doors", __doc__)
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=[*CASES])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parse(parser, arguments)
+    team, say = Team.here(options.device), speaker()
+    where = Where(team.device, getattr(torch, DEFAULT_DTYPE[options.device]))
+    facts = machine(team.device)
+    say(", ".join(f"{name} {value}" for name, value in facts.items()))
+    content: dict[str, Any] = {"machine": facts, "rounds": options.rounds, "cases": []}
+    for name in options.cases:
+        build, ways, size = CASES[name]
+        size = size if options.device == "cuda" else TINY
+        rows = measure({way: partial(build, way, size, where) for way in ways.split()}, team, options.rounds)
+        release(team.device)
+        content["cases"].append({"name": name, **asdict(size), "ways": rows})
+        say(table(f"{name}: {size}, {where.dtype}", rows))
+        if options.json:
+            write_json(options.json, content)
+    refused = [row["refused"] for case in content["cases"] for row in case["ways"] if row["way"] == "ours"]
+    return int(any(reason and not reason.startswith("not installed") for reason in refused))
+
+
+def measure(ways: dict[str, Callable[[], Step]], team: Team, rounds: int) -> list[dict]:
+    """A row for each way: `seconds` of each round, `bytes` at the peak, `loss`, `gradient_off`; or why it is `refused`.
+
+    First each way is checked and its memory measured. Then all ways are timed round by round."""
+    rows: dict[str, dict[str, Any]] = {way: {"way": way, "refused": None} for way in ways}
+    steps: dict[str, Step] = {}
+    truth = None
+    for way, build in ways.items():
+        try:
+            step = team.agree(partial(built, build))
+            found = team.agree(step)
+            truth = truth or found
+            rows[way] |= dict(loss=found[0].item(), gradient_off=compared(found, truth))
+            del found
+            rows[way]["bytes"] = team.agree(lambda: peak_memory(step, team.device)[0])
+            steps[way] = step
+        except NotMeasured as refusal:
+            rows[way]["refused"] = str(refusal)
+        release(team.device)
+    for way, seconds in interleaved(steps, team, rounds).items():
+        rows[way]["seconds"] = seconds
+    return [*rows.values()]
+
+
+def built(build: Callable[[], Step]) -> Step:
+    try:
+        return build()
+    except ImportError as error:
+        raise NotMeasured(f"not installed: {error}") from None
+
+
+def compared(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> float:
+    """The relative difference of the gradients. Raises NotMeasured if they or the losses differ."""
+    (loss, gradient), (right, of_right) = found, truth
+    if not (loss - right).abs() <= LOSS_LIMIT * right.abs().clamp(min=1):
+        raise NotMeasured(f"refused: loss {loss.item():.6g}, not {right.item():.6g}")
+    off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
+    if not off <= GRADIENT_LIMIT:
+        raise NotMeasured(f"refused: the gradient of the output layer's weight differs by {off:.1e}")
+    return off
+
+
+def table(title: str, rows: list[dict]):
+    caption = (
+        "Medians (min–max over the rounds). ×: speed relative to the first way in the same round. MiB: peak of a step "
+        "beyond the model and the batch; gradients count. dW off: relative difference from the first way's."
+    )
+    made = new_table(title, caption, ["way"], ["ms", "×", "MiB", "loss", "dW off"])
+    first = rows[0].get("seconds")
+    for row in rows:
+        if row["refused"]:
+            made.add_row(f"{row['way']}, {row['refused']}", *[NONE] * 5)
+            continue
+        ms = "{} ({}–{})".format(*map(milliseconds, spread(row["seconds"])))
+        speed = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(first, row["seconds"])) if first else NONE
+        made.add_row(row["way"], ms, speed, mebibytes(row["bytes"]), f"{row['loss']:.6f}", f"{row['gradient_off']:.1e}")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

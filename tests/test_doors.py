@@ -1,0 +1,128 @@
+"""The benchmark of steps in transformers, TRL and verl, on the CPU: by default with stand-ins; with --all also with
+releases of transformers and TRL."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="needs the benchmark's packages")
+
+import parallel_lce.verl
+from benchmarks import doors, timing
+from parallel_lce.transformers import LogitsWarning
+from releases import ROOT
+from test_transformers import folder
+from tools import ran
+from transformers_standin import CausalLM, _ChunkedLogProbFunction, installed_trl
+
+FIRST = {"llama": "transformers", "qwen2": "transformers", "trl": "TRL", "verl": "verl", "verl-wide": "verl"}
+COMMAND = ["--device", "cpu", "--rounds", "2"]
+
+
+def kernel(hidden, weight, labels, temperature, reduction):
+    """verl's contract."""
+    rest = labels.view(-1), temperature, None, None, 1.0, ("log_probs", "entropy")
+    return _ChunkedLogProbFunction.apply(hidden.flatten(0, -2), weight, None, *rest)[:2]
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Stand-ins of transformers, TRL's head and verl's kernel. There is no GRPOTrainer and no Liger."""
+    monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
+    library = ModuleType("transformers")
+    library.LlamaConfig = library.Qwen2Config = SimpleNamespace
+    make = lambda config, **_: CausalLM(config.vocab_size, config.hidden_size, tied=True)  # noqa: E731
+    library.AutoModelForCausalLM = SimpleNamespace(from_config=make)
+    verl = ModuleType(name := "verl.utils.kernel.linear_cross_entropy")
+    verl.linear_cross_entropy = kernel
+    with installed_trl():
+        trl = [sys.modules[name] for name in ("trl", "trl.trainer", "trl.trainer.utils")]
+    for module in (*trl, library, *map(ModuleType, ("verl", "verl.utils", "verl.utils.kernel")), verl):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("datasets", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, name, None)  # its import fails
+    parallel_lce.verl.uninstall()
+    yield SimpleNamespace(verl=verl)
+    parallel_lce.verl.uninstall()
+
+
+def measured(path, *more: str) -> tuple[int, dict[str, dict[str, dict]]]:
+    """The exit status, and the rows by case and way."""
+    status = doors.main([*COMMAND, "--json", str(path), *more])
+    content = json.loads(path.read_text())
+    return status, {case["name"]: {row["way"]: row for row in case["ways"]} for case in content["cases"]}
+
+
+def assert_measured(row: dict) -> None:
+    assert row["refused"] is None and len(row["seconds"]) == 2 and row["bytes"] > 0 and row["gradient_off"] < 1e-5
+
+
+@pytest.mark.filterwarnings(f"error::{LogitsWarning.__module__}.{LogitsWarning.__name__}")
+def test_each_way_is_measured_if_its_library_is_installed(libraries, tmp_path, capsys):
+    status, cases = measured(tmp_path / "figures.json")
+    assert status == 0 and list(cases) == list(doors.CASES)
+    said = capsys.readouterr().out
+    for name, first in FIRST.items():
+        assert_measured(cases[name][first])
+        assert_measured(cases[name]["ours"])
+        assert cases[name]["ours"]["loss"] == pytest.approx(cases[name][first]["loss"], rel=1e-5)
+        assert f"{name}: 2 x 16 tokens, V=512, D=128, torch.float32" in said
+    absent = [cases[name]["Liger"] for name in ("llama", "qwen2")] + [*cases["grpo"].values()]
+    assert all(row["refused"].startswith("not installed: ") for row in absent)
+    assert "| Liger, not installed: " in said
+    assert libraries.verl.linear_cross_entropy is kernel  # ours is there only within its own steps
+
+
+def test_ours_runs_within_its_own_steps_alone(libraries, monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise RuntimeError("ours was called")
+
+    monkeypatch.setattr("parallel_lce.trl.token_statistics", refuse)
+    monkeypatch.setattr("parallel_lce.rl.token_statistics", refuse)
+    monkeypatch.setattr("parallel_lce.transformers.linear_cross_entropy", refuse)
+    status, cases = measured(tmp_path / "figures.json", "--cases", *FIRST)
+    assert status == 1
+    for name, first in FIRST.items():
+        assert_measured(cases[name][first])
+        assert cases[name]["ours"]["refused"] == "failed: RuntimeError: ours was called"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda log_probs: 1.002 * log_probs, "refused: loss "),
+        (lambda log_probs: log_probs.detach() * 0.9 + log_probs * 0.1, "refused: the gradient "),
+        (lambda log_probs: log_probs * torch.nan, "refused: loss nan"),
+    ],
+)
+def test_what_differs_is_not_timed(wrong, reason, libraries, monkeypatch, tmp_path):
+    right = parallel_lce.verl.rl.linear_cross_entropy
+
+    def changed(*given, **named):
+        log_probs, entropy = right(*given, **named)
+        return wrong(log_probs), entropy
+
+    monkeypatch.setattr(parallel_lce.verl.rl, "linear_cross_entropy", changed)
+    status, cases = measured(tmp_path / "figures.json", "--cases", "verl")
+    assert status == 1 and "seconds" not in cases["verl"]["ours"]
+    assert cases["verl"]["ours"]["refused"].startswith(reason)
+    assert_measured(cases["verl"]["verl"])
+
+
+@pytest.mark.slow
+def test_releases(tmp_path):
+    (tmp_path / "site-packages").symlink_to(folder())  # datasets needs this name, as in test_transformers.py
+    path = tmp_path / "figures.json"
+    environment = {"PYTHONPATH": str(tmp_path / "site-packages"), "HF_HUB_OFFLINE": "1"}
+    names = ["llama", "qwen2", "grpo", "trl"]
+    command = [sys.executable, "-m", "benchmarks.doors", *COMMAND, "--json", str(path), "--cases", *names]
+    done = ran(*command, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case in json.loads(path.read_text())["cases"]:
+        for row in case["ways"][:2]:
+            assert_measured(row)

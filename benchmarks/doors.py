@@ -8,21 +8,27 @@ grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient ch
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
 
+ours@0 is ours with a logits_budget of 0.
+
 A way whose loss or gradient is not that of the case's first way is refused. Exit status: 1 if ours was refused or
 failed although its library is installed.
 """
 
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
+
+from parallel_lce.core.budget import BUDGET_VARIABLE
 
 from .measure import release
 from .options import DEFAULT_DTYPE
@@ -71,10 +77,11 @@ class Step:
     loss: Callable[[], Tensor]
     leaves: list[Tensor]  # all tensors that get gradients; the first is the output layer's weight
     context: Callable[[], AbstractContextManager] = nullcontext
+    environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """The loss, and the gradient of the output layer's weight. No gradient is left in the leaves."""
-        with self.context():
+        with self.context(), mock.patch.dict(os.environ, self.environment):
             loss = self.loss()
             loss.backward()
         gradient = self.leaves[0].grad
@@ -94,6 +101,13 @@ def between(start: Callable[[], None], stop: Callable[[], None]) -> Iterator[Non
 
 
 # Each of the next functions builds the step of a way. It raises ImportError if the way's library is not installed.
+
+
+def step_of(build: Callable[..., Step], way: str, size: Size, where: Where) -> Step:
+    way, _, budget = way.partition("@")
+    step = build(way, size, where)
+    step.environment = {BUDGET_VARIABLE: budget} if budget else {}
+    return step
 
 
 def causal_model(kind: str, way: str, size: Size, where: Where) -> Step:
@@ -188,13 +202,15 @@ def head_alone(value: Callable[..., Tensor], size: Size, where: Where, context: 
 
 
 QWEN = 151936  # entries of its vocabulary
+LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
+QWEN_1B5 = Size(1536, QWEN, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
 CASES = {
-    "llama": (partial(causal_model, "Llama"), "transformers ours Liger", Size(2048, 128256, 16, 32, 8, 8192)),  # 3.2 1B
-    "qwen2": (partial(causal_model, "Qwen2"), "transformers ours Liger", Size(1536, QWEN, 28, 12, 2, 8960)),  # 2.5 1.5B
-    "grpo": (grpo, "TRL ours", Size(896, QWEN, 24, 14, 2, 4864)),  # Qwen 2.5 0.5B
-    "trl": (trl_head, "TRL ours", Size(1536, QWEN)),
-    "verl": (verl_head, "verl ours", Size(1536, QWEN)),
-    "verl-wide": (verl_head, "verl ours", Size(4096, 131072)),
+    "llama": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_1B),
+    "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
+    "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
+    "trl": (trl_head, "TRL ours ours@0", Size(1536, QWEN)),
+    "verl": (verl_head, "verl ours ours@0", Size(1536, QWEN)),
+    "verl-wide": (verl_head, "verl ours ours@0", Size(4096, 131072)),
 }
 TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
 
@@ -212,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.cases:
         build, ways, size = CASES[name]
         size = size if options.device == "cuda" else TINY
-        rows = measure({way: partial(build, way, size, where) for way in ways.split()}, team, options.rounds)
+        rows = measure({way: partial(step_of, build, way, size, where) for way in ways.split()}, team, options.rounds)
         release(team.device)
         content["cases"].append({"name": name, **asdict(size), "ways": rows})
         say(table(f"{name}: {size}, {where.dtype}", rows))

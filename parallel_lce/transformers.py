@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _modules
 
+from parallel_lce.core.budget import lean_budget
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import RecordedLogits
 from parallel_lce.modules import LinearCrossEntropy
@@ -150,6 +151,7 @@ class _Loss:
         logits.check()
         layer, hidden = logits.layer, logits.hidden
         arguments = {**self.options, **(logits.epilogue() or {})}
+        arguments["logits_budget"] = lean_budget(arguments["logits_budget"])
         target, tokens = target.to(hidden.device), hidden.shape[:-1]
         target = target.reshape(tokens) if target.numel() == tokens.numel() else target
         top, by_plan = [], layer.is_sharded_by_plan()
@@ -252,7 +254,9 @@ def patch(
             this call's counted tokens whose label has the largest logit. Tuples get none.
         eval_logits: False: in eval mode a loss makes no logits either, and ``output.logits`` are no tensor until they
             are used. For evaluation of the loss alone.
-        logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
+        logits_budget: as in :func:`parallel_lce.linear_cross_entropy`, but by default 128 MiB: a larger one makes the
+            loss faster, and the peak of a step higher.
+        gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns ``model``. Collectives: FSDP's as before; under a tensor-parallel plan those of the fused function,
     :func:`parallel_lce.linear_cross_entropy` or with ``token_accuracy`` :func:`parallel_lce.token_statistics`, instead

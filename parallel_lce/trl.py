@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel_lce.call.checks import renamed
+from parallel_lce.core.budget import lean_budget
 from parallel_lce.functional import token_statistics
 
 _NAME = "_ChunkedLogProbFunction"
@@ -44,7 +45,7 @@ class _LogProbs:
                 logit_scale=logit_scale,
                 logit_softcap=softcap,
                 temperature=temperature,
-                logits_budget=cls.logits_budget,
+                logits_budget=lean_budget(cls.logits_budget),
                 expected_logit="entropy" in outputs,
                 sum_p_squared="log_sum_sq_probs" in outputs,
                 mean_logit="mean_logits" in outputs,
@@ -61,7 +62,7 @@ def patch(*, logits_budget: int | None = None) -> None:
 
     It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers. One call
     computes all ``outputs``, ``[N]`` each, in fp32. ``logits_budget`` is as in
-    :func:`parallel_lce.linear_cross_entropy`; a second call replaces it. With ZeRO-3, TRL's own function stays.
+    :func:`parallel_lce.linear_cross_entropy`, but by default 128 MiB; a second call replaces it. With ZeRO-3, TRL's own function stays.
 
     Collectives: none. TRL gathers a sharded weight before.
 

@@ -67,11 +67,12 @@ class _Kept(NamedTuple):
 
 
 class Draws:
-    """The draws of a call with ``uniform [N]`` numbers. It keeps each block's hidden states until the partials of all
-    ranks are known."""
+    """The draws of a call with N ``tokens``. It keeps each block's hidden states until the partials of all ranks are
+    known. ``uniform [N]``: None for those of the seed and of positions 0 to N - 1."""
 
-    def __init__(self, uniform: Tensor, backend: Backend, layout: Layout) -> None:
-        self._uniform, self._backend, self._layout = uniform, backend, layout
+    def __init__(self, seed: int, uniform: Tensor | None, tokens: int, backend: Backend, layout: Layout) -> None:
+        self._seed, self._uniform, self._tokens = seed, uniform, tokens
+        self._backend, self._layout = backend, layout
         self._kept: list[_Kept] = []
 
     def keep(self, block: Block, projection: Projection, x: Tensor) -> list[Any]:
@@ -81,8 +82,10 @@ class Draws:
 
     def ids(self, partials: PartialsGather) -> Tensor:
         """The ids ``[N]`` int64, after the gather of ``partials``. On several ranks one all-reduce of N int64."""
-        layout = self._layout
-        place, owned = self._uniform, None
+        layout, place, owned = self._layout, self._uniform, None
+        if place is None:
+            # Only now, so that the host starts the projection first.
+            place = uniforms(self._seed, torch.arange(self._tokens, device=partials.local.device))
         if layout.ranks > 1:
             place, owned = _in_shard(place, *partials.of_ranks(), layout.rank)
         ids = torch.empty_like(place, dtype=torch.int64)

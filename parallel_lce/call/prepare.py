@@ -21,7 +21,6 @@ from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_tensors
-from parallel_lce.call.draws import uniforms
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
@@ -202,8 +201,6 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         scale = (1.0 if scale is None else scale) / temperature
         cap = known.options.logit_softcap
         softcap = cap if cap is None else cap / temperature
-    if uniform is None and known.options.sample_seed is not None:
-        uniform = uniforms(known.options.sample_seed, torch.arange(known.shape.numel(), device=hidden.device))
     call = known.replaced(
         layout=layout,
         target=target,

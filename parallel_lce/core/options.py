@@ -90,7 +90,7 @@ class Tensors(NamedTuple):
     # [..., K], or [E] with offsets [N + 1]
     selected: Any = None
     selected_offsets: Tensor | None = None
-    # [...] fp64 in (0, 1), from the sample seed; None: made from it when the call is prepared.
+    # [...] fp64 in (0, 1), from the sample seed and the tokens' positions; None: the positions are the tokens' numbers.
     uniform: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:

@@ -95,7 +95,8 @@ def forward(
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
         if beside is not None:
             beside.begin(partials.extra)
-        draws = None if call.uniform is None else Draws(call.uniform, backend, layout)
+        seed = call.options.sample_seed
+        draws = None if seed is None else Draws(seed, call.uniform, tokens, backend, layout)
         gathered: Tensor | None = None
         saved: Saved | tuple[()] = ()
         gathers = Gathers(hidden, blocks, layout)

@@ -180,32 +180,38 @@ class Arrangement:
     def _check_plain_input(self) -> None:
         """Raise ``ValueError`` unless a plain input beside a DTensor weight can only be meant for tensor
         parallelism. FSDP2 shards weights in the same way, over ranks with different tokens."""
-        mesh, tp, weight = self.mesh, self._tp, _placed("linear_weight", self._weight)
+        mesh, tp, weight = self.mesh, self._tp, self._weight
         if tp is None or any([dim != tp and mesh.size(dim) > 1 for dim in range(mesh.ndim)]):
             raise ValueError(
-                f"{weight}, and input is a plain tensor: pass linear_weight.to_local(), or input as a DTensor"
+                f"{_placed('linear_weight', weight)}, and input is a plain tensor: pass linear_weight.to_local(), or "
+                "input as a DTensor"
             )
         words = {*re.findall("[a-z]+", mesh.mesh_dim_names[tp].lower())} if mesh.mesh_dim_names else set()
         if self._given_group is None and not (words & {"tp", "tensor"} and words <= _TENSOR_PARALLEL):
             raise ValueError(
-                f"{weight}, and input is a plain tensor. If these ranks have the same tokens (tensor parallelism), "
-                f"pass process_group=linear_weight.device_mesh.get_group({tp}). {_SHARDED_PARAMETER}"
+                f"{_placed('linear_weight', weight)}, and input is a plain tensor. If these ranks have the same tokens "
+                f"(tensor parallelism), pass process_group=linear_weight.device_mesh.get_group({tp}). "
+                f"{_SHARDED_PARAMETER}"
             )
 
     def _check_split(self, split: int | None, sequence_parallel: bool, sequence_dim: int) -> None:
         """Raise ``ValueError`` for options that contradict the placements of a DTensor input."""
-        input = _placed("input", self._input)
+        reduces = as_bool(self.options.reduce_hidden_grad) is not False
+        said = None
         if split is None and sequence_parallel:
-            raise ValueError(f"sequence_parallel=True, and {input}, whose tokens tensor parallelism does not split")
-        if split == 0 and sequence_dim == 1:
-            raise ValueError(f"sequence_dim=1, and {input}, which is split along dimension 0")
-        if split is not None and as_bool(self.options.reduce_hidden_grad) is False:
-            raise ValueError(f"reduce_hidden_grad=False, and {input}: there it must be Replicate")
-        if self._splits and self._reduction == "mean":
-            raise ValueError(
-                f"reduction='mean', and {input}. Mesh dimension {self._splits[0]} splits its tokens and does not shard "
+            said = "sequence_parallel=True, and {}, whose tokens tensor parallelism does not split"
+        elif split == 0 and sequence_dim == 1:
+            said = "sequence_dim=1, and {}, which is split along dimension 0"
+        elif split is not None and not reduces:
+            said = "reduce_hidden_grad=False, and {}: there it must be Replicate"
+        elif self._splits and self._reduction == "mean":
+            said = (
+                f"reduction='mean', and {{}}. Mesh dimension {self._splits[0]} splits its tokens and does not shard "
                 "linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
             )
+        # torch 2.11 cannot trace the description of placements, so it is made only for a refusal.
+        if said is not None:
+            raise ValueError(said.format(_placed("input", self._input)))
 
     def _check_mesh(self, name: str, value: Any) -> None:
         if is_dtensor(value) and value.device_mesh != self.mesh:

@@ -43,23 +43,26 @@ def test_configurations_of_one_process_hold(kind):
     _hold(SETTINGS, 1, 24, lambda c: c.kind == kind, _run)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_configurations_over_ranks_hold(ranks, worlds):
-    _hold(SETTINGS, ranks, 40, lambda c: True, lambda c: worlds(ranks).run(execute, c, "torch", timeout=60))
-
-
 WANTED = {
     "any": lambda c: True,
     # Entries that -inf or a finite number excludes, windows of them.
     "masked": lambda c: {c.bias, c.teacher_bias} & {"masked", "low"} and c.N > 1,
     # Tokens that are sure of an entry: 1 - p must keep its digits.
     "sure": lambda c: c.sure and c.dtype in ("bf16", "fp16"),
+    # A sequence along the second dimension.
+    "batch first": lambda c: c.sequence_dim == 1,
 }
+
+
+@pytest.mark.parametrize(("wanted", "ranks", "count"), [("any", 2, 40), ("any", 3, 40), ("batch first", 2, 20)])
+def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
+    run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731
+    _hold(SETTINGS, ranks, count, WANTED[wanted], run)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 10), (2, 4), pytest.param(4, 20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
-@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("wanted", ["any", "masked", "sure"])
 def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):
     """More of what few draws have."""
     settings = fuzz.Settings(seed=11, backend="triton", device=device)

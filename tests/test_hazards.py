@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import reference
 from cases import DTYPES, dense_loss, normal, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
+from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy, selected_log_probs
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
@@ -292,7 +293,16 @@ def assert_gradients(found, x, weight, shard: slice, signed: Tensor, terms: Tens
         assert worst <= 1, f"{of}: {name} is off by {worst:.3g} of what it may be"
 
 
-def _hold(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> None:
+ALL_PATTERNS = [*PATTERNS, "some tokens", "huge rows", "one of all"]
+PLACES = [(1, pattern) for pattern in ALL_PATTERNS]
+PLACES += [(2, pattern) for pattern in ("a rank", "all", "some tokens", "huge rows")]
+
+
+@pytest.mark.parametrize(("ranks", "pattern"), PLACES)
+@pytest.mark.parametrize(("dtype", "mask"), [(dtype, mask) for dtype, masks in MASKS.items() for mask in masks])
+@pytest.mark.thinned
+@on_ranks()
+def test_statistics_and_gradients(member, backend, pattern, mask, dtype):
     """By strategy: a loss and its gradients; all statistics, and gradients of their sum."""
     made = operands(pattern, mask, dtype)
     x, weight, bias, target = (v.double() if v.is_floating_point() else v for v in made)
@@ -325,21 +335,6 @@ def _hold(member: Member, backend: str, pattern: str, mask: float, dtype: str) -
         assert (z.amax(1) - picked <= 1e-6 * z.abs().amax(1)).all()
 
 
-ALL_PATTERNS = [*PATTERNS, "some tokens", "huge rows", "one of all"]
-
-
-OVER_RANKS = ["a rank", "all", "some tokens", "huge rows"]
-
-
-@pytest.mark.parametrize("place", [*((p, 1) for p in ALL_PATTERNS), *((p, 2) for p in OVER_RANKS)], ids=str)
-@pytest.mark.parametrize("dtype", MASKS)
-@pytest.mark.thinned
-def test_statistics_and_gradients(place, dtype, backend, worlds, device):
-    """``place``: a pattern, and the number of ranks."""
-    for mask in MASKS[dtype]:
-        everywhere(worlds, device, place[1], _hold, backend, place[0], mask, dtype)
-
-
 @pytest.mark.parametrize("pattern", ALL_PATTERNS)
 @pytest.mark.parametrize("dtype", MASKS)
 @pytest.mark.thinned
@@ -359,7 +354,10 @@ def test_logits_that_exist(pattern, dtype, backend, device):
         assert ((found.double().cpu() - g).abs() <= step * g.abs() + 2.0**-24).all()
 
 
-def _with_nan(member: Member, backend: str, where: str) -> None:
+@pytest.mark.parametrize("where", ["an entry", "a token"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_nan_is_of_the_whole_token(member, where, backend):
     """Results of tokens of which some have a logit that is NaN, and of the same tokens without."""
     x, weight, bias, target = (v.to(member.device) for v in operands("none", 0.0, "fp32"))
     x[:, 0] = 0
@@ -391,12 +389,6 @@ def _with_nan(member: Member, backend: str, where: str) -> None:
         nothing = value.isnan() if value.is_floating_point() else value == -1
         assert torch.equal(nothing, broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)), name
         assert where == "an entry" or torch.equal(value[~broken], expected[name][~broken]), name
-
-
-@pytest.mark.parametrize("where", ["an entry", "a token"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nan_is_of_the_whole_token(ranks, where, backend, worlds, device):
-    everywhere(worlds, device, ranks, _with_nan, backend, where)
 
 
 def test_sets_of_which_nothing_remains(backend, device):

@@ -17,8 +17,7 @@ from torch.distributed import _functional_collectives as collectives
 import parallel_lce
 from cases import Case, make, normal
 from on_ranks import on_ranks
-from tools import REDUCED, D, N, V, call, debug_mode, everywhere, good, shrunk
-from world import Member
+from tools import REDUCED, D, N, V, call, debug_mode, good, shrunk
 
 # --- ids and shards --------------------------------------------------------------------------------
 
@@ -60,7 +59,9 @@ def test_targets_of_any_integer_dtype(bits, device):
 # --- memory that is not what it looks like ----------------------------------------------------------
 
 
-def _gathered_weight(member: Member, grad: bool) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@on_ranks(2)
+def test_results_of_functional_collectives(member, grad, backend):
     """By a functional all-gather, which nobody has waited for."""
     arguments = good(member.device)
     whole = arguments["linear_weight"].requires_grad_(grad)
@@ -76,11 +77,6 @@ def _gathered_weight(member: Member, grad: bool) -> None:
         loss.backward()
         want.backward()
         torch.testing.assert_close(part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank])
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_results_of_functional_collectives(grad, backend, worlds, device):
-    everywhere(worlds, device, 2, _gathered_weight, grad)
 
 
 def test_negative_views(backend, device):

@@ -47,11 +47,14 @@ def alone(device: str = "cpu") -> Member:
 def everywhere(worlds, device: str, ranks: int, body, *arguments) -> list:
     """``body(member, *arguments)`` on every rank with this process's choice of a backend; on this
     process where there is but one."""
-    if ranks == 1:
-        return [body(alone(device), *arguments)]
+    return [body(alone(device), *arguments)] if ranks == 1 else over(worlds(ranks), body, *arguments)
+
+
+def over(world, body, *arguments) -> list:
+    """``body(member, *arguments)`` on every rank of this world, with this process's choice of a backend."""
     chosen = os.environ.get(backends.VARIABLE, "")
     dense = chosen == "triton" and backends.named("triton").DENSE_FLOPS > 0
-    return worlds(ranks).run(_with_backend, "dense" if dense else chosen, body, *arguments)
+    return world.run(_with_backend, "dense" if dense else chosen, body, *arguments)
 
 
 def _with_backend(member: Member, name: str, body, *arguments):

@@ -112,7 +112,8 @@ def test_tensors_without_values_give_shapes(options, dtype, kind, device):
         with torch.no_grad():
             evaluated = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none")
         logits = parallel_lce.vocab_parallel_cross_entropy(weight.t(), target[:, 0].repeat(2))
-        return [loss, *gradients, *vars(found).values(), evaluated, logits]
+        among = parallel_lce.selected_log_probs(x, weight, (target.flatten(), target.new_zeros(25)))
+        return [loss, *gradients, *vars(found).values(), evaluated, logits, among]
 
     with shrunk(4096, (16, 32)):
         real = results(device)

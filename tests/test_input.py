@@ -17,6 +17,7 @@ from torch.distributed import _functional_collectives as collectives
 import parallel_lce
 from cases import Case, make, normal
 from on_ranks import on_ranks
+from parallel_lce.distillation import divergence
 from tools import REDUCED, D, N, V, call, debug_mode, good, shrunk
 
 # --- ids and shards --------------------------------------------------------------------------------
@@ -26,13 +27,19 @@ from tools import REDUCED, D, N, V, call, debug_mode, good, shrunk
     "changed", [dict(vocab_start=9), dict(vocab_start=11), dict(vocab_start=0), dict(vocab_size=25)], ids=str
 )
 @on_ranks(2)
-def test_a_gap_or_an_overlap_gives_nan(member, changed):
-    """``changed``: what rank 1 says of its shard, or every rank."""
+def test_a_gap_or_an_overlap_gives_nan(member, changed, backend):
+    """Of every function. ``changed``: what rank 1 says of its shard, or every rank."""
+    where = dict(process_group=member.group, vocab_start=V * member.rank)
+    where |= changed if member.rank or "vocab_size" in changed else {}
+    tensors = good(member.device)
+    x, w, ids = tensors["input"], tensors["linear_weight"], tensors["target"][:, None]
+    results = [parallel_lce.selected_log_probs(x, w, ids, **where), divergence(x, w, x, w, reduction="none", **where)]
     for budget in (None, 0):
-        call_ = good(member.device) | dict(process_group=member.group, vocab_start=V * member.rank)
-        call_ |= dict(logits_budget=budget) | (changed if member.rank or "vocab_size" in changed else {})
-        for found in call(call_ | dict(reduction="none")), call(call_), call(call_, parallel_lce.token_statistics).lse:
-            assert found.isnan().all()
+        call_ = tensors | where | dict(logits_budget=budget)
+        statistics = call(call_ | dict(argmax=True), parallel_lce.token_statistics)
+        results += call(call_ | dict(reduction="none")), call(call_), statistics.lse
+        assert (statistics.argmax == -1).all()
+    assert all(found.isnan().all() for found in results)
 
 
 @pytest.mark.parametrize("budget", [None, 0])

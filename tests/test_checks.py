@@ -47,6 +47,8 @@ OPTIONS = [
     ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
     ("temperature", "must be a number > 0, .* got", 0.0, -1, NAN, None),
     ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 1e9),
+    ("gradient_filter", r"must be None or a number between 0 and 1, such as 2\*\*-13, got", 0, 1, -0.1, 2.0, NAN, True),
+    ("gradient_filter", "must be .* got", "", "auto", "0.1", [0.1], torch.tensor(0.1)),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
     ("process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got str", "tp"),

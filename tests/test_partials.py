@@ -24,7 +24,7 @@ from parallel_lce.core.partials import (
 EVERY = [Columns(*asked) for asked in itertools.product([False, True], repeat=len(fields(Columns)))]
 
 
-def packed_of(z: torch.Tensor, shards, targets: torch.Tensor, columns: Columns, vocab_size=None) -> torch.Tensor:
+def packed_of(z: torch.Tensor, shards, targets: torch.Tensor, columns: Columns, vocab_size: int | None) -> torch.Tensor:
     """The messages of ranks with ``shards`` (start, rows) of the logits ``z [N, V]``; rows from ``vocab_size`` on are
     padding."""
     N = len(z)
@@ -32,23 +32,12 @@ def packed_of(z: torch.Tensor, shards, targets: torch.Tensor, columns: Columns, 
     for message, (start, rows) in zip(packed, shards):
         real = rows if vocab_size is None else max(0, min(rows, vocab_size - start))
         part = empty_partial(columns, N, z.dtype, z.device, message[:-2].view(columns.count, N))
-        own = targets - start
-        inside = (own >= 0) & (own < real)
+        inside = (targets >= start) & (targets < start + real)
         if real:
             tile_partial(z[:, start : start + real].t().clone(), start, columns, part)
             part[TARGET, inside] = z[inside, targets[inside]]
         bounds_of(message).copy_(torch.tensor([start, rows]))
     return packed
-
-
-def some_logits(rows: int, V: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits ``[rows, V]`` fp32 with ties for the largest, and targets, some of them nobody's."""
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(rows, V, generator=generator) * 4
-    for row in range(0, rows, 2):
-        z[row, torch.randperm(V, generator=generator)[: 1 + row % 3]] = 30.0
-    targets = torch.randint(-2, V + 2, (rows,), generator=generator)
-    return z, targets
 
 
 @st.composite
@@ -79,13 +68,14 @@ def covers(shards, vocab_size: int | None) -> bool:
 )
 @given(case=shard_sets(), columns=st.sampled_from(EVERY), rows=st.sampled_from([0, 1, 2, 5, 130]))
 def test_packed_of_any_shards(kernels, device, case, columns, rows):
-    """The kernel gives what torch gives, and both what the whole vocabulary says: of tokens and shards of -inf, too;
-    and a token's NaN is its own. Padding is left out of every column. Of shards that are no partition all columns are
-    NaN, and the argmax nobody's."""
+    """The kernel gives what torch gives: of ties, of tokens and shards of -inf, and of a NaN, which is its token's own.
+    Of shards that are no partition all columns are NaN, and the argmax nobody's. The fuzz has the values."""
     from parallel_lce.kernels import partials as compiled
 
     shards, vocab_size = case
-    z, targets = some_logits(rows, 40)
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randint(-3, 4, (rows, 40), generator=generator) * 4.0
+    targets = torch.randint(-2, 42, (rows,), generator=generator)
     if rows == 5:
         z[0] = z[1, :3] = z[2, 5:] = z[4, 1:] = -torch.inf
     z[3:4, 1] = torch.nan
@@ -100,14 +90,9 @@ def test_packed_of_any_shards(kernels, device, case, columns, rows):
     # The order of sums over ranks, and exponentials.
     torch.testing.assert_close(found[some], expected[some], rtol=2e-6, atol=2e-5, equal_nan=True)
     assert torch.equal(integer_view(found[ids]), integer_view(expected[ids]))
-    found = found.cpu()
     limit = sum(rows for _, rows in shards) if vocab_size is None else vocab_size
     assert V == sum(max(0, min(rows, limit - start)) if vocab_size else rows for start, rows in shards)
-    if covers(shards, vocab_size):
-        whole = packed_of(z, [(0, limit)], targets, columns)[0, : found.numel()].view(found.shape)
-        torch.testing.assert_close(found[some], whole[some], rtol=1e-5, atol=1e-4, equal_nan=True)
-        # A token without a largest logit has no id that means anything.
-        known = whole[MAX] > -torch.inf
-        assert torch.equal(integer_view(found[ids])[:, known], integer_view(whole[ids])[:, known])
-    else:
+    if not covers(shards, vocab_size):
         assert found[some].isnan().all() and (integer_view(found[ids]) == NOBODY).all()
+    else:
+        assert (found[some].isnan().any(0).cpu() <= (z.isnan().any(1) | (z.amax(1) == -torch.inf))).all()

@@ -1,7 +1,5 @@
 """Tests whose body runs on every rank of a process group."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

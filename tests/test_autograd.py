@@ -1,8 +1,6 @@
 """The operator among autograd's tools: checkpointing, hooks, upstream gradients, changes in place.
 The fuzz has other hooks, checkpoints that are not selective, and graphs that are walked twice."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

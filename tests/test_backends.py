@@ -1,7 +1,5 @@
 """Which backend a weight gets."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

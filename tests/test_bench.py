@@ -2,8 +2,6 @@
 rank it is wrong, and what is written. And the reports on snapshots of a training: parity of log-probabilities with an
 fp32 head, and gradient_filter."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,8 +1,6 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
 same signature. In debug mode every rank refuses values that differ between the ranks."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from unittest import mock

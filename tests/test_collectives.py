@@ -1,7 +1,5 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

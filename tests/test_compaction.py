@@ -1,8 +1,6 @@
 """Calls on the tokens that count alone: nothing is computed for the others, and bad counts are refused. The fuzz has
 the results, and wrong counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

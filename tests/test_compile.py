@@ -1,7 +1,5 @@
 """torch.compile with ``fullgraph=True``: the losses and gradients of eager mode by the same work."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 

@@ -1,8 +1,6 @@
 """The loss under DDP, FSDP1 and FSDP2: inside and outside the forward of the wrapped module, with resharding, mixed
 precision, gradient accumulation, activation checkpointing and initialisation on the meta device."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

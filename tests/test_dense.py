@@ -1,8 +1,6 @@
 """Losses of logits that exist: small problems, whose fp32 logits are saved (:mod:`parallel_lce.backends.triton_dense`);
 and vocab_parallel_cross_entropy. The kernels are interpreted on the CPU, compiled with ``-m gpu``."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from unittest import mock

@@ -1,8 +1,6 @@
 """Divergences of a student's softmax from a teacher's: of stored log-probabilities, beside float64 on all logits; and
 what the fuzz, which has all configurations of two output layers, cannot draw."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """DTensors in all public functions: losses, gradients and placements as DTensor's own operators give them for all
 logits. Sequences along the second dimension. Placements that are refused, and what the refusal says."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

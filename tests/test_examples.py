@@ -1,7 +1,5 @@
 """The scripts under examples/, on one and two processes: they print the losses that float64 gives without shards."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """The fuzz program: its configurations hold in both backends, and planted faults are found."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """Gradients of which only tiles of large probabilities are exact, beside their definition in float64. Recomputed ones
 project only the windows with a large probability again. Those of the torch backend are all exact."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

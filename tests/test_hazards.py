@@ -4,8 +4,6 @@ What lies far below a token's largest logit has probability 0, however far it li
 tokens have nothing else.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 

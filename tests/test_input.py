@@ -1,8 +1,6 @@
 """Odd input that is not refused, and that the fuzz does not draw: bad ids and shards give NaN, and the rest just works.
 So do numbers of other libraries, and copies and pickles of the module."""
 
-from __future__ import annotations
-
 import copy
 import fractions
 import pickle

@@ -1,7 +1,5 @@
 """Lazy logits: they do whatever logits do in stock, make real ones only where a use needs them, and say so."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import pickle

@@ -2,8 +2,6 @@
 is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. install() and uninstall(), refusals,
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

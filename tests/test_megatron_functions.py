@@ -1,8 +1,6 @@
 """vocab_parallel_cross_entropy against stock Megatron-core's, and functions of hidden states behind its mapping.
 test_fuzz.py and test_hazards.py have them against float64."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from unittest import mock

@@ -1,7 +1,5 @@
 """token_log_probs equals the log-softmax of a stock Megatron-core model's logits: values and all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import cycle

@@ -1,8 +1,6 @@
 """Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
 budget."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace

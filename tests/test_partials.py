@@ -1,7 +1,5 @@
 """The merge of the ranks' packed partials, by the kernel and in plain torch. The fuzz has the algebra of partials."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """The plan: a pure function of numbers that all ranks share."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``reduce_dtype``: dX summed over the ranks in fp32 and rounded once. test_collectives.py has what is sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo

@@ -1,8 +1,6 @@
 """The repository: its pages' links, files and commands exist; ruff and pyright are content; the wheel holds all of the
 code, kernels included, and imports where nothing of the repository is."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Sampled softmax against the dense formula over each token's set, on one rank and on several; and the samplers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

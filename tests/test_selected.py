@@ -1,7 +1,5 @@
 """Entries that are selected for each token: odd selections. The fuzz has their values beside float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """``token_statistics`` beside the same-dtype dense path. The fuzz compares every value and gradient of it, and of
 ``selected_log_probs``, with float64 in all configurations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

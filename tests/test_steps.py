@@ -7,8 +7,6 @@ the call has freed is filled with NaN. An undisturbed run gives the expected bit
 before the next line runs.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import ExitStack, contextmanager, nullcontext

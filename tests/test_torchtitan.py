@@ -1,8 +1,6 @@
 """torchtitan's override: in the default suite with a stand-in of the release's contract; with --all with the release,
 whose trainer trains its debug model beside its own chunked loss."""
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """transformers and TRL: in the default suite with stand-ins of their contracts; with --all with the releases, beside
 their own losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """What several test files share: tiny blocks and tiles, backends, small problems, a record of
 collectives."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

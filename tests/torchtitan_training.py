@@ -2,8 +2,6 @@
 
 The trainer expects a GPU, data sets and TensorBoard. What it needs to run without them is put in their place here."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Bodies of the tests of transformers and TRL: a patched model beside the same model with its own loss."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -1,8 +1,6 @@
 """What the tests of the plugin run on each rank: what trainers call, after Megatron-core's decoder and mappings or
 after FSDP, against logits in float64. verl's functions are those of the folder to import from."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.abc

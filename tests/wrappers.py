@@ -1,7 +1,5 @@
 """Models in PyTorch's data-parallel wrappers, and their whole gradients."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from torch import Tensor, nn

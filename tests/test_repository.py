@@ -176,6 +176,7 @@ for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "t
 import torch, torch.distributed
 before = set(sys.modules)
 import parallel_lce
+assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & (set(sys.modules) - before)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 ours = {name for name in added if name not in sys.stdlib_module_names}
 assert ours <= {"parallel_lce", "torch"}, ours

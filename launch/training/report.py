@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from training.config import Config, described, load_config
+from training.config import Config, described
 from training.refusal import Refusal, check_folder
 
 # Each run's folder under the output, and the overrides that tell the run from the others.
@@ -76,10 +76,10 @@ def is_trained(config: Config) -> bool:
         raise Refusal("snapshots=None: the report needs some, as configs/snapshots.yaml has them")
     if not Path(config.output, "metrics.json").exists():
         return False
-    steps = len(read_metrics(Path(config.output)).losses)
-    before = load_config(Path(config.output, "config.yaml"), [])
-    elsewhere = {"output": True, "text": {"cache"}, "compare": True}  # decide nothing that a training writes
-    if before.model_dump(exclude=elsewhere) != config.model_dump(exclude=elsewhere):
+    before = read_metrics(Path(config.output))
+    steps, elsewhere = len(before.losses), {"output": True, "text": {"cache"}, "compare": True}
+    # What is elsewhere decides nothing that a training writes.
+    if before.config.model_dump(exclude=elsewhere) != config.model_dump(exclude=elsewhere):
         raise Refusal(f"{config.output} has snapshots of another configuration: give another output=, or remove them")
     wanted = {f"step-{step}" for step in (*config.snapshots.steps, steps) if step <= steps}
     return wanted <= {path.stem for path in snapshots_in(config.output)}

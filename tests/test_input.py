@@ -21,14 +21,17 @@ from tools import REDUCED, D, N, V, call, debug_mode, good, shrunk
 # --- ids and shards --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changed", [dict(vocab_start=9), dict(vocab_start=11), dict(vocab_start=0), dict(vocab_size=25)], ids=str
-)
-@on_ranks(2)
-def test_a_gap_or_an_overlap_gives_nan(member, changed, backend):
-    """Of every function. ``changed``: what rank 1 says of its shard, or every rank."""
-    where = dict(process_group=member.group, vocab_start=V * member.rank)
-    where |= changed if member.rank or "vocab_size" in changed else {}
+# The first ids of three shards of V rows. Of the last ones, nothing but the vocabulary's size is wrong.
+GAPS = [(0, 10, 21), (0, 10, 30), (0, 12, 22), (1, 11, 21), (30, 10, 0)]
+OVERLAPS = [(0, 10, 19), (0, 9, 19), (0, 10, 10), (0, 10, 0), (20, 11, 0), (5, 5, 20), (10, 10, 10)]
+SHARDS = [*((starts, None) for starts in (*GAPS, *OVERLAPS)), ((0, 10, 20), 31), ((20, 0, 10), 99)]
+
+
+@pytest.mark.parametrize(("starts", "vocab_size"), SHARDS, ids=str)
+@on_ranks(3)
+def test_a_gap_or_an_overlap_gives_nan(member, starts, vocab_size, backend):
+    """Of every function."""
+    where = dict(process_group=member.group, vocab_start=starts[member.rank], vocab_size=vocab_size)
     tensors = good(member.device)
     x, w, ids = tensors["input"], tensors["linear_weight"], tensors["target"][:, None]
     results = [parallel_lce.selected_log_probs(x, w, ids, **where), divergence(x, w, x, w, reduction="none", **where)]

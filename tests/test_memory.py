@@ -16,7 +16,6 @@ from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
-from parallel_lce.core.grad_buffers import GradBuffer
 from tools import alone, everywhere, shrunk
 from world import Member
 
@@ -149,12 +148,6 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     peak, alive = measured(alone(device), (N, V, D), dtype="bf16", tile=(64, 128), block=64 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
-
-
-def test_low_precision_dw_of_one_product_has_no_other_buffer(device):
-    gradient = GradBuffer(torch.empty(12, 3, dtype=torch.bfloat16, device=device), 10, 1)
-    rows, overwrite = gradient.open(0, 10, whole=True)
-    assert overwrite and rows.data_ptr() == gradient.deliver().data_ptr()
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -48,10 +48,10 @@ from benchmarks.team import NotMeasured, Team
 from cases import normal
 from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy
+from releases import ROOT
 from tools import chosen_backend, everywhere, ran
 from world import Member
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 ALONE = Team(torch.device("cpu"))
 TINY = Shape(64, 96, 16)

@@ -21,7 +21,7 @@ from on_ranks import on_ranks
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.arrangement import arranged
-from tools import debug_mode
+from tools import debug_mode, upstream
 from world import mesh_of
 from wrappers import whole as gathered
 
@@ -46,10 +46,6 @@ def dense(whole: dict[str, Tensor], reduction: str) -> tuple[Tensor, ...]:
     if reduction == "none":
         loss = loss.view(whole["target"].shape)
     return loss.detach(), *torch.autograd.grad((loss * upstream(loss)).sum(), leaves)
-
-
-def upstream(loss: Tensor) -> Tensor:
-    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
 
 
 def as_dtensors(whole: dict[str, Tensor], mesh, **placements) -> dict[str, Any]:
@@ -334,7 +330,7 @@ class Model(nn.Module):
         return self.loss(self.body(x), self.head.weight, target, linear_bias=self.head.bias)
 
 
-def of_model(device, x, target, steps: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+def of_model(device, x, target) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients on one process."""
     model = Model(device)
     loss = sum(model(x[i], target[i]) for i in range(len(x))) / len(x)

@@ -4,14 +4,13 @@ import functools
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from releases import ROOT
 from tools import ran
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 # The number of steps, and the losses of the second and of the last step, in float64 by plain PyTorch.
 CASES = {

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from releases import ROOT
 from tools import ran
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:

@@ -12,7 +12,7 @@ from cases import DTYPES, normal
 from measures import error
 from on_ranks import on_ranks
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
-from tools import started
+from tools import started, upstream
 
 N, V, D, M = 12, 80, 24, 30
 
@@ -51,10 +51,6 @@ def dense(t: dict, reduction="mean", scale=1.0, remove=True) -> tuple[Tensor, ..
     losses = torch.where(counted, losses, 0.0)
     loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted.sum()}[reduction]
     return loss.detach(), *torch.autograd.grad((loss * upstream(loss)).sum(), leaves)
-
-
-def upstream(loss: Tensor) -> Tensor:
-    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
 
 
 CASES = [

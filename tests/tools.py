@@ -136,6 +136,11 @@ def given(input, linear_weight, target, linear_bias=None, **options) -> tuple[Op
     return Options("a test", **options), Inputs(input, linear_weight, target, linear_bias)
 
 
+def upstream(loss: torch.Tensor) -> torch.Tensor:
+    """A gradient that differs from token to token."""
+    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
+
+
 def field_gradients(found, names, leaves):
     """Gradients of a sum of fields, each with a weight of its own."""
     total = sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))

@@ -46,10 +46,9 @@ from benchmarks.report import NONE, speaker
 from benchmarks.tables import cell_table
 from benchmarks.team import NotMeasured, Team
 from cases import normal
-from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy
 from releases import ROOT
-from tools import chosen_backend, everywhere, ran
+from tools import chosen_backend, everywhere, on_ranks, ran
 from world import Member
 
 MIB = 2**20

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
-from on_ranks import on_ranks
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
-from tools import D, N, V, call, chosen_backend, debug_mode, given, good
+from tools import D, N, V, call, chosen_backend, debug_mode, given, good, on_ranks
 from world import Member, mesh_of
 
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, make, part
-from on_ranks import on_ranks
 from parallel_lce.core import collectives
-from tools import chosen_backend, recorded, shrunk, started
+from tools import chosen_backend, on_ranks, recorded, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank

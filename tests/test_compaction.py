@@ -7,9 +7,8 @@ import torch
 import parallel_lce
 from blocks import counted_forwards
 from cases import Case, make, part
-from on_ranks import on_ranks
 from parallel_lce.backends import backend_of
-from tools import debug_mode, small
+from tools import debug_mode, on_ranks, small
 
 N, V, D = 48, 120, 16
 

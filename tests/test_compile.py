@@ -14,12 +14,11 @@ from benchmarks.peak_memory import peak_memory
 from blocks import watched_backwards
 from cases import DTYPES, Case, make, part
 from measures import ROUNDED, assert_close
-from on_ranks import on_ranks
 from parallel_lce.backends import backend_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run import ops
-from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, given, shrunk, small, statistics
+from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, given, on_ranks, shrunk, small, statistics
 
 V, D = 150, 16
 SIZES = (40, 46, 57)  # tokens: compiled for one number, then for any

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import normal
 from measures import relative_error
-from on_ranks import on_ranks
 from parallel_lce import LinearCrossEntropy
+from tools import on_ranks
 from world import mesh_of
 from wrappers import WRAPPERS, gradients, wrapped
 

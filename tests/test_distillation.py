@@ -13,13 +13,12 @@ import torch
 from benchmarks.peak_memory import peak_memory
 from cases import DTYPES, Case, Tensors, assemble, make, normal, operands, unpadded
 from measures import assert_no_worse, size
-from on_ranks import on_ranks
 from parallel_lce.backends import torch_logits
 from parallel_lce.call import prepare
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import divergence as schedule
-from tools import chosen_backend, debug_mode, everywhere, shrunk, started
+from tools import chosen_backend, debug_mode, everywhere, on_ranks, shrunk, started
 from world import Member
 
 N, V, D, E, K = 12, 80, 24, 16, 6

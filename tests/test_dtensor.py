@@ -17,11 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 import parallel_lce
 from cases import normal
-from on_ranks import on_ranks
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.arrangement import arranged
-from tools import debug_mode, upstream
+from tools import debug_mode, on_ranks, upstream
 from world import mesh_of
 from wrappers import whole as gathered
 
@@ -113,10 +112,7 @@ def test_placements(member, name, reduction, compiled):
         with pytest.raises(ValueError, match=r"reduction='mean', and input is a DTensor.*use reduction='sum'"):
             parallel_lce.linear_cross_entropy(**given, reduction=reduction)
         return
-
-    def function(input, **given):
-        return parallel_lce.linear_cross_entropy(input * 1.0, **given) * 1.0
-
+    function = lambda input, **given: parallel_lce.linear_cross_entropy(input * 1.0, **given) * 1.0  # noqa: E731
     function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     loss, dx, dweight, dbias = loss_and_gradients(given, function, reduction=reduction)
     same(loss, want, tokens if reduction == "none" else splits)

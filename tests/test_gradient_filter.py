@@ -17,8 +17,7 @@ from parallel_lce.backends import triton_backward, triton_filter
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels.filter import windows
 from parallel_lce.kernels.filter.tiles import TILE
-from tools import chosen_backend, everywhere, results_of, shrunk, small
-from world import Member
+from tools import chosen_backend, on_ranks, results_of, shrunk, small
 
 EPS = 2**-7
 
@@ -378,21 +377,16 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, mon
     assert (shapes[-2:] == [(3, N)] * 2 and (N, V) not in shapes) == (reason is None)
 
 
-def _on_ranks(member: Member, sequence_parallel: bool):
-    x, weight, target = wide_problem(N=512, V=1024, device=member.device)
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+@on_ranks(2)
+def test_ranks(member, sequence_parallel):
+    """Shards of whole windows have the windows of the whole."""
+    x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
     t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
     with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(triton_filter, "list_active_windows") as lists:
-        found = [g.cpu() for g in recomputed(t.x, t.weight, target, **options)]
-    assert sum(n[0].item() for n in lists) > 0
-    return found
-
-
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ranks(sequence_parallel, listed, device, worlds):
-    """Shards of whole windows have the windows of the whole."""
-    found = everywhere(worlds, device, 2, _on_ranks, sequence_parallel)
-    dx, dw = recomputed(*wide_problem(N=512, V=1024, device=device), gradient_filter=WIDE_EPS)
-    assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
-    parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
-    assert_close(parts, dx.cpu().double(), 1e-2)
+        found = recomputed(t.x, t.weight, target, **options)
+        assert sum(n[0].item() for n in lists) > 0
+        dx, dw = recomputed(*given, gradient_filter=WIDE_EPS)
+    assert_close(found[0], dx.chunk(2)[member.rank].double() if sequence_parallel else dx.double(), 1e-2)
+    assert_close(found[1], dw.chunk(2)[member.rank].double(), 1e-2)

@@ -15,10 +15,9 @@ from torch.nn.functional import cross_entropy
 import reference
 from cases import DTYPES, dense_loss, normal, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, error, size, smallest_steps
-from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy, selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
-from tools import DIFFERENTIABLE, REDUCED, field_gradients, fields, shrunk, small, statistics
+from tools import DIFFERENTIABLE, REDUCED, field_gradients, fields, on_ranks, shrunk, small, statistics
 
 pytestmark = pytest.mark.usefixtures("backend")
 

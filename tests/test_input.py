@@ -14,9 +14,8 @@ from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 from cases import Case, make, normal
-from on_ranks import on_ranks
 from parallel_lce.distillation import divergence
-from tools import REDUCED, D, N, V, call, debug_mode, good, shrunk
+from tools import REDUCED, D, N, V, call, debug_mode, good, on_ranks, shrunk
 
 # --- ids and shards --------------------------------------------------------------------------------
 

@@ -23,10 +23,9 @@ from megatron.core.tensor_parallel import cross_entropy
 import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of, specs
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
-from on_ranks import on_ranks
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import choices, install, output_layer, token_log_probs, uninstall
-from tools import arguments_to, ran, words_of_error
+from tools import arguments_to, on_ranks, ran, words_of_error
 from world import Member
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]

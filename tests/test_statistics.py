@@ -8,9 +8,8 @@ import parallel_lce
 import reference
 from cases import DTYPES
 from measures import assert_no_worse, error, size, smallest_steps
-from on_ranks import on_ranks
 from parallel_lce.core.partials import accumulation_dtype
-from tools import DIFFERENTIABLE, fields, shrunk, small, statistics
+from tools import DIFFERENTIABLE, fields, on_ranks, shrunk, small, statistics
 
 FIELDS = *DIFFERENTIABLE, "selected_log_prob"
 

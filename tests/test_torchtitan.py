@@ -16,8 +16,8 @@ import torchtitan_standin
 import torchtitan_training
 from cases import normal
 from measures import assert_close
-from on_ranks import on_ranks
 from releases import folder_of
+from tools import on_ranks
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, installed
 from world import mesh_of
 

@@ -226,11 +226,11 @@ class Training:
         return defaults | os.environ
 
 
-def main(name: str, argv: list[str]) -> NoReturn:
+def main(name: str, argv: list[str] | None = None) -> NoReturn:
     try:
         extra = name if name in PACKAGES else "demo"
         check_packages(extra, PACKAGES[extra])
-        sys.exit(run(name, argv))
+        sys.exit(run(name, sys.argv[1:] if argv is None else argv))
     except Refusal as refusal:
         fail(str(refusal))
 

@@ -145,10 +145,9 @@ class Config(Section):
         return self.model.vocab_size or self.text.vocab_size
 
     def check_processes(self, started: int) -> None:
-        if started != self.parallel.processes:
-            raise Refusal(
-                f"{self.parallel.layout} needs {self.parallel.processes} processes, torchrun started {started}"
-            )
+        layout, processes = self.parallel.layout, self.parallel.processes
+        if started != processes:
+            raise Refusal(f"{layout} needs {processes} processes, torchrun started {started}")
 
     def uses_cuda(self, here: int) -> bool:
         """Whether this host's `here` processes train on GPUs. Raises a Refusal if its devices cannot train this."""

@@ -41,10 +41,9 @@ class Stepper:
         train, parallel, bf16 = config.train, config.parallel, config.train.precision == "bf16"
         self.gpt = build_model(config, device)
         transformer = self.gpt.config
+        sharded, overlap = parallel.distributed_optimizer, parallel.overlap_grad_reduce
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            use_distributed_optimizer=parallel.distributed_optimizer,
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
         )
         module = Float16Module(transformer, self.gpt) if bf16 else self.gpt
         self.model = DistributedDataParallel(transformer, ddp, module)
@@ -58,13 +57,13 @@ class Stepper:
             clip_grad=train.clip_grad,
             bf16=bf16,
             params_dtype=transformer.params_dtype,
-            use_distributed_optimizer=parallel.distributed_optimizer,
+            use_distributed_optimizer=sharded,
         )
         self.optimizer = get_megatron_optimizer(options, [self.model], use_gloo_process_groups=False)
         self.forward_backward = get_forward_backward_func()
         transformer.finalize_model_grads_func = finalize_model_grads
         transformer.grad_scale_func = self.optimizer.scale_loss
-        if parallel.overlap_grad_reduce:
+        if overlap:
             transformer.no_sync_func = self.model.no_sync
             transformer.grad_sync_func = self.model.start_grad_sync
 

@@ -13,14 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from training.config import Config
 
 # Options of a TransformerConfig that need Apex, Transformer Engine or a GPU unless they are off.
-WITHOUT_EXTENSIONS = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-}
+EXTENSIONS = "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"
+WITHOUT_EXTENSIONS = dict.fromkeys((*EXTENSIONS, "apply_rope_fusion", "persist_layer_norm"), False)
 RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 

@@ -208,6 +208,7 @@ def _summary_table(comparison: Comparison) -> str:
     train = config.train
     tokens = train.micro_batch * train.micro_batches * config.parallel.data * train.sequence
     measured = (config.memory.micro_batch or 0) * train.sequence
+    step_peaks, loss_peaks = zip(*((run.step_peak_bytes, run.loss_peak_bytes) for run in runs))
     distances = [(None, None), *map(mean_and_largest, comparison.differences.values())]
     rows = [
         ("final loss", ".6f", [run.losses[-1] for run in runs]),
@@ -215,9 +216,9 @@ def _summary_table(comparison: Comparison) -> str:
         ("difference from stock's losses, mean", ".2e", [mean for mean, _ in distances]),
         ("difference from stock's losses, largest", ".2e", [largest for _, largest in distances]),
         (f"step of {tokens} tokens, median, ms", ".1f", [1e3 * run.median_step_seconds for run in runs]),
-        ("peak memory of a step, MiB per rank", ".1f", [_mib(run.step_peak_bytes) for run in runs]),
+        ("peak memory of a step, MiB per rank", ".1f", [size and size / 2**20 for size in step_peaks]),
         (f"peak memory of the loss, measured at {measured} tokens, MiB per rank", ".1f",
-         [_mib(run.loss_peak_bytes) for run in runs]),
+         [size and size / 2**20 for size in loss_peaks]),
     ]  # fmt: skip
     texts = [[name, *("" if value is None else format(value, form) for value in values)] for name, form, values in rows]
     return _table([["", *comparison.runs], *(row for row in texts if any(row[1:]))])
@@ -229,10 +230,6 @@ def _table(rows: list[list[str]]) -> str:
     rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / 2**20
 
 
 def _description(run: Metrics) -> str:

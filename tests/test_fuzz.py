@@ -45,6 +45,7 @@ WANTED = {
     "masked": lambda c: {c.bias, c.teacher_bias} & {"masked", "low"} and c.N > 1,
     # Tokens that are sure of an entry: 1 - p must keep its digits.
     "sure": lambda c: c.sure and c.dtype in ("bf16", "fp16"),
+    "twice": lambda c: c.walk.startswith("twice") and c.mode == "train",
     # A sequence along the second dimension.
     "batch first": lambda c: c.sequence_dim == 1,
 }
@@ -58,7 +59,7 @@ def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 10), (2, 4), pytest.param(4, 20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
-@pytest.mark.parametrize("wanted", ["any", "masked", "sure"])
+@pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
 def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):
     """More of what few draws have."""
     settings = fuzz.Settings(seed=11, backend="triton", device=device)

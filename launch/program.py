@@ -1,20 +1,25 @@
 """The programs behind the scripts: python launch/program.py COMMAND [TORCHRUN'S ARGUMENTS --] [ARGUMENTS]."""
 
+import contextlib
 import importlib
+import io
+import logging
 import os
 import shlex
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+from unittest import mock
 
 from training.refusal import Refusal, check_file, check_folder, check_packages, fail
 
 if TYPE_CHECKING:
     from training.config import Config
-    from training.start import Training
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # benchmarks/, which is not installed
 # The packages that a command needs, by the name of their extra in pyproject.toml. Commands without an entry need the
 # packages of the demo.
 PACKAGES = {
@@ -47,7 +52,6 @@ def run(name: str, argv: list[str]) -> int:
     if name == "bench":
         return _bench(first, last)
     from training.config import DEFAULT_CONFIG, parse_command_line
-    from training.start import Training
 
     default, torchrun, arguments = DEFAULT_CONFIG, first or [], last
     if reports := name in ("parity", "gradient_filter"):
@@ -62,7 +66,7 @@ def run(name: str, argv: list[str]) -> int:
     if name == "compare":
         return _compare(config, argv)
     if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
-        from training.worker import run_rank
+        from training.loop import run_rank
 
         run_rank(config)
         return 0
@@ -81,7 +85,6 @@ def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
     import torch
 
     from benchmarks.options import parse_arguments
-    from training.start import processes_of
 
     if torchrun is None:
         torchrun = ["--standalone", "--nproc-per-node", str(torch.cuda.device_count() or 2)]
@@ -101,8 +104,7 @@ def _check_written(options: Namespace) -> None:
 
 def _demo(training: "Training") -> int:
     """Trains all runs; 1 if one fails. Ends the program where another host has their results."""
-    from training.comparison import RUNS, folders_of
-    from training.results import remove_results
+    from training.report import RUNS, folders_of, remove_results
 
     training.prepare()
     folders = folders_of(training.config)
@@ -120,7 +122,7 @@ def _demo(training: "Training") -> int:
 
 def _compare(config: "Config", argv: list[str]) -> int:
     """Prints and writes the report of finished runs; 0 if their curves agree, else 1."""
-    from training.comparison import compare, write_report
+    from training.report import compare, write_report
 
     comparison, folder = compare(config), Path(config.compare.report or config.output)
     check_folder("compare.report", folder)
@@ -131,7 +133,7 @@ def _compare(config: "Config", argv: list[str]) -> int:
 
 def _report(training: "Training", module: str, options: list[str]) -> int:
     """Trains unless that is done, then becomes the report on the snapshots."""
-    from training.results import is_trained, snapshots_in
+    from training.report import is_trained, snapshots_in
 
     if not is_trained(training.config):
         training.prepare()
@@ -149,11 +151,86 @@ def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
     os.execve(command[0], command, os.environ | environment)
 
 
-def main(name: str, argv: list[str]) -> NoReturn:
+def processes_of(torchrun: list[str]) -> tuple[int, int]:
+    """The number of nodes that torchrun starts with these arguments (of an elastic range the largest), and the number
+    of processes on each node. Raises a Refusal if torchrun refuses the arguments, or if they name a program: the caller
+    adds the program."""
+    from torch.distributed import run
+
+    said = io.StringIO()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(said), mock.patch.dict(os.environ):  # torchrun's parser changes it
+            arguments = run.get_args_parser().parse_args([*torchrun, __file__])
+            if (arguments.training_script, arguments.training_script_args) != (__file__, []):
+                raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+            if arguments.module or arguments.no_python or arguments.run_path:
+                raise ValueError("--module, --no-python and --run-path say how to start another program")
+            config, *_ = run.config_from_args(arguments)
+            return config.max_nodes, config.nproc_per_node
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:  # --help
+            raise
+        message = said.getvalue() if isinstance(error, SystemExit) else str(error) or type(error).__name__
+        raise Refusal(f"torchrun: {message.splitlines()[-1]}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Training:
+    """A training. `torchrun`: torchrun's own arguments; if there are none, all processes run on this host. `arguments`:
+    the other arguments of the command line."""
+
+    def __init__(self, config: "Config", torchrun: list[str], arguments: list[str]):
+        self.config, self.arguments = config, arguments
+        self.torchrun = torchrun or ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
+        self.hosts, self.here = processes_of(self.torchrun)
+        config.check_processes(self.hosts * self.here)
+
+    def prepare(self) -> None:
+        """Raises a Refusal for a training that cannot work. Tokenizes the text into this host's cache, so that the
+        ranks only read it."""
+        from training.text import load_text
+
+        config = self.config
+        config.uses_cuda(self.here)
+        folders = {"output": config.output, "text.cache": config.text.cache, "compare.report": config.compare.report}
+        for name, folder in folders.items():
+            if folder is not None:
+                check_folder(name, folder)
+        text = load_text(config.text, say=lambda line: print(line, flush=True))
+        needed = ((config.train.held_out_samples or 0) + 1) * (config.train.sequence + 1)
+        if len(text.tokens) < needed:
+            raise Refusal(f"{text.source} has {len(text.tokens)} tokens, fewer than the {needed} of the samples")
+        used = f"{text.entries:,} of the {config.vocab_size:,} entries of the vocabulary stand for text"
+        print(f"{text.source}: {len(text.tokens):,} tokens; {used}", flush=True)
+
+    def run(self, *overrides: str) -> int:
+        """Trains, with these arguments too; the exit status."""
+        return subprocess.run(self.command(*overrides), env=self.environment()).returncode
+
+    def command(self, *overrides: str) -> list[str]:
+        # -P: without it a file signal.py in the current folder would be imported in place of Python's own.
+        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.torchrun]
+        return [*torchrun, str(ROOT / "launch" / "program.py"), "train", *self.arguments, *overrides]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, and defaults for the variables that it does not set."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        defaults = {
+            # The ranks of a host share its cores. More than four threads do not make a small model faster.
+            "OMP_NUM_THREADS": str(min(4, max(1, cores // self.config.parallel.processes))),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # collectives then start in the order of launch, ahead of GEMMs
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS
+        }
+        return defaults | os.environ
+
+
+def main(name: str, argv: list[str] | None = None) -> NoReturn:
     try:
         extra = name if name in PACKAGES else "demo"
         check_packages(extra, PACKAGES[extra])
-        sys.exit(run(name, argv))
+        sys.exit(run(name, sys.argv[1:] if argv is None else argv))
     except Refusal as refusal:
         fail(str(refusal))
 

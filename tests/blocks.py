@@ -1,7 +1,5 @@
 """The work of a backend on one block, as the schedule drives it, without collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass

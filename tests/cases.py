@@ -5,8 +5,6 @@ has without the package: torch's projection in the inputs' dtype, its logits in 
 Errors are those of :mod:`measures`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

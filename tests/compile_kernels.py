@@ -9,8 +9,6 @@ Triton makes a number of an argument that is 1, and a kernel of its own for it, 
 shows: hence one token, one window, one block.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

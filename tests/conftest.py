@@ -1,8 +1,6 @@
 """Fixtures: devices, and process groups that live as long as the session. And what a run leaves out: slow tests,
 without ``--all``, and tests of a GPU where there is none."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter

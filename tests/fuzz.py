@@ -7,8 +7,6 @@ on. Exit status 1 if there are findings.
 ``--backend triton`` on the CPU runs Triton's interpreter, on small configurations.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

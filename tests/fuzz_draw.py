@@ -1,8 +1,6 @@
 """A configuration is everything about a call of the public functions but the numbers in its tensors. It is drawn from a
 ``random.Random`` alone, so whoever seeds that gets the same configuration again."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from random import Random

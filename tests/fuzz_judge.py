@@ -10,8 +10,6 @@ precision the norm of a group's error is at most twice that of torch's path, who
 of what is delivered and a few roundings of 1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One configuration on one rank: the package's results and gradients, of its part of the tokens and its shard."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import ExitStack, nullcontext
 from unittest import mock

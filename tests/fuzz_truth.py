@@ -5,8 +5,6 @@ Everything is computed on all logits: in float64 it is the truth, in the compute
 in a dimension before all others, show how far the results move.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

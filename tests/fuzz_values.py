@@ -1,7 +1,5 @@
 """The tensors of a configuration: whole ones, the same on every rank, and strides that hold the same numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

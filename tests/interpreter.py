@@ -4,8 +4,6 @@ nothing, which took most of its time.
 By itself it cuts fp32 off to bf16 where a GPU rounds to nearest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

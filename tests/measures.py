@@ -1,7 +1,5 @@
 """The measures of an error. A truth is float64; what is near to it by right is a yardstick."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -33,9 +33,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch.distributed import distributed_c10d
 
 import releases
-from training.attention import CausalAttention
 from training.megatron_cpu import adapt_megatron_to_cpu
-from training.model import WITHOUT_EXTENSIONS, RMSNorm
+from training.model import WITHOUT_EXTENSIONS, CausalAttention, RMSNorm
 from world import Member
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2

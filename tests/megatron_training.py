@@ -1,7 +1,5 @@
 """Training a small Megatron-core model by Megatron's own schedule, and comparing a stock model with ours."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 It computes in its input's dtype: float64 makes it an oracle.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Releases of a package beside the installed one, each in a folder to import it from."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import shutil

@@ -1,12 +1,5 @@
 """Which backend a weight gets."""
 
-from __future__ import annotations
-
-import inspect
-import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_lce
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
-from parallel_lce.backends import backend_of, torch_backend
+from parallel_lce.backends import backend_of
 
 
 @pytest.fixture
@@ -78,18 +71,6 @@ def test_a_choice_is_refused_in_words(value, installed, words, choose):
         parallel_lce.vocab_parallel_cross_entropy(x, target)
 
 
-def test_backends_have_the_same_names():
-    """All that the package asks of a backend, with the same parameters."""
-    triton = pytest.importorskip("parallel_lce.backends.triton", reason="needs triton")
-    sources = Path(parallel_lce.__file__).parent.rglob("*.py")
-    asked = {name for file in sources for name in re.findall(r"(?<!`)\bbackend\.([A-Za-z_]\w*)", file.read_text())}
-    assert {"NAME", "block_forward", "divergence", "merge_ranks"} <= asked
-    for name in asked:
-        of_torch, of_triton = getattr(torch_backend, name), getattr(triton, name)
-        if inspect.isfunction(of_torch):
-            assert list(inspect.signature(of_torch).parameters) == list(inspect.signature(of_triton).parameters), name
-
-
 class _LargeOperations(TorchDispatchMode):
     """Names operations on tensors of at least ``size`` elements, but for views and allocations."""
 
@@ -118,13 +99,3 @@ def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
         loss = parallel_lce.linear_cross_entropy(x, weight, torch.arange(512), **options)
         torch.autograd.grad(loss.sum(), [x, weight])
     assert len(mode.found) <= most, mode.found
-
-
-def test_importing_the_package_imports_no_backend_of_kernels():
-    """Nor Triton and DTensors, if torch itself does not."""
-    code = (
-        "import torch, sys; slow = {'triton', 'torch.distributed.tensor'}; before = slow & {*sys.modules};"
-        "import parallel_lce;"
-        "assert 'parallel_lce.backends.triton' not in sys.modules and slow & {*sys.modules} == before"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,8 +2,6 @@
 rank it is wrong, and what is written. And the reports on snapshots of a training: parity of log-probabilities with an
 fp32 head, and gradient_filter."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -49,10 +47,10 @@ from benchmarks.tables import cell_table
 from benchmarks.team import NotMeasured, Team
 from cases import normal
 from parallel_lce import linear_cross_entropy
-from tools import chosen_backend, everywhere, ran
+from releases import ROOT
+from tools import chosen_backend, everywhere, on_ranks, ran
 from world import Member
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 ALONE = Team(torch.device("cpu"))
 TINY = Shape(64, 96, 16)
@@ -108,7 +106,9 @@ def test_torchruns_arguments_come_before_ours(monkeypatch):
 # --- nothing wrong is timed ------------------------------------------------------------------------
 
 
-def _baselines(member: Member, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_the_baselines_form_both_gradients(member, sequence_parallel):
     given = problem_of(member, sequence_parallel)
     z = given.hidden.double() @ given.weight.double().T
     bare = z @ given.weight.double(), z.T @ given.hidden.double()
@@ -116,11 +116,6 @@ def _baselines(member: Member, sequence_parallel: bool) -> None:
     for name, truths in ((GEMM_ONLY, bare), (OVERLAPPED, (summed, bare[1]))):
         for value, truth in zip(calls_of(named(name, RANKS), given)[FORWARD_BACKWARD](), truths):
             torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_baselines_form_both_gradients(sequence_parallel, worlds, device):
-    everywhere(worlds, device, 2, _baselines, sequence_parallel)
 
 
 def _one_row(factor: float):

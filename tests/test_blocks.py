@@ -5,8 +5,6 @@ Each row of x picks a column of the weight, so that logits are known exactly. Th
 gradient of each logit.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import ExitStack
 from dataclasses import fields

@@ -1,8 +1,6 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
 same signature. In debug mode every rank refuses values that differ between the ranks."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -15,12 +13,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
-from on_ranks import on_ranks
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
-from tools import D, N, V, call, chosen_backend, debug_mode, given, good
+from tools import D, N, V, call, chosen_backend, debug_mode, given, good, on_ranks
 from world import Member, mesh_of
 
 
@@ -47,6 +44,8 @@ OPTIONS = [
     ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
     ("temperature", "must be a number > 0, .* got", 0.0, -1, NAN, None),
     ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 1e9),
+    ("gradient_filter", r"must be None or a number between 0 and 1, such as 2\*\*-13, got", 0, 1, -0.1, 2.0, NAN, True),
+    ("gradient_filter", "must be .* got", "", "auto", "0.1", [0.1], torch.tensor(0.1)),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
     ("process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got str", "tp"),

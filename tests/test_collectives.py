@@ -1,7 +1,5 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,9 +11,8 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, make, part
-from on_ranks import on_ranks
 from parallel_lce.core import collectives
-from tools import chosen_backend, everywhere, recorded, shrunk, started
+from tools import chosen_backend, on_ranks, recorded, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -168,9 +165,10 @@ def assert_dx_is_on_its_way_while_dw_is_computed(call: Call, events: list) -> No
 
 
 @pytest.mark.parametrize("frozen", ["", "weight"])
-def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(frozen, kernels, worlds, device):
+@on_ranks(2)
+def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member, frozen, kernels):
     with chosen_backend("triton"):
-        everywhere(worlds, device, 2, _events, Call("save alone", 2, 1, True, "bf16", frozen=frozen))
+        _events(member, Call("save alone", 2, 1, True, "bf16", frozen=frozen))
 
 
 @on_ranks(2)

@@ -1,23 +1,23 @@
 """Calls on the tokens that count alone: nothing is computed for the others, and bad counts are refused. The fuzz has
 the results, and wrong counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import parallel_lce
 from blocks import counted_forwards
 from cases import Case, make, part
-from on_ranks import on_ranks
 from parallel_lce.backends import backend_of
-from tools import debug_mode, everywhere, small
-from world import Member
+from tools import debug_mode, on_ranks, small
 
 N, V, D = 48, 120, 16
 
 
-def _rows_projected(member: Member, reduction: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.thinned
+@on_ranks()
+def test_the_others_are_not_projected(member, reduction, sequence_parallel, backend):
     t = part(make(Case(N, V, D, ignored="some"), member.device), member, sequence_parallel)
     options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
     count, results = int((t.target != -100).sum()), []
@@ -29,13 +29,6 @@ def _rows_projected(member: Member, reduction: str, sequence_parallel: bool) -> 
         results.append([loss, *torch.autograd.grad(loss.sum(), [t.x, t.weight])])
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.thinned
-def test_the_others_are_not_projected(reduction, ranks, sequence_parallel, worlds, backend, device):
-    everywhere(worlds, device, ranks, _rows_projected, reduction, sequence_parallel)
 
 
 def test_a_wrong_number_gives_nan_and_no_id(device):

@@ -1,7 +1,5 @@
 """torch.compile with ``fullgraph=True``: the losses and gradients of eager mode by the same work."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 
@@ -20,8 +18,7 @@ from parallel_lce.backends import backend_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run import ops
-from tools import DIFFERENTIABLE, chosen_backend, debug_mode, everywhere, fields, given, shrunk, small, statistics
-from world import Member
+from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, given, on_ranks, shrunk, small, statistics
 
 V, D = 150, 16
 SIZES = (40, 46, 57)  # tokens: compiled for one number, then for any
@@ -125,22 +122,18 @@ def test_the_triton_backend(name, kernels, device):
         assert any(assert_as_eager(compiled(loss)[0], loss, t, device))
 
 
-def _over_ranks(member: Member, name: str, sequence_parallel: bool):
+SPLIT = [(name, split) for name in ("saved", "some saved", "accumulated") for split in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel"), [*SPLIT, ("recomputed", False)])
+@pytest.mark.thinned
+@on_ranks(2)
+def test_process_groups(member, name, sequence_parallel):
     torch._dynamo.reset()
     t = part(make(Case(24, 2 * 30, D), member.device), member, sequence_parallel)
     loss = loss_of(name, process_group=member.group, sequence_parallel=sequence_parallel)
     with shrunk(1000, (8, 16)):
         assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
-
-
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel"),
-    [(name, split) for name in ("saved", "some saved", "accumulated") for split in (False, True)]
-    + [("recomputed", False)],
-)
-@pytest.mark.thinned
-def test_process_groups(name, sequence_parallel, worlds, device):
-    everywhere(worlds, device, 2, _over_ranks, name, sequence_parallel)
 
 
 def _autocast(loss):

@@ -1,7 +1,5 @@
 """Log-probabilities of tokens that are sure of their target. test_fuzz.py has their gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 """The loss under DDP, FSDP1 and FSDP2: inside and outside the forward of the wrapped module, with resharding, mixed
 precision, gradient accumulation, activation checkpointing and initialisation on the meta device."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -11,16 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cases import normal
-from on_ranks import on_ranks
+from measures import relative_error
 from parallel_lce import LinearCrossEntropy
+from tools import on_ranks
 from world import mesh_of
+from wrappers import WRAPPERS, gradients, wrapped
 
 V, D, N = 40, 16, 12
-WRAPPERS = ["ddp", "fsdp1", "fsdp2", "fsdp2 reshard"]
 
 
 class Model(nn.Module):
@@ -80,150 +78,110 @@ def expected(member, steps: int, **options) -> tuple[list[float], dict[str, torc
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
-def wrapped(kind: str, model: Model, member) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(model, process_group=member.group)
-    if kind == "fsdp1":
-        return FullyShardedDataParallel(
-            model, process_group=member.group, use_orig_params=True, device_id=member.device
-        )
-    mesh = mesh_of(member.device.type, (member.ranks,))
-    return fully_shard(model, mesh=mesh, reshard_after_forward="reshard" in kind)
-
-
-def gradients(kind: str, model: nn.Module) -> dict[str, torch.Tensor]:
-    if kind == "fsdp1":
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    else:
-        found = {name: p.grad for name, p in model.named_parameters()}
-    found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-    return {name.removeprefix("module.").removeprefix("_fsdp_wrapped_module."): g for name, g in found.items()}
-
-
-def without_sync(kind: str, model: nn.Module, last: bool):
-    if kind.startswith("fsdp2"):
+def without_sync(how: str, model: nn.Module, last: bool):
+    if how.startswith("FSDP2"):
         model.set_requires_gradient_sync(last)
         return nullcontext()
     return nullcontext() if last else model.no_sync()
 
 
-def check(member, kind, steps=1, outside=False, **options) -> None:
-    checkpointed = options.pop("checkpointed", False)
+def built(device, **options) -> Model:
+    model = Model(device, **options)
+    model.reset()
+    return model
+
+
+def check(member, step, inner: Model, model: nn.Module, steps: int = 1, how: str = "", **options) -> None:
+    """``step(ids, target)`` gives this rank's losses; after ``steps`` of them, of which the last one alone reduces
+    gradients if ``how`` is a wrapper, the gradients are right."""
     losses, wanted = expected(member, steps, **options)
-    inner = Model(member.device, checkpointed=checkpointed, **options)
-    inner.reset()
-    model = wrapped(kind, inner, member)
-    for step in range(steps):
-        ids, target = batch(member.rank, step, member.device)
-        with without_sync(kind, model, step == steps - 1):
-            loss = inner.of(model(ids), target) if outside else model(ids, target)
+    for number in range(steps):
+        with without_sync(how, model, number == steps - 1) if how else nullcontext():
+            loss = step(*batch(member.rank, number, member.device))
             loss.backward()
-        assert loss.item() == pytest.approx(losses[step], rel=1e-12)
-    found = gradients(kind, model)
+        assert loss.item() == pytest.approx(losses[number], rel=1e-12)
+    found = gradients(inner, model)
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, wanted[name])
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-@pytest.mark.parametrize("tied", [False, True])
+CALLS = [
+    *((how, dict(tied=tied), False) for tied in (False, True) for how in WRAPPERS),
+    *((how, dict(checkpointed=True), False) for how in WRAPPERS),
+    # The root module of FSDP2 keeps its parameters whole from forward to backward.
+    *((how, {}, True) for how in ("DDP", "FSDP2")),
+]
+
+
+@pytest.mark.parametrize(("how", "options", "outside"), CALLS, ids=str)
 @on_ranks(2)
-def test_inside_the_module(member, kind, tied):
+def test_inside_and_outside_the_module(member, how, options, outside):
     """Two steps, the first without a reduction of gradients."""
-    check(member, kind, steps=2, tied=tied)
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-@on_ranks(2)
-def test_activation_checkpointing(member, kind):
-    check(member, kind, checkpointed=True)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@on_ranks(2)
-def test_outside_the_module(member, kind):
-    """The root module of FSDP2 keeps its parameters whole from forward to backward."""
-    check(member, kind, steps=2, outside=True)
+    inner = built(member.device, **options)
+    model = wrapped(how, inner, member)
+    step = (lambda ids, target: inner.of(model(ids), target)) if outside else model
+    check(member, step, inner, model, 2, how, tied=options.get("tied", False))
 
 
 @on_ranks(2)
 def test_sharded_weights_outside_the_module(member):
     """They are refused, before any collective. With FSDP2 the message's advice, unshard, gives the right gradients."""
-    for kind, message in (("fsdp2 reshard", r"call that module's unshard\(\)"), ("fsdp1", "FSDP1 has flattened")):
-        inner = Model(member.device)
-        inner.reset()
-        model = wrapped(kind, inner, member)
+    for how, message in (("FSDP1", "FSDP1 has flattened"), ("FSDP2, resharded", r"call that module's unshard\(\)")):
+        inner = built(member.device)
+        model = wrapped(how, inner, member)
         ids, target = batch(member.rank, 0, member.device)
         hidden = model(ids)
         with pytest.raises(ValueError, match=message):
             inner.of(hidden, target)
-        if kind == "fsdp1":
-            continue
-        model.unshard()
-        loss = inner.of(hidden, target)
-        loss.backward()
-        losses, wanted = expected(member, 1)
-        assert loss.item() == pytest.approx(losses[0], rel=1e-12)
-        for name, gradient in gradients(kind, model).items():
-            torch.testing.assert_close(gradient, wanted[name])
+    model.unshard()
+    check(member, lambda *_: inner.of(hidden, target), inner, model)
 
 
 @on_ranks(2)
 def test_an_output_layer_wrapped_on_its_own(member):
     """FSDP2: it is refused as long as nobody makes the weight whole, which its own forward would do."""
-    losses, wanted = expected(member, 2)
-    inner = Model(member.device)
-    inner.reset()
+    inner = built(member.device)
     mesh = mesh_of(member.device.type, (member.ranks,))
     fully_shard(inner.head, mesh=mesh)
     model = fully_shard(inner, mesh=mesh)
     with pytest.raises(ValueError, match=r"or call that module's unshard\(\) before"):
         model(*batch(member.rank, 0, member.device))
-    for step in range(2):
+
+    def step(*given):
         inner.head.unshard()
-        loss = model(*batch(member.rank, step, member.device))
-        loss.backward()
-        assert loss.item() == pytest.approx(losses[step], rel=1e-12)
-    for name, gradient in gradients("fsdp2", model).items():
-        torch.testing.assert_close(gradient, wanted[name])
+        return model(*given)
+
+    check(member, step, inner, model, 2)
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
 @on_ranks(2)
-def test_mixed_precision(member, kind):
+def test_mixed_precision(member, how):
     """fp32 parameters, bf16 in forward: the loss is fp32, near the one of all logits in fp32."""
-    inner = Model(member.device, dtype=torch.float32)
-    inner.reset()
-    if kind == "fsdp1":
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = FullyShardedDataParallel(
-            inner, process_group=member.group, use_orig_params=True, device_id=member.device, mixed_precision=precision
-        )
+    inner = built(member.device, dtype=torch.float32)
+    types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if how == "FSDP1":
+        options = dict(process_group=member.group, use_orig_params=True, device_id=member.device)
+        model = FullyShardedDataParallel(inner, mixed_precision=MixedPrecision(**types), **options)
     else:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = fully_shard(inner, mesh=mesh_of(member.device.type, (member.ranks,)), mp_policy=policy)
+        mesh = mesh_of(member.device.type, (member.ranks,))
+        model = fully_shard(inner, mesh=mesh, mp_policy=MixedPrecisionPolicy(**types))
     loss = model(*batch(member.rank, 0, member.device))
     assert loss.dtype == torch.float32
     loss.backward()
     losses, wanted = expected(member, 1, dtype=torch.float32)
     assert loss.item() == pytest.approx(losses[0], rel=1e-2)
-    for name, gradient in gradients(kind, model).items():
+    for name, gradient in gradients(inner, model).items():
         assert gradient.dtype == torch.float32
-        error = (gradient - wanted[name]).norm() / wanted[name].norm()
-        assert 0 < error < 0.02, (name, error)
+        assert 0 < relative_error(gradient, wanted[name]) < 0.02, name
 
 
 @on_ranks(2)
 def test_initialisation_on_the_meta_device(member):
     """The module of the loss has nothing to initialise."""
-    losses, wanted = expected(member, 1)
     model = Model("meta")
     fully_shard(model, mesh=mesh_of(member.device.type, (member.ranks,)))
     model.to_empty(device=member.device)
     model.reset()
-    loss = model(*batch(member.rank, 0, member.device))
-    loss.backward()
-    assert loss.item() == pytest.approx(losses[0], rel=1e-12)
-    for name, gradient in gradients("fsdp2", model).items():
-        torch.testing.assert_close(gradient, wanted[name])
+    check(member, model, model, model)

@@ -1,8 +1,6 @@
 """Losses of logits that exist: small problems, whose fp32 logits are saved (:mod:`parallel_lce.backends.triton_dense`);
 and vocab_parallel_cross_entropy. The kernels are interpreted on the CPU, compiled with ``-m gpu``."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from unittest import mock
@@ -17,13 +15,12 @@ from blocks import launches
 from cases import Case, assemble, check, dense_loss, normal, ours
 from fuzz_draw import Configuration
 from fuzz_run import execute
-from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy
 from parallel_lce.backends import torch_backend, triton
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run.fused_loss import fused_loss
-from tools import chosen_backend, debug_mode, everywhere, given, small
+from tools import chosen_backend, debug_mode, everywhere, given, on_ranks, small
 from world import Member
 
 

@@ -1,9 +1,8 @@
 """DTensors in all public functions: losses, gradients and placements as DTensor's own operators give them for all
 logits. Sequences along the second dimension. Placements that are refused, and what the refusal says."""
 
-from __future__ import annotations
-
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 import parallel_lce
 from cases import normal
-from on_ranks import on_ranks
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.arrangement import arranged
-from tools import debug_mode
+from tools import debug_mode, on_ranks, upstream
 from world import mesh_of
+from wrappers import whole as gathered
 
 WHOLE, ROWS, SECOND = Replicate(), Shard(0), Shard(1)
 V, D = 40, 16
@@ -48,10 +47,6 @@ def dense(whole: dict[str, Tensor], reduction: str) -> tuple[Tensor, ...]:
     return loss.detach(), *torch.autograd.grad((loss * upstream(loss)).sum(), leaves)
 
 
-def upstream(loss: Tensor) -> Tensor:
-    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
-
-
 def as_dtensors(whole: dict[str, Tensor], mesh, **placements) -> dict[str, Any]:
     """``placements``: by the argument's name. Gradients are wanted of all but the target."""
     given = {n: distribute_tensor(t, mesh, placements[n]) if n in placements else t.clone() for n, t in whole.items()}
@@ -61,11 +56,11 @@ def as_dtensors(whole: dict[str, Tensor], mesh, **placements) -> dict[str, Any]:
 def same(found: Any, want: Tensor, placements: Any = None) -> None:
     if placements is not None:
         assert list(found.placements) == list(placements), found.placements
-    torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, want)
+    torch.testing.assert_close(gathered(found), want)
 
 
-def loss_and_gradients(given: dict[str, Any], **options) -> tuple[Any, ...]:
-    loss = parallel_lce.linear_cross_entropy(**given, **options)
+def loss_and_gradients(given: dict[str, Any], function=parallel_lce.linear_cross_entropy, **options) -> tuple[Any, ...]:
+    loss = function(**given, **options)
     whole = torch.empty(loss.shape, dtype=loss.dtype, device=loss.device)
     factor = upstream(whole)
     if isinstance(loss, DTensor) and loss.dim():
@@ -100,27 +95,26 @@ CASES: dict[str, tuple] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_placements(worlds, name, reduction):
-    shape = CASES[name][0]
-    worlds(4 if shape in ((4,), (2, 2)) else 2).run(_placements, name, reduction)
+RUNS = [(name, reduction, False) for name in CASES for reduction in ("none", "sum", "mean")]
+RUNS += [(name, "sum", True) for name in ("replicated", "uneven vocabulary")]
 
 
-def _placements(member, name, reduction):
+@pytest.mark.parametrize(("ranks", "name", "reduction", "compiled"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
+@on_ranks()
+def test_placements(member, name, reduction, compiled):
     shape, names, weight, x, target, sizes, tokens, of_weight = CASES[name]
     mesh, whole = (mesh_of(member.device.type, shape, names), problem(device=member.device, **sizes))
     want, *gradients = dense(whole, reduction)
-    placements = dict(input=x, linear_weight=weight, linear_bias=weight) | (
-        {} if target is None else dict(target=target)
-    )
-    given = as_dtensors(whole, mesh, **placements)
+    placements = dict(input=x, linear_weight=weight, linear_bias=weight, target=target)
+    given = as_dtensors(whole, mesh, **{name: placement for name, placement in placements.items() if placement})
     splits = [Partial() if isinstance(p, Shard) and w != ROWS else WHOLE for p, w in zip(tokens, weight)]
     if reduction == "mean" and Partial() in splits:
         with pytest.raises(ValueError, match=r"reduction='mean', and input is a DTensor.*use reduction='sum'"):
             parallel_lce.linear_cross_entropy(**given, reduction=reduction)
         return
-    loss, dx, dweight, dbias = loss_and_gradients(given, reduction=reduction)
+    function = lambda input, **given: parallel_lce.linear_cross_entropy(input * 1.0, **given) * 1.0  # noqa: E731
+    function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+    loss, dx, dweight, dbias = loss_and_gradients(given, function, reduction=reduction)
     same(loss, want, tokens if reduction == "none" else splits)
     same(dx, gradients[0], x)
     same(dweight, gradients[1], of_weight)
@@ -251,39 +245,13 @@ def test_every_rank_refuses_in_debug_mode(member):
 # --- a sequence along the second dimension, plain tensors ----------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@on_ranks()
-def test_batch_first_sequence_parallelism(member):
-    """Every result is that of the transposed tensors, up to the order of fp64 sums. The fuzz has the other options."""
-    whole = problem(b=3, device=member.device)
-    weight = whole["linear_weight"].chunk(member.ranks)[member.rank]
-    part = whole["input"].chunk(member.ranks, 1)[member.rank].clone().requires_grad_()
-    turned = part.detach().transpose(0, 1).contiguous().requires_grad_()
-    target, weights = whole["target"], normal(3, 8, seed=3).to(member.device).abs()
-    mask, ids = target != -100, target[..., None].clamp(min=0)
-
-    def both(function, per_token: dict, **options):
-        options |= dict(process_group=member.group, sequence_parallel=True)
-        first = function(part, weight, **per_token, sequence_dim=1, **options)
-        return first, function(turned, weight, **{n: t.transpose(0, 1) for n, t in per_token.items()}, **options)
-
+@on_ranks(2)
+def test_batch_first_hidden_states_are_not_copied(member):
+    """Neither copied nor transposed. The fuzz has the results."""
+    whole = problem(device=member.device)
+    part, weight = (whole[n].chunk(2, dim)[member.rank] for n, dim in (("input", 1), ("linear_weight", 0)))
     asked = Options("linear_cross_entropy", reduction="mean", sequence_parallel=True, sequence_dim=1)
-    _, plain, *_ = arranged(asked, Tensors(part, weight, target), member.group)
-    assert plain.input is part  # neither copied nor transposed
-    per_token = dict(target=target, token_weight=weights, temperature=weights + 1)
-    losses, others = both(parallel_lce.linear_cross_entropy, per_token, reduction="none")
-    (losses * upstream(losses)).sum().backward()
-    (others * upstream(losses).t()).sum().backward()
-    pairs = [(losses, others), (part.grad, turned.grad), both(parallel_lce.selected_log_probs, dict(selected=ids))]
-    counted = dict(counted_tokens=int(mask.sum()))
-    pairs.append([v[None] for v in both(parallel_lce.linear_cross_entropy, dict(target=target), **counted)])
-    for values in (dict(target=target, selected=ids), dict(target=target, mask=mask)):
-        options = dict(expected_logit=True, argmax=True, top_k=2) | (counted if "mask" in values else {})
-        fields = zip(*[vars(found).values() for found in both(parallel_lce.token_statistics, values, **options)])
-        pairs += [pair for pair in fields if pair[0] is not None and pair[0].dim()]
-    for found, want in pairs:
-        want = want if want.dim() < 2 else want.transpose(0, 1)
-        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    assert arranged(asked, Tensors(part, weight, whole["target"]), member.group)[1].input is part
 
 
 # --- the other functions -------------------------------------------------------------------------------
@@ -358,7 +326,7 @@ class Model(nn.Module):
         return self.loss(self.body(x), self.head.weight, target, linear_bias=self.head.bias)
 
 
-def of_model(device, x, target, steps: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+def of_model(device, x, target) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients on one process."""
     model = Model(device)
     loss = sum(model(x[i], target[i]) for i in range(len(x))) / len(x)
@@ -366,34 +334,25 @@ def of_model(device, x, target, steps: int = 1) -> tuple[Tensor, dict[str, Tenso
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    ("head", "layout"),
+    [(head, layout) for head in ("sharded", "compiled") for layout in (None, SECOND)] + [("whole", None)],
+)
 @on_ranks(2)
-def test_a_style_with_a_head_that_no_plan_shards(member):
-    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
-    want, gradients = of_model(member.device, whole["input"][None], whole["target"][None])
-    model = Model(member.device)
-    for name, parameter in list(model.head.named_parameters()):
-        setattr(model.head, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [WHOLE])))
-    parallelize_module(model, mesh, {"loss": parallel_lce.LinearCrossEntropyParallel()})
-    loss = model(whole["input"], whole["target"])
-    loss.backward()
-    same(loss.detach(), want)
-    for name, parameter in model.named_parameters():
-        same(parameter.grad, gradients[name])
-
-
-@pytest.mark.parametrize("layout", [None, SECOND])
-@pytest.mark.parametrize("compiled", [False, True])
-@on_ranks(2)
-def test_a_parallel_style(member, layout, compiled):
+def test_a_parallel_style(member, layout, head):
     """The body's gradients are right only if the loss gives it the sum over the ranks of dX."""
     mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
     x, target = whole["input"], whole["target"]
     want, gradients = of_model(member.device, x[None], target[None])
     model = Model(member.device)
     plan = {"head": ColwiseParallel(), "loss": parallel_lce.LinearCrossEntropyParallel(input_layouts=layout)}
+    if head == "whole":  # no plan shards it
+        del plan["head"]
+        for name, parameter in list(model.head.named_parameters()):
+            setattr(model.head, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [WHOLE])))
     parallelize_module(model, mesh, plan)
     part = x if layout is None else x.chunk(2, 1)[member.rank]
-    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if head == "compiled" else model
     loss = call(part, target)
     assert type(loss) is Tensor
     loss.backward()
@@ -402,7 +361,7 @@ def test_a_parallel_style(member, layout, compiled):
         gradient = parameter.grad
         if layout is not None and name == "body.weight":
             torch.distributed.all_reduce(gradient, group=member.group)  # each rank's own tokens
-        same(gradient, gradients[name], [ROWS] if name.startswith("head") else None)
+        same(gradient, gradients[name], [ROWS] if name.startswith("head") and head != "whole" else None)
 
 
 @on_ranks(2)
@@ -455,24 +414,6 @@ def test_fully_sharded_and_tensor_parallel(member, sequence_parallel, reshard):
         if sequence_parallel and name == "body.weight":
             torch.distributed.all_reduce(gradient, group=mesh["tp"].get_group())
         same(gradient, gradients[name])
-
-
-@pytest.mark.parametrize("split", [WHOLE, SECOND])
-@on_ranks(2)
-def test_compiled_without_a_break(member, split):
-    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(v=41, device=member.device)
-    want, *gradients = dense(whole, "sum")
-    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS])
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(x, weight, bias, target):
-        return parallel_lce.linear_cross_entropy(x * 1.0, weight, target, linear_bias=bias, reduction="sum") * 1.0
-
-    loss = step(given["input"], given["linear_weight"], given["linear_bias"], given["target"])
-    loss.backward()
-    same(loss.detach(), want, [WHOLE])
-    for name, expected, placement in zip(("input", "linear_weight", "linear_bias"), gradients, (split, ROWS, ROWS)):
-        same(given[name].grad, expected, [placement])
 
 
 # --- the page -----------------------------------------------------------------------------------------

@@ -1,19 +1,16 @@
 """The scripts under examples/, on one and two processes: they print the losses that float64 gives without shards."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from releases import ROOT
 from tools import ran
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 # The number of steps, and the losses of the second and of the last step, in float64 by plain PyTorch.
 CASES = {

@@ -1,8 +1,6 @@
 """linear_cross_entropy beside float64: its errors are at most those of torch's path, in either backend and by each
 strategy. test_fuzz.py draws options, layouts and shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Gradients of which only tiles of large probabilities are exact, beside their definition in float64. Recomputed ones
 project only the windows with a large probability again. Those of the torch backend are all exact."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -19,11 +17,9 @@ from parallel_lce.backends import triton_backward, triton_filter
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels.filter import windows
 from parallel_lce.kernels.filter.tiles import TILE
-from tools import chosen_backend, everywhere, results_of, shrunk, small
-from world import Member
+from tools import chosen_backend, on_ranks, results_of, shrunk, small
 
 EPS = 2**-7
-REFUSED = r"gradient_filter must be None or a number between 0 and 1, such as 2\*\*-13, got "
 
 
 @pytest.fixture(autouse=True)
@@ -169,15 +165,6 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(name, cause, device, r
         assert torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "", "auto", "0.1", [0.1], torch.tensor(0.1)])
-def test_a_filter_that_is_no_probability_is_refused(value):
-    t = small()
-    with pytest.raises(ValueError, match=REFUSED):
-        linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=value)
-    with pytest.raises(ValueError, match=REFUSED):
-        LinearCrossEntropy(gradient_filter=value)
-
-
 @pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected", "label_smoothing"])
 def test_gradients_that_are_no_probabilities_are_refused(name):
     t = small()
@@ -221,17 +208,6 @@ def test_odd_shapes(shape, device):
     for a, b in zip(gradients(*t, gradient_filter=EPS), gradients(*t)):
         assert a.shape == b.shape and a.isfinite().all()
         assert_close(a, b.double(), 0.3, floor=1e-3)
-
-
-def test_megatron_takes_it_from_the_environment(monkeypatch):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from parallel_lce.megatron import choices
-
-    monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
-    assert choices.choose().gradient_filter == 0.001
-    monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "auto")
-    with pytest.raises(ValueError, match=r"PARALLEL_LCE_GRADIENT_FILTER must be .* which is 2\*\*-13, got 'auto'"):
-        choices.choose()
 
 
 # --- recomputation of active windows ---------------------------------------------------------------
@@ -401,21 +377,16 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, mon
     assert (shapes[-2:] == [(3, N)] * 2 and (N, V) not in shapes) == (reason is None)
 
 
-def _on_ranks(member: Member, sequence_parallel: bool):
-    x, weight, target = wide_problem(N=512, V=1024, device=member.device)
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+@on_ranks(2)
+def test_ranks(member, sequence_parallel):
+    """Shards of whole windows have the windows of the whole."""
+    x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
     t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
     with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(triton_filter, "list_active_windows") as lists:
-        found = [g.cpu() for g in recomputed(t.x, t.weight, target, **options)]
-    assert sum(n[0].item() for n in lists) > 0
-    return found
-
-
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ranks(sequence_parallel, listed, device, worlds):
-    """Shards of whole windows have the windows of the whole."""
-    found = everywhere(worlds, device, 2, _on_ranks, sequence_parallel)
-    dx, dw = recomputed(*wide_problem(N=512, V=1024, device=device), gradient_filter=WIDE_EPS)
-    assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
-    parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
-    assert_close(parts, dx.cpu().double(), 1e-2)
+        found = recomputed(t.x, t.weight, target, **options)
+        assert sum(n[0].item() for n in lists) > 0
+        dx, dw = recomputed(*given, gradient_filter=WIDE_EPS)
+    assert_close(found[0], dx.chunk(2)[member.rank].double() if sequence_parallel else dx.double(), 1e-2)
+    assert_close(found[1], dw.chunk(2)[member.rank].double(), 1e-2)

@@ -1,8 +1,6 @@
 """Odd input that is not refused, and that the fuzz does not draw: bad ids and shards give NaN, and the rest just works.
 So do numbers of other libraries, and copies and pickles of the module."""
 
-from __future__ import annotations
-
 import copy
 import fractions
 import pickle
@@ -16,24 +14,32 @@ from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 from cases import Case, make, normal
-from on_ranks import on_ranks
-from tools import REDUCED, D, N, V, call, debug_mode, everywhere, good, shrunk
-from world import Member
+from parallel_lce.distillation import divergence
+from tools import REDUCED, D, N, V, call, debug_mode, good, on_ranks, shrunk
 
 # --- ids and shards --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changed", [dict(vocab_start=9), dict(vocab_start=11), dict(vocab_start=0), dict(vocab_size=25)], ids=str
-)
-@on_ranks(2)
-def test_a_gap_or_an_overlap_gives_nan(member, changed):
-    """``changed``: what rank 1 says of its shard, or every rank."""
+# The first ids of three shards of V rows. Of the last ones, nothing but the vocabulary's size is wrong.
+GAPS = [(0, 10, 21), (0, 10, 30), (0, 12, 22), (1, 11, 21), (30, 10, 0)]
+OVERLAPS = [(0, 10, 19), (0, 9, 19), (0, 10, 10), (0, 10, 0), (20, 11, 0), (5, 5, 20), (10, 10, 10)]
+SHARDS = [*((starts, None) for starts in (*GAPS, *OVERLAPS)), ((0, 10, 20), 31), ((20, 0, 10), 99)]
+
+
+@pytest.mark.parametrize(("starts", "vocab_size"), SHARDS, ids=str)
+@on_ranks(3)
+def test_a_gap_or_an_overlap_gives_nan(member, starts, vocab_size, backend):
+    """Of every function."""
+    where = dict(process_group=member.group, vocab_start=starts[member.rank], vocab_size=vocab_size)
+    tensors = good(member.device)
+    x, w, ids = tensors["input"], tensors["linear_weight"], tensors["target"][:, None]
+    results = [parallel_lce.selected_log_probs(x, w, ids, **where), divergence(x, w, x, w, reduction="none", **where)]
     for budget in (None, 0):
-        call_ = good(member.device) | dict(process_group=member.group, vocab_start=V * member.rank)
-        call_ |= dict(logits_budget=budget) | (changed if member.rank or "vocab_size" in changed else {})
-        for found in call(call_ | dict(reduction="none")), call(call_), call(call_, parallel_lce.token_statistics).lse:
-            assert found.isnan().all()
+        call_ = tensors | where | dict(logits_budget=budget)
+        statistics = call(call_ | dict(argmax=True), parallel_lce.token_statistics)
+        results += call(call_ | dict(reduction="none")), call(call_), statistics.lse
+        assert (statistics.argmax == -1).all()
+    assert all(found.isnan().all() for found in results)
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -60,7 +66,9 @@ def test_targets_of_any_integer_dtype(bits, device):
 # --- memory that is not what it looks like ----------------------------------------------------------
 
 
-def _gathered_weight(member: Member, grad: bool) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@on_ranks(2)
+def test_results_of_functional_collectives(member, grad, backend):
     """By a functional all-gather, which nobody has waited for."""
     arguments = good(member.device)
     whole = arguments["linear_weight"].requires_grad_(grad)
@@ -76,11 +84,6 @@ def _gathered_weight(member: Member, grad: bool) -> None:
         loss.backward()
         want.backward()
         torch.testing.assert_close(part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank])
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_results_of_functional_collectives(grad, backend, worlds, device):
-    everywhere(worlds, device, 2, _gathered_weight, grad)
 
 
 def test_negative_views(backend, device):
@@ -116,7 +119,8 @@ def test_tensors_without_values_give_shapes(options, dtype, kind, device):
         with torch.no_grad():
             evaluated = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none")
         logits = parallel_lce.vocab_parallel_cross_entropy(weight.t(), target[:, 0].repeat(2))
-        return [loss, *gradients, *vars(found).values(), evaluated, logits]
+        among = parallel_lce.selected_log_probs(x, weight, (target.flatten(), target.new_zeros(25)))
+        return [loss, *gradients, *vars(found).values(), evaluated, logits, among]
 
     with shrunk(4096, (16, 32)):
         real = results(device)

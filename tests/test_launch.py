@@ -1,8 +1,6 @@
 """launch/: its scripts start from anywhere, .venv is made once, and a user's mistake is one line and exit status 2,
 before any process of a training starts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,8 +1,6 @@
 """Kernels as GPUs are given them: that they compile for one where there is none, which launches take one that was
 compiled for another, and where they run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Lazy logits: they do whatever logits do in stock, make real ones only where a use needs them, and say so."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import pickle
@@ -21,11 +19,9 @@ from megatron.core import tensor_parallel
 from measures import error, largest_error, relative_error, size
 from megatron_models import VOCAB, Model, batch, build, losses_of
 from megatron_training import output_layers, side_by_side, switched, train
-from on_ranks import on_ranks
 from parallel_lce.megatron import output_layer, uninstall
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from tools import words_of_error
-from world import Member
+from tools import on_ranks, words_of_error
 
 # --- every use ----------------------------------------------------------------------------------------
 
@@ -427,17 +423,14 @@ def test_says_once_that_logits_are_made(member, reason):
     assert largest_error(losses_of(ours.train(), spec, data), losses_of(stock, spec, data)) <= 1e-5
 
 
-def _speak(member: Member, spec: Model) -> int:
-    with mock.patch.object(output_layer, "_reason", lambda *arguments: "of a test"):
-        return len(_said(lambda: train(member, spec, switched(spec))))
-
-
 @pytest.mark.parametrize(
     ("spec", "told"), [(Model(ranks=2, context=2, ddp="fp32"), [1, 0]), (Model(ranks=2, pipeline=2), [0, 1])], ids=str
 )
-def test_one_rank_speaks_for_all(spec, told, worlds):
+@on_ranks(2)
+def test_one_rank_speaks_for_all(member, spec, told):
     """The first of those that have the output layer, in all steps and microbatches once."""
-    assert worlds(2).run(_speak, spec) == told
+    with mock.patch.object(output_layer, "_reason", lambda *arguments: "of a test"):
+        assert len(_said(lambda: train(member, spec, switched(spec)))) == told[member.rank]
 
 
 @on_ranks(2)

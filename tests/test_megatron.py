@@ -2,8 +2,6 @@
 is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. install() and uninstall(), refusals,
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings
@@ -25,19 +23,24 @@ from megatron.core.tensor_parallel import cross_entropy
 import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of, specs
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
-from on_ranks import on_ranks
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import choices, install, output_layer, token_log_probs, uninstall
-from tools import arguments_to, ran, words_of_error
+from tools import arguments_to, on_ranks, ran, words_of_error
 from world import Member
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
+ON_LOGITS = Model(), Model(ranks=2, sequence_parallel=True, ddp="fp32", tied=True, mtp=1)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.thinned
 def test_training_equals_stock(spec, worlds):
     worlds(spec.ranks).run(compare, spec)
+
+
+@pytest.mark.parametrize("spec", ON_LOGITS, ids=str)
+def test_training_on_logits_equals_stock(spec, worlds):
+    worlds(spec.ranks).run(compare, spec, "logits")
 
 
 def _compare_on(member: Member, release: str, spec: Model) -> None:
@@ -50,16 +53,6 @@ def _compare_on(member: Member, release: str, spec: Model) -> None:
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "spec"),
-    [(1, Model()), (2, Model(ranks=2, sequence_parallel=True, ddp="fp32", tied=True, mtp=1))],
-    ids=str,
-)
-@on_ranks()
-def test_training_on_logits_equals_stock(member, spec):
-    compare(member, spec, "logits")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -217,6 +210,7 @@ def test_others_may_wrap_it_too(monkeypatch):
         (dict(reduce_dtype=torch.float16), {}, "None or torch.float32"),
         ({}, {"PARALLEL_LCE_LOGITS_BUDGET": "1GiB"}, "1GiB"),
         ({}, {"PARALLEL_LCE_CROSS_ENTROPY": "fused"}, "fused"),
+        ({}, {"PARALLEL_LCE_GRADIENT_FILTER": "auto"}, r"FILTER must be .* which is 2\*\*-13, got 'auto'"),
     ],
 )
 def test_install_refuses(options, environment, message):
@@ -245,8 +239,8 @@ def test_settings_of_each_call(member):
     assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [filtered]
     assert of_statistics(False) == [filtered] and of_statistics(True) == [exact]
     uninstall()
-    with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345"):
-        assert of_statistics(True) == [(345, None, None)]
+    with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345", PARALLEL_LCE_GRADIENT_FILTER="0.001"):
+        assert of_statistics(True) == [(345, None, None)] and of_statistics(False) == [(345, None, 0.001)]
 
 
 @on_ranks(1)

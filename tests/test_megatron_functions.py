@@ -1,8 +1,6 @@
 """vocab_parallel_cross_entropy against stock Megatron-core's, and functions of hidden states behind its mapping.
 test_fuzz.py and test_hazards.py have them against float64."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from unittest import mock
@@ -13,10 +11,9 @@ import torch
 import parallel_lce
 from cases import normal
 from measures import assert_close, assert_near, largest_error
-from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel_lce.distillation import divergence, top_k_divergence
-from tools import shrunk
+from tools import on_ranks, shrunk
 from world import Member
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

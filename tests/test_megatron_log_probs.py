@@ -1,7 +1,5 @@
 """token_log_probs equals the log-softmax of a stock Megatron-core model's logits: values and all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -20,8 +18,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, path_of, specs
 from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
-from on_ranks import on_ranks
 from parallel_lce.megatron import TokenLogProbs, log_probs, token_log_probs
+from tools import on_ranks
 from world import Member
 
 

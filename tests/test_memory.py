@@ -1,8 +1,6 @@
 """Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
 budget."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,8 +16,7 @@ from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
-from parallel_lce.core.grad_buffers import GradBuffer
-from tools import alone, everywhere, shrunk
+from tools import alone, everywhere, on_ranks, shrunk
 from world import Member
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -109,12 +106,13 @@ def test_saved_bytes_are_within_the_budget(dtype, budget, device):
 
 
 @pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
-def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
+@on_ranks(2)
+def test_the_larger_of_uneven_shards_stays_within_the_budget(member, budget):
     """Of 1000 and 3000 rows, planned as 2000 each."""
     options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, logits_budget=budget)
-    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), (256, 4000, 4)):
-        # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
-        assert alive <= budget + 256 * KiB
+    _, alive = measured(member, (256, 4000, 4), **options)
+    # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
+    assert alive <= budget + 256 * KiB
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -153,21 +151,16 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     assert peak - alive < V * D * 4 / 4
 
 
-def test_low_precision_dw_of_one_product_has_no_other_buffer(device):
-    gradient = GradBuffer(torch.empty(12, 3, dtype=torch.bfloat16, device=device), 10, 1)
-    rows, overwrite = gradient.open(0, 10, whole=True)
-    assert overwrite and rows.data_ptr() == gradient.deliver().data_ptr()
-
-
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
+@on_ranks(2)
+def test_sequence_parallel_chunks_are_let_go(member, backward):
     """Hidden states are gathered, and local dX reduced, a few of 32 blocks of 128 rows at a time: neither the whole
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
     whole = 4096 * 256 * 4
     options = dict(sequence_parallel=True, tile=(128, 64), block=128 * 64 * 4, backward=backward)
-    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), (4096, 128, 256)):
-        assert alive >= whole // 2 or not backward
-        assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
+    peak, alive = measured(member, (4096, 128, 256), **options)
+    assert alive >= whole // 2 or not backward
+    assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)

@@ -1,7 +1,5 @@
 """The same answers as torch's own losses, and under autocast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

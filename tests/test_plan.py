@@ -1,7 +1,5 @@
 """The plan: a pure function of numbers that all ranks share."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -147,35 +145,29 @@ def test_strategy(call):
 MAIN_GRAD = replace(BF16, weight_fp32=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "shard", "budget", "ranks", "gradients", "vocabulary"),
-    [
-        ("dX's sum is smaller", 1024, 128256, 0, 2, BF16, True),
-        ("dW's sum is smaller", 65536, 4096, 0, 2, BF16, False),
-        ("fp32 main_grad takes dW for nothing", 1024, 128256, 0, 2, MAIN_GRAD, False),
-        # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
-        ("one rank sums dX", 8192, 128256, 512 * MiB, 1, MAIN_GRAD, True),
-        ("two ranks do not", 8192, 128256, 512 * MiB, 2, MAIN_GRAD, False),
-        ("as much as the budget", 32768, 128256, 512 * MiB, 1, MAIN_GRAD, True),
-        ("more than the budget", 33024, 128256, 512 * MiB, 1, MAIN_GRAD, False),
-    ],
-)
-def test_the_axis_of_recomputation(name, rows, shard, budget, ranks, gradients, vocabulary):
-    """The one with the smaller accumulator; but one rank sums dX if that takes no more than the budget."""
-    found = plan(rows, shard, 4096, 2, budget=budget, ranks=ranks, gradients=gradients)
-    assert (len(found.blocks) == 1) == vocabulary, name
-
-
+AXIS = dict(tokens=1024, shard_rows=128256, hidden_size=4096, itemsize=2, budget=0, ranks=2, gradients=BF16)
+ONE = AXIS | dict(tokens=8192, budget=512 * MiB, ranks=1, gradients=MAIN_GRAD)
 # A GiB of exponentials, of which a block of 4096 tokens and an fp32 dW are exactly two blocks and a bf16 dW.
 HEAD = dict(tokens=8192, shard_rows=128256, hidden_size=4096, itemsize=2, budget=DEFAULT_BUDGET, gradients=BF16)
 SMALL = dict(tokens=8192, shard_rows=32768, hidden_size=2048, itemsize=2, budget=0, gradients=BF16)
 LONG = dict(tokens=1 << 16, shard_rows=32768, hidden_size=512, itemsize=4, budget=0, gradients=FP32)
 EXISTING = replace(BF16, weight_new=False)
-
-
-@pytest.mark.parametrize(
-    ("call", "changed", "accumulates"),
-    [
+FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients=BF16, dense_flops=1e12)
+# Each has a call, what changes of it, and whether the plan then is so.
+CHOICES = {
+    # The axis with the smaller accumulator; but one rank sums dX if that takes no more than the budget.
+    "by vocabulary": [
+        (AXIS, {}, True),
+        (AXIS, dict(tokens=65536, shard_rows=4096), False),
+        (AXIS, dict(gradients=MAIN_GRAD), False),  # an fp32 main_grad takes dW for nothing
+        # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
+        (ONE, {}, True),
+        (ONE, dict(ranks=2), False),
+        (ONE, dict(tokens=32768), True),  # as much as the budget
+        (ONE, dict(tokens=33024), False),
+    ],
+    # Where it keeps no more than saving.
+    "accumulate": [
         (HEAD, {}, True),
         (HEAD, dict(hidden_size=4097), False),
         # Saving then allocates no dW, and the fp32 dW of accumulating has to be paid by the logits alone.
@@ -189,10 +181,34 @@ EXISTING = replace(BF16, weight_new=False)
         # A whole of fewer rows is as good.
         (LONG, dict(smallest_accumulated=513, tokens=200, hidden_size=64), True),
     ],
-    ids=str,
+    # Small problems save logits that fit the budget.
+    "dense": [
+        (FEW, dict(dense_flops=7.1e10), True),  # of 6 * 256 * 32768 * (1024 + 384)
+        (FEW, dict(dense_flops=7.0e10), False),
+        (FEW, dict(tokens=2048, hidden_size=256), True),
+        (FEW, dict(tokens=2049, hidden_size=256), False),
+        (FEW, dict(budget=256 * 32768 * 4), True),
+        (FEW, dict(budget=256 * 32768 * 4 - 1), False),
+        (FEW, dict(savable=False), True),
+        (FEW, dict(gradients=None), False),
+        (FEW, dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2)), True),
+        (FEW, dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2) - 1), False),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "changed", "expected"), [(name, *row) for name, rows in CHOICES.items() for row in rows], ids=str
 )
-def test_accumulating_is_taken_where_it_keeps_no_more_than_saving(call, changed, accumulates):
-    assert plan(**call | changed, accumulable=True).accumulate == accumulates
+def test_choices(name, call, changed, expected):
+    call = call | changed | dict(accumulable=name == "accumulate")
+    found = plan(**call)
+    assert (len(found.blocks) == 1 if name == "by vocabulary" else getattr(found, name)) == expected
+    if name == "dense" and expected:
+        # A rank whose shard cannot have dense logits runs the same collectives, and may use no more memory.
+        other = plan(**call | dict(dense_flops=0, budget=DEFAULT_BUDGET))
+        assert len(found.blocks) == 1 and found.saves_hidden == other.saves_hidden
+        assert found.saved == (0 if changed.get("savable") is False else 32768)
 
 
 ACCUMULATED = dict(tokens=4096, shard_rows=10000, hidden_size=8, itemsize=4, budget=80 * MiB, ranks=2, sp_size=1)
@@ -242,32 +258,3 @@ def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     assert all((b.stop - b.start) * row <= max(GATHERED_BYTES, row) for b in forward)
     most = max(1, GATHERED_BYTES // row)
     assert len(forward) == -(-sum(b.stop - b.start for b in forward) // most)
-
-
-FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients=BF16, dense_flops=1e12)
-
-
-@pytest.mark.parametrize(
-    ("changed", "dense"),
-    [
-        (dict(dense_flops=7.1e10), True),  # of 6 * 256 * 32768 * (1024 + 384)
-        (dict(dense_flops=7.0e10), False),
-        (dict(tokens=2048, hidden_size=256), True),
-        (dict(tokens=2049, hidden_size=256), False),
-        (dict(budget=256 * 32768 * 4), True),
-        (dict(budget=256 * 32768 * 4 - 1), False),
-        (dict(savable=False), True),
-        (dict(gradients=None), False),
-        (dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2)), True),
-        (dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2) - 1), False),
-    ],
-    ids=str,
-)
-def test_small_problems_save_logits_that_fit_the_budget(changed, dense):
-    found = plan(**FEW | changed)
-    assert found.dense == dense
-    if dense:
-        # A rank whose shard cannot have dense logits runs the same collectives, and may use no more memory.
-        other = plan(**FEW | changed | dict(dense_flops=0, budget=DEFAULT_BUDGET))
-        assert len(found.blocks) == 1 and found.saves_hidden == other.saves_hidden
-        assert found.saved == (0 if changed.get("savable") is False else 32768)

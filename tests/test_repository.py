@@ -1,8 +1,6 @@
 """The repository: its pages' links, files and commands exist; ruff and pyright are content; the wheel holds all of the
 code, kernels included, and imports where nothing of the repository is."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re
@@ -14,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from releases import ROOT
 from tools import ran
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -93,9 +90,13 @@ def test_ruff_and_pyright_are_content(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_file_is_long():
+def test_no_file_is_long_and_none_imports_a_trainer():
+    """But torchtitan's own module."""
     files = [file for folder in ("parallel_lce", "kernels", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
-    assert not [file for file in files if len(file.read_text().splitlines()) > 700]
+    assert len(files) > 30 and not [file for file in files if len(file.read_text().splitlines()) > 700]
+    line = re.compile(r"^\s*(from|import) (transformers|trl|accelerate|torchtitan|spmd_types)\b", re.M)
+    found = {str(file.relative_to(ROOT)) for file in files if line.search(file.read_text())}
+    assert found <= {"parallel_lce/torchtitan.py"}
 
 
 needs_build = pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
@@ -174,6 +175,7 @@ for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "t
 import torch, torch.distributed
 before = set(sys.modules)
 import parallel_lce
+assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & (set(sys.modules) - before)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 ours = {name for name in added if name not in sys.stdlib_module_names}
 assert ours <= {"parallel_lce", "torch"}, ours

@@ -1,7 +1,5 @@
 """The functions of RL trainers, against their contracts in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Second derivatives are refused in words, by whatever way autograd is asked for them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import forward_ad

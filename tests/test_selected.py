@@ -1,14 +1,11 @@
 """Entries that are selected for each token: odd selections. The fuzz has their values beside float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import parallel_lce
 from cases import normal
 from measures import relative_error
-from on_ranks import on_ranks
 from tools import small
 
 N, V, D, K = 12, 90, 24, 5
@@ -88,14 +85,6 @@ def test_in_a_compiled_graph(device):
 # --- selected_log_probs alone ------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_shards_with_a_gap_give_nan(member):
-    x, w, ids = problem(member.device)
-    start = 46 * member.rank  # a gap of one
-    found = parallel_lce.selected_log_probs(x, w[:45], ids, process_group=member.group, vocab_start=start)
-    assert found.isnan().all()
-
-
 def test_a_token_that_is_sure_of_one_of_its_entries(backend, device):
     """What it leaves to the others, 1e-9 to 1e-2, is in its log-probability and in its gradient."""
     gaps = torch.tensor([20.0, 16.0, 12.0, 8.0, 4.0], device=device)
@@ -124,12 +113,6 @@ def test_gradients_of_an_entry_that_most_tokens_select(device):
     its = relative_error(gradient(torchs, torch.float32, device), truth)
     found = gradient(parallel_lce.selected_log_probs, torch.float32, device)
     assert relative_error(found, truth) <= 1.1 * its, f"torch's {its}"
-
-
-def test_meta_tensors_give_the_shape():
-    x, w, ids = problem("meta", torch.bfloat16)
-    found = parallel_lce.selected_log_probs(x, w, (ids.view(-1), ids.new_zeros(N + 1)))
-    assert found.is_meta and found.shape == (N * K,) and found.dtype == torch.float32
 
 
 def test_only_selected_rows_are_read(backend, device):

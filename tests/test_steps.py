@@ -7,8 +7,6 @@ the call has freed is filled with NaN. An undisturbed run gives the expected bit
 before the next line runs.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -350,6 +348,7 @@ ON_ONE = [
     # fp32 sums are the gradients themselves: columns are saved, not rows.
     if (name, dtype) != ("some rows saved, a frozen weight", "fp32")
 ]
+FILTERED = [Call(name, backend="triton") for name in ("filtered", "filtered, recomputed")]
 OVER_RANKS = [
     Call(name, 2, sequence_parallel, dtype, backend)
     for name in ("saved", "hidden states gathered again", "some rows saved", "recomputed", "a frozen weight")
@@ -427,21 +426,14 @@ def _without_waiting(member: Member, call: Call) -> torch.Tensor:
 
 
 @ON_GPUS
-@pytest.mark.parametrize("call", [*ON_ONE, *OVER_RANKS], ids=str)
+@pytest.mark.parametrize("call", [*ON_ONE, *OVER_RANKS, *FILTERED], ids=str)
 def test_a_step_never_waits_and_is_captured_and_replayed_on_other_data(call, worlds, device):
-    with chosen_backend(call.backend):
-        first, *others = everywhere(worlds, device, call.ranks, _without_waiting, call)
-    assert all(torch.equal(first, other) for other in others), "the loss differs by rank"
-
-
-@ON_GPUS
-@pytest.mark.parametrize("name", ["filtered", "filtered, recomputed"])
-def test_filtered_steps_never_wait_and_are_captured(name, device):
     from parallel_lce.backends import triton_filter
 
-    with chosen_backend("triton"), results_of(triton_filter, "list_active_windows") as listed:
-        _without_waiting(alone(device), Call(name, backend="triton"))
-    assert bool(listed) == (name != "filtered")
+    with chosen_backend(call.backend), results_of(triton_filter, "list_active_windows") as listed:
+        first, *others = everywhere(worlds, device, call.ranks, _without_waiting, call)
+    assert all(torch.equal(first, other) for other in others), "the loss differs by rank"
+    assert bool(listed) == (call.strategy == "filtered, recomputed")
 
 
 @ON_GPUS

@@ -1,12 +1,8 @@
 """torchtitan's override: in the default suite with a stand-in of the release's contract; with --all with the release,
 whose trainer trains its debug model beside its own chunked loss."""
 
-from __future__ import annotations
-
 import copy
 import math
-import re
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +16,8 @@ import torchtitan_standin
 import torchtitan_training
 from cases import normal
 from measures import assert_close
-from on_ranks import on_ranks
-from releases import ROOT, folder_of
+from releases import folder_of
+from tools import on_ranks
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, installed
 from world import mesh_of
 
@@ -49,7 +45,10 @@ def plain(lm_head: nn.Linear, rank: int, ranks: int, spmd_type="R") -> nn.Linear
     return lm_head
 
 
-def check(member, kind: str, inner: str, spoil: dict | None = None) -> None:
+@pytest.mark.parametrize("inner", ["CrossEntropyLoss", "PolicyLoss"])
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), *((kind, 2) for kind in KINDS)])
+@on_ranks()
+def test_equals_whole_logits(member, kind, inner):
     """Of two microbatches, and without gradients: all equals that of one process with whole logits in float64."""
     rank, ranks = member.rank, member.ranks
     torch.manual_seed(3)
@@ -85,7 +84,6 @@ def check(member, kind: str, inner: str, spoil: dict | None = None) -> None:
     with installed(mesh) as ours:
         loss_fn = ours.linear_cross_entropy(ChunkedLossWrapper.Config(loss_fn=config), logits_budget=0).build()
         loss_fn.lm_head = model.lm_head
-        loss_fn._options |= spoil or {}
         for training in (True, True, False):
             with torch.set_grad_enabled(training):
                 loss, metrics = loss_fn(model(x), labels, COUNT, advantages=advantages)
@@ -111,20 +109,6 @@ def check(member, kind: str, inner: str, spoil: dict | None = None) -> None:
         else:  # torchtitan sums the terms of dX
             dist.all_reduce(found)
         assert_close(found, want, 1e-5, name=name)
-
-
-@pytest.mark.parametrize("inner", ["CrossEntropyLoss", "PolicyLoss"])
-@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), *((kind, 2) for kind in KINDS)])
-@on_ranks()
-def test_equals_whole_logits(member, kind, inner):
-    check(member, kind, inner)
-
-
-@on_ranks(2)
-def test_a_mistake_is_seen(member):
-    for spoil, seen in (({"reduce_hidden_grad": True}, "^(x|norm)"), ({"linear_bias": None}, "^loss itself")):
-        with pytest.raises(AssertionError, match=seen):
-            check(member, "plain", "CrossEntropyLoss", spoil)
 
 
 @on_ranks(2)
@@ -160,12 +144,6 @@ def test_refused(member):
                 assert ours.linear_cross_entropy(config) is config
 
 
-def test_nothing_else_imports_torchtitan():
-    files = [file for file in (ROOT / "parallel_lce").rglob("*.py") if file.name != "torchtitan.py"]
-    assert len(files) > 30
-    assert not [f for f in files if re.search(r"^\s*(from|import) (torchtitan|spmd_types)\b", f.read_text(), re.M)]
-
-
 # Beside torch and what torchtitan_training.py replaces: all that its trainer imports.
 OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
 CASES = [
@@ -175,7 +153,7 @@ CASES = [
     "partial tp2 compiled", "checked", "tp2 checked", "tp2 no-sp checked", "tied", "partial dp2 tied resharded",
     "bias accumulated", "tp2 no-sp bias", "soft-cap", "tp2 soft-cap", "partial tp2 soft-cap bias", "tp2 uneven",
     "full tp2 uneven", "accumulated DAPOLoss", "tp2 GRPOLoss", "tp4 no-sp DAPOLoss", "partial tp2 dp2 DAPOLoss",
-    "block0 tp2", "block1", "block2 GRPOLoss", "tp2 broken",
+    "block0 tp2", "block1", "block2 GRPOLoss",
 ]  # fmt: skip
 
 
@@ -190,5 +168,4 @@ def device():
 def test_its_trainer_with_the_lines_of_the_page(case, worlds):
     assert torchtitan_training.OURS in torchtitan_training.PAGE
     ranks = math.prod(int(word[-1]) for word in case.split() if word[:2] in ("tp", "cp", "dp"))
-    with pytest.raises(AssertionError, match="tok_embeddings.weight error") if "broken" in case else nullcontext():
-        worlds(ranks, str(folder_of("torchtitan", "0.3.0", others=OTHERS))).run(torchtitan_training.compare, case)
+    worlds(ranks, str(folder_of("torchtitan", "0.3.0", others=OTHERS))).run(torchtitan_training.compare, case)

@@ -1,7 +1,5 @@
 """The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -25,15 +23,12 @@ from safetensors.torch import load_file
 import program  # of launch/
 from tools import ran
 from training import text as module
-from training.attention import CausalAttention
-from training.batches import split
-from training.comparison import compare
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
+from training.loop import learning_rate, share_done
+from training.model import CausalAttention
 from training.refusal import Refusal
-from training.results import is_trained, read_metrics, remove_results, snapshots_in
-from training.step import learning_rate
-from training.text import Text, load_text, read_documents, train_tokenizer
-from training.worker import share_done
+from training.report import compare, is_trained, read_metrics, remove_results, snapshots_in
+from training.text import Text, load_text, read_documents, split, train_tokenizer
 
 
 @pytest.mark.parametrize("tokens", [100, 50])

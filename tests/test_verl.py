@@ -1,8 +1,6 @@
 """The plugin of verl, and what other RL trainers call, each after Megatron's decoder and mappings: in the default suite
 with a stand-in of verl's contract; with --all with the release, its engines included."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """An order of the vocabulary: how ids are dealt to ranks, what is permuted, and that a model stays the same."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Which tests are slow: those marked ``slow``; and of those marked ``thinned``, most combinations of parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator

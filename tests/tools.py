@@ -1,8 +1,8 @@
 """What several test files share: tiny blocks and tiles, backends, small problems, a record of
 collectives."""
 
-from __future__ import annotations
-
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -47,16 +47,43 @@ def alone(device: str = "cpu") -> Member:
 def everywhere(worlds, device: str, ranks: int, body, *arguments) -> list:
     """``body(member, *arguments)`` on every rank with this process's choice of a backend; on this
     process where there is but one."""
-    if ranks == 1:
-        return [body(alone(device), *arguments)]
+    return [body(alone(device), *arguments)] if ranks == 1 else over(worlds(ranks), body, *arguments)
+
+
+def over(world, body, *arguments) -> list:
+    """``body(member, *arguments)`` on every rank of this world, with this process's choice of a backend."""
     chosen = os.environ.get(backends.VARIABLE, "")
     dense = chosen == "triton" and backends.named("triton").DENSE_FLOPS > 0
-    return worlds(ranks).run(_with_backend, "dense" if dense else chosen, body, *arguments)
+    return world.run(_with_backend, "dense" if dense else chosen, body, *arguments)
 
 
 def _with_backend(member: Member, name: str, body, *arguments):
     with chosen_backend(name):
         return body(member, *arguments)
+
+
+def on_ranks(ranks: int | None = None) -> Callable:
+    """Makes a test of ``body(member, **parameters)``: it passes if the body returns on each of the ``ranks``, or of as
+    many as the test's parameter of this name says. The backend is that of the fixture ``backend``, if it is one of the
+    parameters."""
+
+    def decorate(body: Callable) -> Callable:
+        def test(worlds, **given) -> None:
+            size = given.pop("ranks") if ranks is None else ranks
+            over(worlds(size), _run_body, body.__module__, body.__name__, given)
+
+        _, *own = inspect.signature(body).parameters
+        names = ["worlds", *(["ranks"] if ranks is None else []), *own]  # pytest gives them by name
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.body = body
+        return test
+
+    return decorate
+
+
+def _run_body(member: Member, module: str, name: str, given: dict) -> None:
+    getattr(importlib.import_module(module), name).body(member, **given)
 
 
 @contextmanager
@@ -133,6 +160,11 @@ def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **optio
 def given(input, linear_weight, target, linear_bias=None, **options) -> tuple[Options, Inputs]:
     """What the public functions make of their arguments, for what is beneath them."""
     return Options("a test", **options), Inputs(input, linear_weight, target, linear_bias)
+
+
+def upstream(loss: torch.Tensor) -> torch.Tensor:
+    """A gradient that differs from token to token."""
+    return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
 
 
 def field_gradients(found, names, leaves):

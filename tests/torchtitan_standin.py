@@ -1,7 +1,5 @@
 """What parallel_lce.torchtitan uses of torchtitan 0.3.0 and of spmd_types, of the same contract, in few lines."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import contextmanager, nullcontext

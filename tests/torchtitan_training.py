@@ -2,8 +2,6 @@
 
 The trainer expects a GPU, data sets and TensorBoard. What it needs to run without them is put in their place here."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -41,7 +39,7 @@ POLICIES = {"DAPOLoss", "GRPOLoss"}
 # What the page gives to a configuration, instead of the line.
 BLOCKS = {f"block{i}": block for i, block in enumerate(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))}
 # Words that are none of the command line's.
-CHANGES = {"bias", "tied", "soft-cap", "uneven", "checked", "broken", *POLICIES, *BLOCKS}
+CHANGES = {"bias", "tied", "soft-cap", "uneven", "checked", *POLICIES, *BLOCKS}
 
 
 @dataclass
@@ -140,8 +138,6 @@ def _trained(member: Member, words: set[str], ours: bool) -> dict[str, list]:
         trainer = _configured(words, ours).build()
     (model,), loss_fn = trainer.model_parts, trainer.loss_fn
     assert type(loss_fn).__name__ == ("LinearCrossEntropyLoss" if ours else "ChunkedLossWrapper")
-    if ours and "broken" in words:
-        loss_fn._options["reduce_hidden_grad"] = True
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other

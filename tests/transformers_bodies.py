@@ -1,12 +1,11 @@
 """Bodies of the tests of transformers and TRL: a patched model beside the same model with its own loss."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import functools
+import importlib
 import itertools
 import os
+import re
 import tempfile
 import warnings
 from unittest import mock
@@ -14,18 +13,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
 
 import parallel_lce.transformers as door
 import transformers_standin
-from parallel_lce import lazy_logits
+from measures import largest_error
 from parallel_lce import trl as trl_door
+from releases import ROOT
 from transformers_standin import CausalLM, ColwiseGatherOutput, installed_trl
 from world import Member, mesh_of
+from wrappers import gradients, whole, wrapped
 
-V, D, STEPS = 97, 32, 2
+V, D = 97, 32
 STANDIN = {
     "plain": {},
     "capped": {"cap": 2.0, "scale": 1.5},
@@ -64,8 +63,7 @@ def batch(seed: int) -> dict:
 
 
 def near(found, expected) -> None:
-    found = found.full_tensor() if isinstance(found, DTensor) else found
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole(found), expected, rtol=1e-5, atol=1e-5)
 
 
 def fused(output) -> bool:
@@ -84,28 +82,92 @@ def without_a_warning():
         yield
 
 
+def saved(model, member: Member) -> str:
+    """A folder that rank 0 has written and all ranks load from."""
+    folder = [tempfile.mkdtemp()]
+    if member.rank == 0:
+        model.save_pretrained(folder[0])
+    if member.ranks > 1:
+        dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def by_plan(release: str, model, member: Member):
+    """``model`` under transformers' tensor parallelism."""
+    if release == "stand-in":
+        ColwiseGatherOutput().install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)))
+        return model
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    options = dict(distributed_config=DistributedConfig(tp_size=member.ranks, tp_plan="auto"), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(saved(model, member), **options)
+
+
+def around(how: str, model, member: Member):
+    """``model`` compiled, or in a wrapper, where its head may be a unit of FSDP's of its own, or with its norm."""
+    if how == "compiled":
+        torch._dynamo.reset()
+        return torch.compile(model, backend="aot_eager")
+    if "head" in how:
+        norm = model.model["norm"] if isinstance(model, CausalLM) else model.model.norm
+        unit = model.lm_head if "apart" in how else [norm, model.lm_head]
+        fully_shard(unit, mesh=mesh_of("cpu", (member.ranks,)), reshard_after_forward="apart" in how)
+    return model if how in ("alone", "plan") else wrapped(how, model, member)
+
+
 @without_a_warning()
-def alone(member: Member, release: str, kind: str, accuracy: bool) -> None:
-    model = model_of(release, kind).train()
-    own = copy.deepcopy(model)
-    assert door.patch(door.patch(model), token_accuracy=accuracy) is model
-    model = copy.deepcopy(model)
-    given = batch(1)
-    shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
-    for more in ({}, {"num_items_in_batch": torch.tensor(40)}, {"num_items_in_batch": 7, "shift_labels": shifted}):
-        found, expected = model(**given, **more), own(**given, **more)
-        for m, output in ((model, found), (own, expected)):
-            m.zero_grad()
-            (3 * output.loss).backward()
+def check(member: Member, release: str, kind: str, how: str, before: bool, accuracy: bool) -> None:
+    """A patched model gives the losses, gradients, accuracies and logits of the same model with its own loss."""
+    own = model_of(release, kind).train()
+    inner = copy.deepcopy(own)
+    if how == "plan":
+        inner = by_plan(release, inner, member)
+    if before:
+        door.patch(inner, token_accuracy=accuracy)
+    model = around(how, inner, member)
+    if not before:
+        door.patch(inner, token_accuracy=accuracy)
+    model.train()
+    replicas = 1 if how == "plan" else member.ranks
+    for step in range(3):
+        given = batch(10 * step + (member.rank if replicas > 1 else 0))
+        if step:
+            given["num_items_in_batch"] = torch.tensor(40) if step == 1 else 7
+        if step == 2:
+            padded = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)
+            given["shift_labels"] = padded[:, 1:].contiguous()
+        model.zero_grad(), own.zero_grad()
+        found, expected = model(**given), own(**given)
         assert fused(found) and found.loss.dtype == torch.float32
-        near(found.loss, expected.loss)
-        for p, q in zip(model.parameters(), own.parameters()):
-            near(p.grad, q.grad)
         assert ("token_accuracy" in found) == accuracy
+        (3 * found.loss).backward(), (3 * expected.loss).backward()
+        near(found.loss.detach(), expected.loss.detach())
         if accuracy:
             near(found["token_accuracy"], accuracy_of(expected.logits, given["labels"]))
+        compared = gradients(inner, model)
+        for name, p in own.named_parameters():
+            if replicas > 1:
+                dist.all_reduce(p.grad.div_(replicas))
+            near(compared[name], p.grad)
         assert found.logits.shape == expected.logits.shape and found.logits.dtype == expected.logits.dtype
-        assert torch.equal(found.logits[..., 2:], expected.logits[..., 2:])
+        if "FSDP" in how:
+            with pytest.raises(RuntimeError, match="FSDP has taken back the output layer's weight"):
+                found.logits[0]
+        else:
+            near(found.logits[..., 2:], expected.logits[..., 2:])
+    model.eval(), own.eval()
+    with torch.no_grad():
+        near(model(**batch(1)).logits, own(**batch(1)).logits)
+
+
+@without_a_warning()
+def modes(member: Member, release: str, kind: str) -> None:
+    """Without labels, in generation, in tuples and in eval mode a patched model, and a copy of it, is as before."""
+    model = model_of(release, kind).train()
+    own = copy.deepcopy(model)
+    assert door.patch(door.patch(model)) is model
+    model, given = copy.deepcopy(model), batch(1)
     ids = given["input_ids"]
     assert torch.is_tensor(model(ids).logits) and torch.equal(model(ids).logits, own(ids).logits)
     lazy = [door._LazyLogits in map(type, model(**g, return_dict=False)) for g in (given, {"input_ids": ids})]
@@ -122,105 +184,6 @@ def alone(member: Member, release: str, kind: str, accuracy: bool) -> None:
     assert torch.equal(model(**given).logits, own(**given).logits) and torch.is_tensor(model(**given).logits)
 
 
-def wrapped(model, how: str, member: Member):
-    mesh = mesh_of("cpu", (member.ranks,), ("dp",))
-    if how == "DDP":
-        return DistributedDataParallel(model, find_unused_parameters=True)
-    if how == "FSDP1":
-        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    norm = model.model["norm"] if isinstance(model, CausalLM) else model.model.norm
-    if how == "FSDP2, head apart":
-        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
-    elif how == "FSDP2, head with norm":
-        fully_shard([norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
-    return fully_shard(model, mesh=mesh)
-
-
-def by_plan(release: str, model, member: Member):
-    mesh = mesh_of("cpu", (member.ranks,))
-    if release == "stand-in":
-        ColwiseGatherOutput().install_forward(model.lm_head, mesh)
-        return model
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    if member.rank == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
-    config = DistributedConfig(tp_size=member.ranks, tp_plan="auto")
-    return AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config, dtype=torch.float32)
-
-
-@without_a_warning()
-def sharded(member: Member, release: str, kind: str, how: str, before: bool, accuracy: bool = False) -> None:
-    model = model_of(release, kind)
-    own, inner = copy.deepcopy(model).train(), model
-    if how == "plan":
-        model = inner = by_plan(release, model, member)
-    if before:
-        door.patch(inner, token_accuracy=accuracy)
-    if how != "plan":
-        model = wrapped(model, how, member)
-    if not before:
-        door.patch(inner, token_accuracy=accuracy)
-    model.train()
-    for step in range(STEPS):
-        given = batch(10 * step + (0 if how == "plan" else member.rank))
-        model.zero_grad(), own.zero_grad()
-        found, expected = model(**given), own(**given)
-        assert fused(found)
-        found.loss.backward(), expected.loss.backward()
-        near(found.loss.detach(), expected.loss.detach())
-        gradients = {name: p.grad for name, p in own.named_parameters()}
-        if how != "plan":
-            for gradient in gradients.values():
-                dist.all_reduce(gradient.div_(member.ranks))
-        if how == "FSDP1":
-            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-                compared = [(p.grad.clone(), gradients[n]) for n, p in model.module.named_parameters()]
-        else:
-            compared = [(p.grad, gradients[n]) for n, p in inner.named_parameters()]
-        for gradient, exact in compared:
-            near(gradient, exact)
-        if how != "plan" and how != "DDP":
-            with pytest.raises(RuntimeError, match="FSDP has taken back the output layer's weight"):
-                found.logits[0]
-    model.eval(), own.eval()
-    with torch.no_grad():
-        near(model(**given).logits, own(**given).logits)
-
-
-def spoiled(member: Member, mistake: str) -> None:
-    """:func:`alone` with a mistake."""
-    if mistake == "no shift":
-        loss = door._Loss.__call__
-
-        def unshifted(self, logits, labels, size, *rest, shift_labels=None, **more):
-            return loss(self, logits, labels, size, *rest, shift_labels=labels, **more)
-
-        change = mock.patch.object(door._Loss, "__call__", unshifted)
-    else:
-        epilogue = lazy_logits.RecordedLogits.epilogue
-        name = {"doubled scale": "logit_scale", "doubled cap": "logit_softcap"}[mistake]
-
-        def doubled(self):
-            arguments = epilogue(self)
-            return {**arguments, name: 2 * arguments[name]}
-
-        change = mock.patch.object(lazy_logits.RecordedLogits, "epilogue", doubled)
-    with change:
-        alone(member, "stand-in", "capped", False)
-
-
-def unsummed(member: Member) -> None:
-    """:func:`sharded` by a plan, with the gradient of the hidden states of this rank's shard alone."""
-    spoiled = functools.partial(door.linear_cross_entropy, reduce_hidden_grad=False)
-    with mock.patch.object(door, "linear_cross_entropy", spoiled):
-        sharded(member, "stand-in", "plain", "plan", False)
-
-
 def rounded(member: Member, release: str) -> None:
     """In bf16 the errors of the gradients are at most those of the model's own loss."""
     for kind in ("plain", "capped", "tied, biased"):
@@ -228,26 +191,9 @@ def rounded(member: Member, release: str) -> None:
         own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
         for each in (door.patch(model), own, exact):
             each(**batch(1)).loss.backward()
-        errors = [
-            max((p.grad - q.grad).abs().max() / q.grad.abs().max() for p, q in zip(m.parameters(), exact.parameters()))
-            for m in (model, own)
-        ]
+        pairs = [[*zip(m.parameters(), exact.parameters())] for m in (model, own)]
+        errors = [max(largest_error(p.grad, q.grad) / q.grad.abs().max() for p, q in each) for each in pairs]
         assert model.get_output_embeddings().weight.grad.dtype == torch.bfloat16 and errors[0] <= errors[1], errors
-
-
-@without_a_warning()
-def compiled(member: Member, release: str) -> None:
-    for kind in ("plain", "capped"):
-        torch._dynamo.reset()
-        model = model_of(release, kind).train()
-        own = copy.deepcopy(model)
-        run = torch.compile(door.patch(model, token_accuracy=True), backend="aot_eager")
-        found, expected = run(**batch(1)), own(**batch(1))
-        assert fused(found)
-        found.loss.backward(), expected.loss.backward()
-        for p, q in zip(model.parameters(), own.parameters()):
-            near(p.grad, q.grad)
-        near(found.loss, expected.loss), near(run(batch(1)["input_ids"]).logits, expected.logits)
 
 
 def fallbacks(member: Member, release: str) -> None:
@@ -274,79 +220,6 @@ def fallbacks(member: Member, release: str) -> None:
             near(again["token_accuracy"], accuracy_of(own.logits, batch(1)["labels"]))
         (warning,) = [w for w in caught if w.category is door.LogitsWarning]
         assert said in str(warning.message), warning.message
-
-
-def _arguments(member: Member, kind: type, **more):
-    shared = dict(max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.1)
-    shared |= dict(
-        optim="sgd", logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1
-    )
-    return kind(output_dir=tempfile.mkdtemp(), **{**shared, **more})
-
-
-@contextlib.contextmanager
-def launched(member: Member):
-    """The variables of torchrun, from which accelerate learns of the ranks."""
-    rank, ranks = str(member.rank), str(member.ranks)
-    variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    variables |= dict(MASTER_ADDR="localhost", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
-    with mock.patch.dict(os.environ, variables if member.ranks > 1 else {}):
-        yield
-
-
-def same_logs(own: list[dict], ours: list[dict], steps: int = 4, rel: float = 2e-5) -> None:
-    names = ("loss", "grad_norm", "eval_loss", "eval_right", "entropy", "mean_token_accuracy", "rewards/margins")
-    compared = 0
-    for mine, theirs in zip(ours, own, strict=True):
-        for name in {*names} & {*theirs}:
-            assert mine[name] == pytest.approx(theirs[name], rel=rel, abs=1e-6), (name, own, ours)
-            compared += name == "grad_norm" and theirs["grad_norm"] > 0
-    assert compared == steps
-
-
-def trainer(member: Member, kind: str) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    data = [{name: value[i] for name, value in batch(s).items()} for s in range(10) for i in range(2)]
-    logs = []
-    with launched(member):
-        for patched in (False, True):
-            model = model_of("release", kind)
-            if patched:
-                door.patch(model)
-            arguments = _arguments(member, TrainingArguments, eval_strategy="steps", eval_steps=2)
-
-            def right(found) -> dict:
-                top = torch.as_tensor(found.predictions[0] if type(found.predictions) is tuple else found.predictions)
-                return {"right": accuracy_of(top, torch.as_tensor(found.label_ids)).item()}
-
-            made = Trainer(model, arguments, train_dataset=data[4:], eval_dataset=data[:4], compute_metrics=right)
-            made.train()
-            logs.append(made.state.log_history)
-    same_logs(*logs)
-
-
-def accelerated(member: Member, kind: str) -> None:
-    from accelerate import Accelerator
-
-    losses = []
-    with launched(member):
-        for patched in (False, True):
-            model = model_of("release", kind)
-            accelerator = Accelerator(cpu=True)
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-            if patched:
-                door.patch(accelerator.unwrap_model(model))
-            model.train()
-            losses.append([])
-            for step in range(3):
-                output = model(**batch(10 * step + member.rank))
-                assert fused(output) == patched
-                accelerator.backward(output.loss)
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step(), optimizer.zero_grad()
-                losses[-1] += [output.loss.item(), norm.item()]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
 
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -405,40 +278,81 @@ def tokenizer():
     )
 
 
-def policies(member: Member, algorithm: str, kind: str) -> None:
-    """TRL's trainers, with and without :func:`parallel_lce.trl.patch`."""
-    import trl
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM
+@contextlib.contextmanager
+def launched(member: Member):
+    """The variables of torchrun, from which accelerate learns of the ranks."""
+    rank, ranks = str(member.rank), str(member.ranks)
+    variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    variables |= dict(MASTER_ADDR="localhost", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
+    with mock.patch.dict(os.environ, variables if member.ranks > 1 else {}):
+        yield
 
-    path = tempfile.mkdtemp()
-    model_of("release", kind).save_pretrained(path)
+
+SHARED = dict(max_steps=4, gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", seed=1, use_cpu=True)
+SHARED |= dict(bf16=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
+LOGGED = {"loss", "grad_norm", "eval_loss", "eval_right", "entropy", "mean_token_accuracy", "rewards/margins"}
+
+
+def _of_trainer(name: str) -> tuple[dict, dict]:
+    """What a trainer is given beside the model and what all have: as configuration, and otherwise."""
+    if name == "":
+        data = [{name: value[i] for name, value in batch(s).items()} for s in range(10) for i in range(2)]
+
+        def right(found) -> dict:
+            top = torch.as_tensor(found.predictions[0] if type(found.predictions) is tuple else found.predictions)
+            return {"right": accuracy_of(top, torch.as_tensor(found.label_ids)).item()}
+
+        evaluated = dict(eval_strategy="steps", eval_steps=2)
+        return evaluated, dict(train_dataset=data[4:], eval_dataset=data[:4], compute_metrics=right)
+    from datasets import Dataset
+
     texts = [[f" w{(7 * i + 3 * j + i * j) % (V - 4)}" for j in range(12)] for i in range(16)]
     rows = [{"prompt": "".join(t[:4]), "chosen": "".join(t[4:]), "rejected": "".join(t[:3:-1])} for t in texts]
-    more: dict = {"bf16": False}
-    if algorithm == "SFT":
+    configured, more = {}, {}
+    if name == "SFT":
         rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
-    elif algorithm == "GRPO":
+    elif name == "GRPO":
         rows = [{"prompt": row["prompt"]} for row in rows]
-        more |= dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
-        more |= dict(beta=0.1, num_iterations=2)
-    logs = []
-    for patched in (False, True):
-        arguments = _arguments(member, getattr(trl, algorithm + "Config"), **more)
-        extra: dict = {"processing_class": tokenizer(), "train_dataset": Dataset.from_list(rows)}
-        if algorithm == "GRPO":
-            extra["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
-        with mock.patch.object(trl_door, "token_statistics", wraps=trl_door.token_statistics) as called:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # whose reference is loaded, too
-            if patched:
-                trl_door.patch()
-                door.patch(model)  # which TRL's head does not notice
-            try:
-                made = getattr(trl, algorithm + "Trainer")(model, args=arguments, **extra)
-                made.train()
-            finally:
-                if patched:
+        configured |= dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
+        configured |= dict(beta=0.1, num_iterations=2)
+        more["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
+    return configured, dict(processing_class=tokenizer(), train_dataset=Dataset.from_list(rows), **more)
+
+
+def trained(member: Member, name: str, kind: str) -> None:
+    """By ``<name>Trainer``, transformers' or TRL's: with the patches a training logs what it logs without."""
+    import transformers as hf
+
+    path, logs = saved(model_of("release", kind), member), []
+    configured, given = _of_trainer(name)
+    library, configuration = (importlib.import_module("trl"), name + "Config") if name else (hf, "TrainingArguments")
+    patched, function = (trl_door, "token_statistics") if name else (door, "linear_cross_entropy")
+    with launched(member):
+        for ours in (False, True):
+            options = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured
+            model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # DPO loads its reference, too
+            with mock.patch.object(patched, function, wraps=getattr(patched, function)) as called:
+                if ours:
+                    trl_door.patch(), door.patch(model)  # of which TRL's head notices the first alone
+                try:
+                    arguments = getattr(library, configuration)(**options)
+                    made = getattr(library, name + "Trainer")(model, args=arguments, **given)
+                    made.train()
+                finally:
                     trl_door.unpatch()
-            assert bool(called.call_count) == patched
-        logs.append(made.state.log_history)
-    same_logs(*logs, rel=1e-4)
+            assert bool(called.call_count) == ours
+            logs.append(made.state.log_history)
+    own, mine = ([{n: v for n, v in each.items() if n in LOGGED} for each in log] for log in logs)
+    assert sum(each.get("grad_norm", 0) > 0 for each in own) == 4
+    for theirs, found in zip(own, mine, strict=True):
+        assert found == pytest.approx(theirs, rel=1e-4 if name else 2e-5, abs=1e-6)
+
+
+def page(member: Member) -> None:
+    """Its lines give one loss."""
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    names = {"model": model_of("release", "plain"), "batch": batch(1), "torch": torch}
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    losses = [exec(block, names) or names["loss"].item() for block in blocks]
+    trl_door.unpatch()
+    assert len(losses) == 5 and max(losses) - min(losses) < 1e-5, losses

@@ -1,7 +1,5 @@
 """What parallel_lce.transformers and parallel_lce.trl use of transformers 5 and TRL 1.16, of the same contract."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections import OrderedDict

@@ -1,8 +1,6 @@
 """What the tests of the plugin run on each rank: what trainers call, after Megatron-core's decoder and mappings or
 after FSDP, against logits in float64. verl's functions are those of the folder to import from."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.abc
@@ -92,24 +90,15 @@ def _processor(model, batch, ids, labels):
     return output.log_probs, output.entropy
 
 
-def _kernel(model, batch, ids, labels, **options):
-    """Views and conversions between a mapping, if it sums with these ``options``, and the kernel."""
-    kernel = importlib.import_module("verl.models.mcore.model_forward_fused").linear_cross_entropy
+def _kernel(model, batch, ids, labels, kernel=None, **options):
+    """Views and conversions between a mapping, if it sums with these ``options``, and the kernel: verl's, or this."""
+    kernel = kernel or importlib.import_module("verl.models.mcore.model_forward_fused").linear_cross_entropy
 
     def end(hidden):
         hidden = _mapped(hidden, model, **options).transpose(0, 1).contiguous().permute(1, 0, 2).reshape(-1, 32)
         hidden = hidden[:, None].squeeze(1).unsqueeze(0).double().float()
         group = parallel_state.get_tensor_model_parallel_group()
         return kernel(hidden, model.output_layer.weight, labels, batch["temperature"], "none", group)
-
-    return _forward(model, ids, labels, end)
-
-
-def _slime(model, batch, ids, labels):
-    def end(hidden):
-        hidden = _mapped(hidden, model).reshape(-1, hidden.shape[-1]).contiguous()
-        given = model.output_layer.weight, labels.reshape(-1), batch["temperature"], "none"
-        return rl.linear_cross_entropy(hidden, *given, parallel_state.get_tensor_model_parallel_group())
 
     return _forward(model, ids, labels, end)
 
@@ -157,7 +146,7 @@ CALLS = {
     "processor": _processor,
     "kernel": _kernel,
     "kernel, not summed": functools.partial(_kernel, tensor_parallel_output_grad=False),
-    "slime": _slime,
+    "slime": functools.partial(_kernel, kernel=rl.linear_cross_entropy),
     "skyrl": _skyrl,
     "engine": _megatron_engine,
     "hooked engine": _megatron_engine,

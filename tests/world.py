@@ -1,7 +1,5 @@
 """Real process groups for tests: one set of processes per size, kept for the whole session."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

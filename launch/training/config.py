@@ -144,6 +144,30 @@ class Config(Section):
     def vocab_size(self) -> int:
         return self.model.vocab_size or self.text.vocab_size
 
+    def check_processes(self, started: int) -> None:
+        layout, processes = self.parallel.layout, self.parallel.processes
+        if started != processes:
+            raise Refusal(f"{layout} needs {processes} processes, torchrun started {started}")
+
+    def uses_cuda(self, here: int) -> bool:
+        """Whether this host's `here` processes train on GPUs. Raises a Refusal if its devices cannot train this."""
+        import torch
+
+        gpus, device = torch.cuda.device_count(), self.parallel.device
+        if device == "cuda" and gpus < here:
+            raise Refusal(f"parallel.device=cuda needs a GPU for each of this host's {here} processes, found {gpus}")
+        if device == "cpu" or gpus < here:
+            self._check_for_cpu()
+            return False
+        return True
+
+    def _check_for_cpu(self) -> None:
+        """Raises a Refusal for settings that need GPUs in Megatron-core's optimizer."""
+        if self.train.precision != "fp32":
+            raise Refusal(f"train.precision={self.train.precision} needs GPUs; on a CPU it must be fp32")
+        if self.train.clip_grad > 0:
+            raise Refusal(f"train.clip_grad={self.train.clip_grad} needs GPUs; on a CPU it must be 0")
+
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         model, train, parallel = self.model, self.train, self.parallel
@@ -175,16 +199,8 @@ class Config(Section):
             if value is not None and parallel.processes > 1:
                 raise ValueError(f"{key} needs a single process, got {parallel.layout}")
         if parallel.device == "cpu":
-            check_for_cpu(self)
+            self._check_for_cpu()
         return self
-
-
-def check_for_cpu(config: Config) -> None:
-    """Raises a Refusal for settings that need GPUs in Megatron-core's optimizer."""
-    if config.train.precision != "fp32":
-        raise Refusal(f"train.precision={config.train.precision} needs GPUs; on a CPU it must be fp32")
-    if config.train.clip_grad > 0:
-        raise Refusal(f"train.clip_grad={config.train.clip_grad} needs GPUs; on a CPU it must be 0")
 
 
 class _Loader(yaml.SafeLoader):

@@ -6,21 +6,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from training.attention import CausalAttention
 from training.config import Config
 
 # Options of a TransformerConfig that need Apex, Transformer Engine or a GPU unless they are off.
-WITHOUT_EXTENSIONS = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-}
+EXTENSIONS = "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"
+WITHOUT_EXTENSIONS = dict.fromkeys((*EXTENSIONS, "apply_rope_fusion", "persist_layer_norm"), False)
 RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
@@ -31,6 +25,37 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         # Each rank's gradient is that of its own part of the sequence. Megatron sums the parts of marked parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class CausalAttention(torch.nn.Module):
+    """A core attention for Megatron's layer spec, through PyTorch's fused kernels: Megatron's own would materialise the
+    s x s matrix. One sequence per sample, no dropout, no token sees a later one."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,  # None: 1 / sqrt(d)
+        **others: object,  # process groups among them; attention within a rank's own heads needs none
+    ):
+        super().__init__()
+        if attn_mask_type is not AttnMaskType.causal or attention_type != "self" or config.attention_dropout:
+            raise ValueError("only causal self-attention without dropout is supported")
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **others) -> torch.Tensor:
+        """Of query [s, b, heads/P, d] and key and value [s, b, kv_heads/P, d] the heads' outputs [s, b, heads/P * d].
+        The mask is causal, whatever `attention_mask` is."""
+        if packed_seq_params is not None:
+            raise ValueError("packed sequences are not supported")
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        grouped = query.size(1) != key.size(1)  # fewer kernels support it: ask only where it is needed
+        context = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def build_model(config: Config, device: torch.device) -> GPTModel:

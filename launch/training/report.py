@@ -1,4 +1,7 @@
-"""Finished runs side by side: whether the loss curves of stock and parallel_lce agree, and the report.
+"""What runs leave in their output folders, and the report on runs side by side: whether the loss curves of stock and
+parallel_lce agree.
+
+Rank 0 of a run writes config.yaml, snapshots as step-STEP.safetensors if they are asked for, and last metrics.json.
 
 Without a yardstick (fp32), the losses of the two may differ by at most `compare.tolerance` at any step.
 
@@ -10,13 +13,12 @@ fp32 rounding of the loss is always allowed, since over a few steps the yardstic
 
 import math
 from pathlib import Path
+from typing import Annotated
 
-from matplotlib.figure import Figure
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from training.config import Config
-from training.refusal import Refusal
-from training.results import Metrics, read_metrics
+from training.config import Config, described
+from training.refusal import Refusal, check_folder
 
 # Each run's folder under the output, and the overrides that tell the run from the others.
 RUNS = {
@@ -30,6 +32,74 @@ COLOURS = {"stock": "#9aa5b1", "parallel_lce": "#c2410c", "stock-reversed": "#25
 SHARED = {"model", "train", "parallel", "memory"}
 FREE = {"train": {"reverse_samples"}, "parallel": {"device", "timeout_seconds"}}
 MOST_ROWS = 40  # of the table of steps
+
+
+class Metrics(BaseModel):
+    """The content of metrics.json."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a NaN among the losses stays one
+
+    config: Config
+    device: str  # of rank 0
+    hosts: int
+    backend: str  # of torch.distributed
+    versions: dict[str, str]
+    text: str  # where the text is from
+    losses: Annotated[list[float], Field(min_length=1)]  # of each step
+    step_seconds: list[float]  # of each step
+    median_step_seconds: float  # of the steps after the warm-up
+    step_peak_bytes: int | None  # largest of all ranks, after the warm-up; None on a CPU
+    loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
+    held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """The run's metrics. Raises a Refusal if there are none or if they are not what a run writes."""
+    path = folder / "metrics.json"
+    try:
+        return Metrics.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise Refusal(f"no results of a run at {path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise Refusal(f"{path} holds no results of a run: {described(error)}") from None
+
+
+def snapshots_in(folder: str | Path) -> list[Path]:
+    """The files step-NUMBER.safetensors, in the order of their numbers."""
+    found = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.safetensors")}
+    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+
+
+def is_trained(config: Config) -> bool:
+    """Whether the output folder holds all snapshots of this configuration. Raises a Refusal if they are of another."""
+    if config.snapshots is None:
+        raise Refusal("snapshots=None: the report needs some, as configs/snapshots.yaml has them")
+    if not Path(config.output, "metrics.json").exists():
+        return False
+    before = read_metrics(Path(config.output))
+    steps, elsewhere = len(before.losses), {"output": True, "text": {"cache"}, "compare": True}
+    # What is elsewhere decides nothing that a training writes.
+    if before.config.model_dump(exclude=elsewhere) != config.model_dump(exclude=elsewhere):
+        raise Refusal(f"{config.output} has snapshots of another configuration: give another output=, or remove them")
+    wanted = {f"step-{step}" for step in (*config.snapshots.steps, steps) if step <= steps}
+    return wanted <= {path.stem for path in snapshots_in(config.output)}
+
+
+def remove_results(folder: str | Path) -> None:
+    """Makes the folder, and removes the results of an earlier run, since the new run may overwrite only some of them.
+    config.yaml stays: the new run may be started with it."""
+    check_folder("output", folder)
+    snapshots = snapshots_in(folder)
+    if snapshots and not Path(folder, "config.yaml").exists():
+        raise Refusal(f"{snapshots[0]} is of no training that this program knows of: give another output=")
+    for path in (Path(folder, "metrics.json"), *snapshots):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise Refusal(f"{path} cannot be removed: {error.strerror}") from None
+
+
+# --- the comparison --------------------------------------------------------------------------------
 
 
 class Comparison(BaseModel):
@@ -138,6 +208,7 @@ def _summary_table(comparison: Comparison) -> str:
     train = config.train
     tokens = train.micro_batch * train.micro_batches * config.parallel.data * train.sequence
     measured = (config.memory.micro_batch or 0) * train.sequence
+    step_peaks, loss_peaks = zip(*((run.step_peak_bytes, run.loss_peak_bytes) for run in runs))
     distances = [(None, None), *map(mean_and_largest, comparison.differences.values())]
     rows = [
         ("final loss", ".6f", [run.losses[-1] for run in runs]),
@@ -145,9 +216,9 @@ def _summary_table(comparison: Comparison) -> str:
         ("difference from stock's losses, mean", ".2e", [mean for mean, _ in distances]),
         ("difference from stock's losses, largest", ".2e", [largest for _, largest in distances]),
         (f"step of {tokens} tokens, median, ms", ".1f", [1e3 * run.median_step_seconds for run in runs]),
-        ("peak memory of a step, MiB per rank", ".1f", [_mib(run.step_peak_bytes) for run in runs]),
+        ("peak memory of a step, MiB per rank", ".1f", [size and size / 2**20 for size in step_peaks]),
         (f"peak memory of the loss, measured at {measured} tokens, MiB per rank", ".1f",
-         [_mib(run.loss_peak_bytes) for run in runs]),
+         [size and size / 2**20 for size in loss_peaks]),
     ]  # fmt: skip
     texts = [[name, *("" if value is None else format(value, form) for value in values)] for name, form, values in rows]
     return _table([["", *comparison.runs], *(row for row in texts if any(row[1:]))])
@@ -161,10 +232,6 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / 2**20
-
-
 def _description(run: Metrics) -> str:
     parallel, versions = run.config.parallel, ", ".join(f"{name} {version}" for name, version in run.versions.items())
     sequence = " with sequence parallelism" if parallel.sequence and parallel.tensor > 1 else ""
@@ -175,6 +242,8 @@ def _description(run: Metrics) -> str:
 
 
 def _draw(comparison: Comparison, tolerance: float, path: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 7), layout="constrained")
     curves, gaps = figure.subplots(2)
     # The curves coincide: a thin dashed line over a wide pale one shows both.

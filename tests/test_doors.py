@@ -15,8 +15,8 @@ pytest.importorskip("rich", reason="needs the benchmark's packages")
 import parallel_lce.verl
 from benchmarks import doors, timing
 from parallel_lce.transformers import LogitsWarning
-from releases import ROOT
-from test_transformers import folder
+from releases import ROOT, folder_of
+from test_transformers import OTHERS, RELEASE
 from tools import ran
 from transformers_standin import CausalLM, _ChunkedLogProbFunction, installed_trl
 
@@ -116,7 +116,8 @@ def test_what_differs_is_not_timed(wrong, reason, libraries, monkeypatch, tmp_pa
 
 @pytest.mark.slow
 def test_releases(tmp_path):
-    (tmp_path / "site-packages").symlink_to(folder())  # datasets needs this name, as in test_transformers.py
+    folder = folder_of("transformers", RELEASE, others=tuple(OTHERS.split()))
+    (tmp_path / "site-packages").symlink_to(folder)  # datasets needs this name, as in test_transformers.py
     path = tmp_path / "figures.json"
     environment = {"PYTHONPATH": str(tmp_path / "site-packages"), "HF_HUB_OFFLINE": "1"}
     names = ["llama", "qwen2", "grpo", "trl"]

@@ -8,9 +8,8 @@ import torch
 
 import parallel_lce
 from cases import normal
-from on_ranks import on_ranks
 from parallel_lce.call.draws import uniforms
-from tools import shrunk, small, started
+from tools import on_ranks, shrunk, small, started
 
 N, V, D = 24, 90, 16
 

@@ -176,7 +176,7 @@ CHOICES = {
         (SMALL, {}, True),
         (SMALL, dict(hidden_size=4800), False),  # an fp32 dW alone is larger than all logits
         # Adding to an fp32 dW costs the same whatever the rows of a block are.
-        (LONG, dict(smallest_accumulated=511), True),
+        (LONG, dict(smallest_accumulated=512), True),
         (LONG, dict(smallest_accumulated=513), False),
         # A whole of fewer rows is as good.
         (LONG, dict(smallest_accumulated=513, tokens=200, hidden_size=64), True),

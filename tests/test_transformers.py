@@ -1,10 +1,15 @@
 """transformers and TRL: in the default suite with stand-ins of their contracts; with --all with the releases, beside
 their own losses."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import transformers_bodies as bodies
+from parallel_lce import transformers as door
+from parallel_lce import trl as trl_door
+from parallel_lce.core.budget import BUDGET_VARIABLE
 from parallel_lce.transformers import patch, unpatch
 from releases import folder_of
 from tools import alone
@@ -109,6 +114,21 @@ def test_steps_of_lazy_logits():
         assert lazy.epilogue() == expected and lazy.made is None and torch.equal(lazy[...], step(real))
     for made in (lambda z: z * torch.ones(9), lambda z: z + 1, lambda z: torch.div(z, 3, rounding_mode="floor")):
         assert torch.is_tensor(made(layer(hidden))) and torch.equal(made(layer(hidden)), made(real))
+
+
+@pytest.mark.parametrize(("given", "environment", "budget"), [(None, "", 128 << 20), (None, "4096", None), (0, "9", 0)])
+def test_the_budget(given, environment, budget, monkeypatch):
+    """Without an argument it is the environment's, else 128 MiB."""
+    monkeypatch.setenv(BUDGET_VARIABLE, environment)
+    model, ids, hidden = patch(CausalLM(9, 4).train(), logits_budget=given), torch.ones(1, 3).long(), torch.ones(3, 4)
+    monkeypatch.setattr(trl_door._LogProbs, "logits_budget", given)
+    for module, name, use in (
+        (door, "linear_cross_entropy", lambda: model(ids, labels=ids)),
+        (trl_door, "token_statistics", lambda: trl_door._LogProbs.apply(hidden, hidden, None, ids[0], 1.0, 9)),
+    ):
+        with mock.patch.object(module, name, wraps=getattr(module, name)) as called:
+            use()
+        assert called.call_args.kwargs["logits_budget"] == budget
 
 
 def test_refusals():

@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(table(f"{name}: {size}, {where.dtype}", rows))
         if options.json:
             write_json(options.json, content)
-    refused = [row["refused"] for case in content["cases"] for row in case["ways"] if row["way"] == "ours"]
+    refused = [row["refused"] for case in content["cases"] for row in case["ways"] if row["way"].startswith("ours")]
     return int(any(reason and not reason.startswith("not installed") for reason in refused))
 
 

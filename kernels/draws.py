@@ -63,74 +63,79 @@ def store_draw(z, position, draw, MASKED: tl.constexpr):
     tl.store(draw.id + token, (tl.minimum(high, entries - 1) + draw.start).to(tl.int64), mask=here)
 
 
+@triton.jit
+def _masses(windows, w, r, inside, shift, base, rows):
+    """Sums of exponentials of the windows ``w``, relative to ``base``, fp64."""
+    here = w.to(tl.int64)[:, None] * rows + r[None, :]
+    m = tl.load(windows.max + here, mask=inside, other=-float("inf"))
+    s = tl.load(windows.sum_exp + here, mask=inside, other=0.0)
+    reference = finite_base(m)
+    if windows.softmax_shift is not None:
+        reference = window_shift(m, shift[None, :])
+    return tl.where(m == -float("inf"), 0.0, s * exponential_from(reference, base[None, :])).to(tl.float64)
+
+
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "num_windows"])
 def lce_forward_find_windows(
-    windows,
-    maximum,
-    sum_exp,
-    place,
-    owned,
-    window,
-    within,
-    rows,
-    num_windows,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    windows, maximum, place, owned, window, within, rows, num_windows, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """Each token's window, and its place in units of the window's sum. Sums over windows are fp64."""
+    """Each token's window, and its place in units of the window's sum. ``maximum``: of all windows."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
     base = finite_base(tl.load(maximum + r, mask=valid, other=0.0))
-    wanted = tl.load(sum_exp + r, mask=valid, other=1.0).to(tl.float64) * tl.load(place + r, mask=valid, other=0.5)
     shift = base
     if windows.softmax_shift is not None:
         shift = tl.load(windows.softmax_shift + r, mask=valid, other=0.0)
+    # The same sums, in the same order, as in the second loop: a merged sum is rounded, and a place behind the last
+    # window would go to the entries at the end of the vocabulary.
     total = tl.zeros((BLOCK_R,), tl.float64)
-    # Number and end of the windows that end before the place; end of the place's window; the last window with a sum.
-    passed = tl.zeros((BLOCK_R,), tl.int32)
-    before = total
-    end = total
-    last = passed
     for first in range(0, num_windows, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_windows)[:, None] & valid[None, :]
-        here = w.to(tl.int64)[:, None] * rows + r[None, :]
-        m = tl.load(windows.max + here, mask=inside, other=-float("inf"))
-        s = tl.load(windows.sum_exp + here, mask=inside, other=0.0)
-        reference = finite_base(m)
-        if windows.softmax_shift is not None:
-            reference = window_shift(m, shift[None, :])
-        mass = tl.where(m == -float("inf"), 0.0, s * exponential_from(reference, base[None, :]))
-        ends = total[None, :] + tl.cumsum(mass.to(tl.float64), 0)
+        total = tl.max(total[None, :] + tl.cumsum(_masses(windows, w, r, inside, shift, base, rows), 0), 0)
+    wanted = total * tl.load(place + r, mask=valid, other=0.5)
+    total = tl.zeros((BLOCK_R,), tl.float64)
+    # Number and end of the windows that end before the place; end of the place's window.
+    passed = tl.zeros((BLOCK_R,), tl.int32)
+    before = total
+    end = total
+    for first in range(0, num_windows, BLOCK_W):
+        w = first + tl.arange(0, BLOCK_W)
+        inside = (w < num_windows)[:, None] & valid[None, :]
+        ends = total[None, :] + tl.cumsum(_masses(windows, w, r, inside, shift, base, rows), 0)
         ended = ends <= wanted[None, :]
         passed += tl.sum((ended & inside).to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(ended, ends, 0.0), 0))
         later = tl.min(tl.where(ended, float("inf"), ends), 0)
         end = tl.where((end == 0.0) & (later < float("inf")), later, end)
-        last = tl.maximum(last, tl.max(tl.where(mass > 0.0, w[:, None], 0), 0))
         total = tl.max(ends, 0)
-    # The sums of the merged partial may differ by a rounding. A place behind the last window is the end of that window.
-    # The place in a window is below 1, so that the entry exists.
-    share = tl.where(end > before, (wanted - before) / (end - before), 1.0).to(tl.float32)
+    # Below 1, so that the entry exists.
+    share = ((wanted - before) / (end - before)).to(tl.float32)
     tl.store(within + r, tl.minimum(share, 1.0 - 2.0**-23), mask=valid)
-    passed = tl.minimum(passed, last)
+    # Without a finite sum nothing is found.
+    passed = tl.minimum(passed, num_windows - 1)
     if owned is not None:
         passed = tl.where(tl.load(owned + r, mask=valid, other=0) != 0, passed, num_windows)
     tl.store(window + r, passed, mask=valid)
 
 
 def find_windows(
-    windows: WindowPartials, partial: torch.Tensor, place: torch.Tensor, owned: torch.Tensor | None
+    ranges: list[WindowPartials], maximum: torch.Tensor, place: torch.Tensor, owned: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The window ``[R]`` int32 of each token's ``place [R]`` fp64, and the place in units of the window's sum, ``[R]``
-    fp32. The window of a token that is not ``owned [R]`` bool is the number of windows. ``partial [2, R]`` fp32: the
-    maxima and sums of the shard."""
-    num_windows, rows = windows.max.shape
+    fp32. The window of a token that is not ``owned [R]`` bool is the number of windows. ``ranges``: the partials of
+    consecutive tokens. ``maximum [R]`` fp32: of the shard."""
     window, within = torch.empty_like(place, dtype=torch.int32), torch.empty_like(place, dtype=torch.float32)
     owned = owned if owned is None else owned.view(torch.uint8)
-    arguments = windows, partial[0], partial[1], place, owned, window, within, rows, num_windows
-    lce_forward_find_windows.launch((-(-rows // _ROWS),), *arguments, BLOCK_R=_ROWS, BLOCK_W=_WINDOWS)
+    first = 0
+    for partials in ranges:
+        num_windows, rows = partials.max.shape
+        some = slice(first, first + rows)
+        tensors = maximum[some], place[some], owned if owned is None else owned[some], window[some], within[some]
+        grid, sizes = (-(-rows // _ROWS),), dict(BLOCK_R=_ROWS, BLOCK_W=_WINDOWS)
+        lce_forward_find_windows.launch(grid, partials, *tensors, rows, num_windows, **sizes)
+        first += rows
     return window, within
 
 
@@ -157,12 +162,3 @@ def list_tiles(window: torch.Tensor, row_blocks: int, block_rows: int, num_windo
     arguments = window, listed, len(window), row_blocks, num_windows
     lce_forward_list_tiles.launch((1,), *arguments, BLOCK_M=block_rows, num_warps=8)
     return listed
-
-
-def joined(windows: list[WindowPartials]) -> WindowPartials:
-    """The partials of ranges of tokens as one."""
-    if len(windows) == 1:
-        return windows[0]
-    shifts = [w.softmax_shift for w in windows if w.softmax_shift is not None]
-    maxima, sums = torch.cat([w.max for w in windows], 1), torch.cat([w.sum_exp for w in windows], 1)
-    return WindowPartials(maxima, sums, torch.cat(shifts) if shifts else None)

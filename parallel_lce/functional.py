@@ -234,11 +234,13 @@ def token_statistics(
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.call.draws`). The id
-            depends on the seed and on the token's position in ``[...]``. Up to the rounding of logits it does not
-            depend on the number of ranks, the shards, the budget or the backend. Equal seeds draw equal ids: training
-            steps, and ranks with other tokens, need seeds of their own. The Triton backend projects again only the
-            windows of 256 entries that have a sampled id; the torch backend projects all entries a second time.
+            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.call.draws`). The
+            random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
+            tensor. So each step needs another seed and, with plain tensors, so does each data-parallel rank. Except
+            where a rounding decides, the id does not depend on the number of ranks, the shards, the budget or the
+            backend. Probabilities are exact to 1e-7 of the sum of a window. A captured CUDA graph repeats its seed. The
+            Triton backend keeps two fp32 numbers per token and window of 64 to 256 entries, and projects the windows
+            again that have a sampled id. The torch backend projects all entries again.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
@@ -254,7 +256,8 @@ def token_statistics(
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
     elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
-    for ``top_k``. For ``sample_seed`` an all-reduce of N int64 follows.
+    for ``top_k``. For ``sample_seed`` the gathers of hidden states follow again, if there are several
+    (SP), and an all-reduce of N int64.
     """
     if unknown:
         refuse_unknown(token_statistics, unknown, process_group)

@@ -254,8 +254,8 @@ def patch(
             this call's counted tokens whose label has the largest logit. Tuples get none.
         eval_logits: False: in eval mode a loss makes no logits either, and ``output.logits`` are no tensor until they
             are used. For evaluation of the loss alone.
-        logits_budget: as in :func:`parallel_lce.linear_cross_entropy`, but by default 128 MiB: a larger one makes the
-            loss faster, and the peak of a step higher.
+        logits_budget: as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB.
+            A larger one makes the loss faster, and the peak of a step higher.
         gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns ``model``. Collectives: FSDP's as before; under a tensor-parallel plan those of the fused function,

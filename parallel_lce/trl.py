@@ -62,8 +62,8 @@ def patch(*, logits_budget: int | None = None) -> None:
 
     It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers. One call
     computes all ``outputs``, ``[N]`` each, in fp32. ``logits_budget`` is as in
-    :func:`parallel_lce.linear_cross_entropy`, but by default 128 MiB; a second call replaces it. With ZeRO-3, TRL's own
-    function stays.
+    :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB; a second call replaces
+    it. With ZeRO-3, TRL's own function stays.
 
     Collectives: none. TRL gathers a sharded weight before.
 

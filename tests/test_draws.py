@@ -8,6 +8,8 @@ import torch
 
 import parallel_lce
 from cases import normal
+from parallel_lce import backends
+from parallel_lce.call import draws, prepare
 from parallel_lce.call.draws import uniforms
 from tools import on_ranks, shrunk, small, started
 
@@ -17,7 +19,7 @@ N, V, D = 24, 90, 16
 def test_frequencies_are_probabilities(backend, device):
     """Chi-squared over tokens with equal logits, in several windows. p is 1e-3 or less for 49 degrees of freedom."""
     tokens, entries = 20_000, 50
-    x, weight = normal(1, D).expand(tokens, D).to(device), normal(entries, D, seed=2).to(device) / 3
+    x, weight = normal(1, D).float().expand(tokens, D).to(device), normal(entries, D, seed=2).float().to(device) / 3
     with shrunk(tile=(4096, 16)):
         ids = parallel_lce.token_statistics(x, weight, None, sample_seed=11).sampled_id
         other = parallel_lce.token_statistics(x, weight, None, sample_seed=12).sampled_id
@@ -32,7 +34,7 @@ def test_frequencies_are_probabilities(backend, device):
 
 
 def test_uniform_numbers():
-    """SplitMix64's first outputs, and no correlation between neighbouring tokens or seeds."""
+    """Distinct, in (0, 1), without correlation between neighbouring tokens or seeds."""
     u = uniforms(0, torch.arange(100_000))
     assert 0 < u.min() and u.max() < 1 and u.unique().numel() == len(u)
     for other in (u.roll(1), u.roll(7), uniforms(1, torch.arange(100_000)), uniforms(2**63 - 1, torch.arange(100_000))):
@@ -93,6 +95,45 @@ def test_the_same_ids_for_every_split(member, split, options):
             **options,
         )
     assert torch.equal(found.sampled_id.cpu(), expected)
+
+
+@pytest.mark.parametrize("u", [1 - 2.0**-40, 1 - 2.0**-24, 2.0**-49])
+def test_places_at_the_ends(u, backend, device, monkeypatch):
+    """The ends of the line belong to entries that have a probability, however the sums are rounded. The last windows
+    have together less than 1e-24."""
+    monkeypatch.setattr(draws, "uniforms", lambda seed, position: torch.full_like(position, u, dtype=torch.float64))
+    if backend == "triton":
+        monkeypatch.setattr(backends.named("triton"), "_PARTIAL_BYTES", 1)  # ranges of tokens
+    x, weight = normal(150, D).float().to(device), normal(1024, D, seed=2).float().to(device)
+    bias = torch.zeros(1024, device=device)
+    bias[-300:] = bias[:3] = -60.0
+    with shrunk(tile=(64, 128)):
+        found = parallel_lce.token_statistics(x, weight, None, linear_bias=bias, sample_seed=0).sampled_id
+    assert ((found >= 3) & (found < 724)).all()
+
+
+def test_seeds_share_a_plan(device):
+    t = small(device)
+    known = set()
+    for seed in range(3):
+        parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=seed)
+        known.add(len(prepare.KNOWN))
+    assert len(known) == 1
+    with pytest.raises(ValueError, match="sample_seed"):
+        parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=2**63)
+
+
+@pytest.mark.slow
+def test_compiled_with_several_seeds(device):
+    t = small(device, N, V, D)
+    counted = dict(mask=torch.arange(N, device=device) % 2 == 1, counted_tokens=N // 2)
+
+    def ids(seed: int) -> torch.Tensor:
+        return parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=seed, **counted).sampled_id
+
+    compiled = torch.compile(ids)
+    for seed in (0, 1, 2**62):
+        assert torch.equal(compiled(seed), ids(seed))
 
 
 @on_ranks(2)

@@ -177,17 +177,19 @@ def sampled_ids(
         maximum = partial[MAX, rows].masked_fill(partial[MAX, rows] == -torch.inf, 0.0).unsqueeze(1)
         wanted = (place[rows] * partial[SUM_EXP, rows].double()).unsqueeze(1)
         before, found = torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        largest_logit = torch.full_like(maximum, -torch.inf)
         for first in range(0, projection.real_rows, width):
             window = slice(first, min(first + width, projection.real_rows))
             weight = operand(projection.weight[window])
             z = logits(of_rows, x_rows, weight, window, maximum.new_empty(len(weight), len(x_rows))).t()
             ends = before + (z - maximum).exp_().double().cumsum(1)
-            last = ends[:, -1:]
-            # The sums of a forward and of this function may differ by a rounding. A place behind the last entry belongs
-            # to the last entry whose exponential is not 0.
-            here = torch.where(last > wanted, ends <= wanted, ends < last).sum(1, keepdim=True)
-            ids[rows] = torch.where(found | (last == before), ids[rows, None], here + first).squeeze(1)
-            found, before = found | (last > wanted), last
+            before, here = ends[:, -1:], (ends <= wanted).sum(1, keepdim=True)
+            # The sum in the partial is rounded. A place behind the last entry belongs to the largest one.
+            top, largest_here = z.max(1, keepdim=True)
+            passed = before <= wanted
+            taken = ~found & (~passed | (top > largest_logit))
+            ids[rows] = torch.where(taken, torch.where(passed, largest_here, here) + first, ids[rows, None]).squeeze(1)
+            found, largest_logit = found | ~passed, torch.maximum(largest_logit, top)
     return ids + projection.start
 
 

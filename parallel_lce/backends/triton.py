@@ -31,11 +31,11 @@ from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_filter import keeps_windows
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
-from parallel_lce.core.partials import TARGET, Columns, empty_partial
+from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.dense_logits import divergence as divergence_of
-from parallel_lce.kernels.draws import Draw, find_windows, joined, list_tiles
+from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
@@ -192,7 +192,7 @@ def sampled_ids(
     ids = place.new_zeros(rows, dtype=torch.int64)
     if rows == 0 or real == 0:
         return ids
-    window, within = find_windows(joined(windows), partial, place, owned)
+    window, within = find_windows(windows, partial[MAX], place, owned)
     window, order = window.sort(stable=True)
     product = product_of(projection.of_rows(order), x.index_select(0, order), 0, real)
     listed = list_tiles(window, product.row_blocks, product.tile.rows, product.windows)

@@ -49,8 +49,9 @@ class Call:
     token_cap: Tensor | None = None
     token_weight: Tensor | None = None
     selected: Selected | None = None
-    # [N] fp64 in (0, 1), for the sampled ids; None: made from the sample seed and the tokens' numbers.
-    uniform: Tensor | None = None
+    # For sampled ids: the seed, and the tokens' positions [N] int64; None: 0 to N - 1.
+    seed: int | None = None
+    position: Tensor | None = None
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
 

@@ -2,7 +2,7 @@
 
 The entries of a token lie side by side on a line, in the order of their ids. Each is as long as its exponential. A
 uniform number u in (0, 1) marks the place ``u * sum of exponentials``, and the id drawn is the entry at that place. u
-depends on the seed and on the token's position alone. So the id is the same, up to the rounding of logits, for every
+depends on the seed and on the token's position alone. So the id is the same, except where a rounding decides, for every
 number of ranks, split of the vocabulary, budget and backend. No entry needs a random number of its own.
 
 Every rank knows the sums of all ranks, and from them which tokens' places lie in its shard. The backend finds the
@@ -11,16 +11,12 @@ entries there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, Projection
 from parallel_lce.core.collectives import Layout, PartialsGather
 from parallel_lce.core.partials import MAX, SUM_EXP
-from parallel_lce.core.plan import Block
 
 # SplitMix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -55,50 +51,27 @@ def _mixed_number(x: int) -> int:
     return x ^ x >> 31
 
 
-class _Kept(NamedTuple):
-    """A block that was projected."""
+def places(
+    seed: int, position: Tensor | None, tokens: int, partials: PartialsGather, layout: Layout
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's place in this rank's shard, in units of the shard's sum ``[N]`` fp64; and whether it lies in this
+    shard ``[N]``, None on a single rank. ``partials``: gathered."""
+    if position is None:
+        position = torch.arange(tokens, device=partials.local.device)
+    uniform = uniforms(seed, position)
+    return (uniform, None) if layout.ranks == 1 else _in_shard(uniform, *partials.of_ranks(), layout.rank)
 
-    block: Block
-    projection: Projection
-    # [R, D]
-    x: Tensor
-    # What the backend keeps of its windows, to find a place without projecting all of them again.
-    windows: list[Any]
 
-
-class Draws:
-    """The draws of a call with N ``tokens``. It keeps each block's hidden states until the partials of all ranks are
-    known. ``uniform [N]``: None for those of the seed and of positions 0 to N - 1."""
-
-    def __init__(self, seed: int, uniform: Tensor | None, tokens: int, backend: Backend, layout: Layout) -> None:
-        self._seed, self._uniform, self._tokens = seed, uniform, tokens
-        self._backend, self._layout = backend, layout
-        self._kept: list[_Kept] = []
-
-    def keep(self, block: Block, projection: Projection, x: Tensor) -> list[Any]:
-        """Called before a block is projected. The backend's forward adds to the list that is returned."""
-        self._kept.append(_Kept(block, projection, x, []))
-        return self._kept[-1].windows
-
-    def ids(self, partials: PartialsGather) -> Tensor:
-        """The ids ``[N]`` int64, after the gather of ``partials``. On several ranks one all-reduce of N int64."""
-        layout, place, owned = self._layout, self._uniform, None
-        if place is None:
-            # Only now, so that the host starts the projection first.
-            place = uniforms(self._seed, torch.arange(self._tokens, device=partials.local.device))
-        if layout.ranks > 1:
-            place, owned = _in_shard(place, *partials.of_ranks(), layout.rank)
-        ids = torch.empty_like(place, dtype=torch.int64)
-        for block, projection, x, windows in self._kept:
-            local = layout.take(partials.local[: SUM_EXP + 1], block).contiguous()
-            of_block = layout.take(place, block), layout.take(owned, block)
-            layout.put(ids, block, self._backend.sampled_ids(projection, x, windows, local, *of_block))
-        if owned is not None:
-            ids.masked_fill_(~owned, -1)
-            work = dist.all_reduce(ids, dist.ReduceOp.MAX, group=layout.group, async_op=True)
-            assert work is not None  # None only on a rank outside the group
-            work.wait()
+def merged_ids(ids: Tensor, owned: Tensor | None, layout: Layout) -> Tensor:
+    """The ids ``[N]`` int64 of all ranks, from this rank's, which are right where ``owned [N]``. On several ranks one
+    all-reduce of N int64."""
+    if owned is None:
         return ids
+    ids = ids.masked_fill(~owned, -1)
+    work = dist.all_reduce(ids, dist.ReduceOp.MAX, group=layout.group, async_op=True)
+    assert work is not None  # None only on a rank outside the group
+    work.wait()
+    return ids
 
 
 def _in_shard(uniform: Tensor, partials: Tensor, starts: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    return _with_tensors(known, tensors, layout, main_grad)
+    return _with_tensors(known, tensors, layout, main_grad, options.sample_seed)
 
 
 def check(
@@ -131,6 +131,8 @@ def _signature(
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
+    if type(seed := options.sample_seed) is int and 0 <= seed < 2**63:
+        options = options._replace(sample_seed=0)  # each step has another seed
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
     key: list = [options, kinds, others, torch.is_grad_enabled(), *map(_ENVIRONMENT.get, _VARIABLES)]
@@ -185,8 +187,10 @@ def _planned(
     return call
 
 
-def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, uniform = tensors
+def _with_tensors(
+    known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, seed: int | None
+) -> tuple[Call, Inputs]:
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, position = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
@@ -208,7 +212,8 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         selected=None if ids is None else Selected.of(ids, offsets, known.shape.numel()),
-        uniform=uniform if uniform is None else uniform.flatten(),
+        seed=seed,
+        position=position if position is None else position.flatten(),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)

@@ -90,8 +90,8 @@ class Tensors(NamedTuple):
     # [..., K], or [E] with offsets [N + 1]
     selected: Any = None
     selected_offsets: Tensor | None = None
-    # [...] fp64 in (0, 1), from the sample seed and the tokens' positions; None: the positions are the tokens' numbers.
-    uniform: Tensor | None = None
+    # [...] int64, for sampled ids; None: 0 to N - 1.
+    position: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name."""

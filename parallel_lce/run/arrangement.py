@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call.checks import as_group, is_dtensor, refuse
-from parallel_lce.call.draws import uniforms
 from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -106,8 +105,9 @@ class Arrangement:
             for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
         }
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
-        uniform = None if self.options.sample_seed is None else self._uniform()
-        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, uniform=uniform, **others)
+        if self.options.sample_seed is not None and (self.parts > 1 or self._gives_dtensors):
+            others["position"] = self._position()
+        return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
     # --- the placements ---
 
@@ -283,20 +283,28 @@ class Arrangement:
         parts = value.unflatten(1, (self.parts, part)).transpose(0, 1)
         return parts.reshape(self.parts * batch, *parts.shape[2:])
 
-    def _uniform(self) -> Tensor | None:
-        """The uniform numbers of the call's tokens, by their positions among the user's; None: these are the same."""
-        seed = as_number(self.options.sample_seed)
-        check_option("sample_seed", seed)
-        if self.parts == 1 and not self._gives_dtensors:
-            return None
-        batch, part, *rest = self._part if self.parts > 1 else (0, 0)
-        shape = self._input.shape[:-1] if self._gives_dtensors else torch.Size((batch, self.parts * part, *rest))
-        positions = torch.arange(shape.numel(), device=self._input.device).view(shape)
+    def _position(self) -> Tensor:
+        """The positions of the call's tokens among the user's; for DTensors, in the global tensor."""
         if self._gives_dtensors:
-            from torch.distributed.tensor import Replicate
+            shape = self._input.shape[:-1]
+        else:
+            batch, part, *rest = self._part
+            shape = batch, self.parts * part, *rest
+        position = torch.zeros((), dtype=torch.int64, device=self._input.device)
+        for dim, size in enumerate(shape):
+            position = position.unsqueeze(-1) * size + self._coordinates(dim, size, position.device)
+        return self.per_token("position", position)
 
-            positions = self._placed(positions, [Replicate()] * self.mesh.ndim, shape)
-        return uniforms(seed, self.per_token("positions", positions))
+    def _coordinates(self, dim: int, size: int, device: torch.device) -> Tensor:
+        """The coordinates of this rank's tokens along a dimension of ``size``."""
+        whole = torch.arange(size, device=device)
+        if not self._gives_dtensors:
+            return whole
+        from torch.distributed.tensor import Replicate, Shard
+
+        placements = [Shard(0) if _shards(placement, (dim,)) else Replicate() for placement in self._tokens]
+        whole = self._placed(whole, [Replicate()] * self.mesh.ndim, (size,))
+        return whole.redistribute(placements=placements).to_local()
 
     # --- results ---
 

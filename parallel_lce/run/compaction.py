@@ -11,7 +11,6 @@ from torch import Tensor
 
 from parallel_lce.backends import valueless
 from parallel_lce.call import debug
-from parallel_lce.call.draws import uniforms
 from parallel_lce.call.prepare import autocasted, check, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
@@ -93,9 +92,8 @@ def compacted(
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled() and not valueless(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count})
-    if options.sample_seed is not None and tensors.uniform is None:
-        positions = torch.arange(masks[0].numel(), device=masks[0].device)
-        tensors = tensors._replace(uniform=uniforms(options.sample_seed, positions))
+    if options.sample_seed is not None and tensors.position is None:
+        tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)

@@ -30,13 +30,13 @@ from parallel_lce.backends.interface import (
     recovers_logits,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
-from parallel_lce.call.draws import Draws
+from parallel_lce.call.draws import merged_ids, places
 from parallel_lce.call.selection import BesidePartials, Selected
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
-from parallel_lce.core.partials import Merged
+from parallel_lce.core.partials import SUM_EXP, Merged
 from parallel_lce.core.plan import Block
 from parallel_lce.run import losses
 
@@ -80,7 +80,8 @@ def forward(
     plan saves them, and the backend's saved tensors of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
-    one all-gather of the partials; then, if ids are sampled, one all-reduce of N int64.
+    one all-gather of the partials. If ids are sampled, the gathers of several blocks again, and one all-reduce of N
+    int64 follow.
     """
     layout, blocks, backend = call.layout, call.plan.forward_blocks, call.backend
     # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
@@ -95,12 +96,12 @@ def forward(
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
         if beside is not None:
             beside.begin(partials.extra)
-        seed = call.options.sample_seed
-        draws = None if seed is None else Draws(seed, call.uniform, tokens, backend, layout)
+        # For sampled ids: what the backend keeps of each block's windows.
+        windows: list[list] | None = None if call.seed is None else [[] for _ in blocks]
         gathered: Tensor | None = None
         saved: Saved | tuple[()] = ()
         gathers = Gathers(hidden, blocks, layout)
-        for block in blocks:
+        for number, block in enumerate(blocks):
             x, of_block = gathers.ready().tensor, call.of_block(projection, block)
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
@@ -113,7 +114,7 @@ def forward(
                 out=out,
                 keep_windows=keep_windows,
                 selected=beside and beside.selected_of(block),
-                windows=draws and draws.keep(block, of_block, x),
+                windows=windows and windows[number],
             )
             partial, of_this = backend.block_forward(task)
             saved = saved or of_this
@@ -131,9 +132,35 @@ def forward(
             merged = Merged(*partials.finish(backend.merge_ranks))
         if beside is not None:
             merged = Merged(*merged[:2], *beside.merged(partials.extras))
-        if draws is not None:
-            merged = merged._replace(sampled=draws.ids(partials))
+        if windows is not None:
+            only = x if len(blocks) == 1 else None
+            merged = merged._replace(sampled=_sampled(call, hidden, projection, partials, windows, only))
         return merged, gathered, saved
+
+
+def _sampled(
+    call: Call,
+    hidden: Tensor,
+    projection: Projection,
+    partials: PartialsGather,
+    windows: list[list],
+    only: Tensor | None,
+) -> Tensor:
+    """The sampled ids ``[N]``. ``windows``: of each block, from its forward. ``only``: the hidden states of the only
+    block; None: those of several blocks, which under sequence parallelism are gathered again."""
+    layout, blocks = call.layout, call.plan.forward_blocks
+    assert call.seed is not None
+    place, owned = places(call.seed, call.position, token_count(hidden, layout), partials, layout)
+    ids = torch.empty_like(place, dtype=torch.int64)
+    gathers = Gathers(hidden, blocks, layout) if only is None else None
+    for number, block in enumerate(blocks):
+        x = gathers.ready().tensor if gathers is not None else only
+        of_block, local = call.of_block(projection, block), layout.take(partials.local[: SUM_EXP + 1], block)
+        where = layout.take(place, block), layout.take(owned, block)
+        found = call.backend.sampled_ids(of_block, x, windows[number], local.contiguous(), *where)
+        layout.put(ids, block, found)
+        windows[number].clear()
+    return merged_ids(ids, owned, layout)
 
 
 class GradientSums:

@@ -68,7 +68,7 @@ class TokenStatistics:
     top_logits: Tensor | None = field(metadata={"column": "top"})
     # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
     top_ids: Tensor | None = field(metadata={"column": "top"})
-    # int64 global id, drawn from the softmax; -1 if a logit of the token is NaN or infinite, if all are -inf, or if the
+    # int64 global id, drawn from the softmax; -1 if a logit of the token is NaN or +inf, if all are -inf, or if the
     # shards are no partition.
     sampled_id: Tensor | None = field(metadata={"column": "sampled"})
     # V, 0-dimensional int64.

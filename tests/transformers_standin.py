@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import register_pytree_node
 
 
 def ForCausalLMLoss(
@@ -30,6 +31,10 @@ class Output(OrderedDict):
         if name not in self:
             raise AttributeError(name)
         return self[name]
+
+
+# As transformers does for its outputs. FSDP2 of torch 2.11 finds a forward's tensors only in what is registered.
+register_pytree_node(Output, lambda o: ([*o.values()], [*o]), lambda values, names: Output(zip(names, values)))
 
 
 class CausalLM(nn.Module):

@@ -10,8 +10,9 @@ verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with i
 
 ours@0 is ours with a logits_budget of 0.
 
-A way whose loss or gradient is not that of the case's first way is refused. Exit status: 1 if ours was refused or
-failed although its library is installed.
+A case is measured in several ways: with the library's own loss, which comes first, with other libraries' losses, and
+with ours. A way is refused if its loss or gradient differs too much from the first way's. Exit status: 1 if ours
+was refused or failed although its library is installed.
 """
 
 import importlib

@@ -34,9 +34,9 @@ def is_made() -> bool:
 def main(base: str) -> None:
     if is_made():
         return
-    # Beside .venv, whose content is cleared. The file stays, but the lock ends with its process. Without it two first
-    # starts at once, perhaps on two hosts, would clear each other's .venv. lockf works on NFS; on a file system without
-    # locks the start goes on.
+    # The lock file lies beside .venv, whose content is cleared. The file remains; the lock ends with its process.
+    # Without the lock, two first starts at the same time, perhaps on two hosts, would clear each other's .venv. lockf
+    # works on NFS. On a file system without locks the start goes on without one.
     with open(f"{VENV}.lock", "w") as lock:
         with contextlib.suppress(OSError):
             fcntl.lockf(lock, fcntl.LOCK_EX)

@@ -132,7 +132,7 @@ def _compare(config: "Config", argv: list[str]) -> int:
 
 
 def _report(training: "Training", module: str, options: list[str]) -> int:
-    """Trains unless that is done, then becomes the report on the snapshots."""
+    """Trains a model unless its snapshots exist, then replaces this process by the report on the snapshots."""
     from training.report import is_trained, snapshots_in
 
     if not is_trained(training.config):
@@ -143,7 +143,7 @@ def _report(training: "Training", module: str, options: list[str]) -> int:
 
 
 def _become_module(name: str, *arguments: str) -> NoReturn:
-    # No file in the user's folder stands in for a module: neither here nor in what is started from here.
+    # -P and PYTHONSAFEPATH: no file of the user's folder is imported in place of a module, here or in a child process.
     _become([sys.executable, "-P", "-m", name, *arguments], {"PYTHONSAFEPATH": "1"})
 
 

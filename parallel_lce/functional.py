@@ -128,8 +128,10 @@ def linear_cross_entropy(
     ===========  ========================  ==============================  ===========================================
 
     A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all others in blocks
-    of at most 256 MiB, each started a block ahead. Backward forms a block's dX and dW in slices of the vocabulary.
-    There is no reduction if ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
+    of at most 256 MiB, each started a block ahead. The first gather of a backward overlaps dX only in the Triton
+    backend with all exponentials, or a small problem's logits, saved. If logits are recomputed, and in the torch
+    backend, dX waits for it. Backward forms a block's dX and dW in slices of the vocabulary. There is no reduction if
+    ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
@@ -138,11 +140,12 @@ def linear_cross_entropy(
     **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
     tensor parallelism, shards the weight with ``Shard(0)``: its group and its ids are used. ``input`` is ``Replicate``
     on it, or ``Shard`` of the first or second dimension, which is sequence parallelism; on all others it is
-    ``Replicate``, or ``Shard`` of a dimension of the tokens. The result is a DTensor if ``input`` is one: of the
-    target's placements for 'none'; for 'sum' ``Partial`` on the other mesh dimensions that shard ``input``, where
-    'mean' is refused; else ``Replicate``. Gradients have the placements of their tensors, but the weight's is
-    ``Partial`` on the other mesh dimensions that shard ``input``. Before the call DTensor redistributes values per
-    token, and hidden states in unequal parts.
+    ``Replicate``, or ``Shard`` of a dimension of the tokens. The result is a DTensor if ``input`` is one. For 'none' it
+    has the target's placements. For 'sum' it is ``Partial`` on the other mesh dimensions that shard ``input``, else
+    ``Replicate``. 'mean' is ``Replicate``, and is refused if another mesh dimension shards ``input``. A gradient has
+    its tensor's placements, with two exceptions. The gradients of the weight and the bias are ``Partial`` on those
+    other dimensions. With ``reduce_hidden_grad=False`` the gradient of ``input`` is ``Partial`` on the dimension that
+    shards the weight. Before the call DTensor redistributes values per token, and hidden states in unequal parts.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so does a vocabulary without any row. If shards have unequal rows and no ``vocab_start``, a collective may
@@ -256,8 +259,8 @@ def token_statistics(
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
     elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
-    for ``top_k``. For ``sample_seed`` the gathers of hidden states follow again, if there are several
-    (SP), and an all-reduce of N int64.
+    for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one
+    all-reduce of N int64.
     """
     if unknown:
         refuse_unknown(token_statistics, unknown, process_group)

@@ -198,7 +198,7 @@ class LazyLogits:
 
 
 class RecordedLogits(LazyLogits):
-    """Lazy logits that remember ``steps``, what is done to them: products and quotients with numbers, ``tanh``, casts
+    """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
     to fp32. Real logits are made by :meth:`_stock`, and go through the same steps."""
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
@@ -239,7 +239,7 @@ class RecordedLogits(LazyLogits):
     __truediv__ = div
 
     def epilogue(self) -> dict[str, Any] | None:
-        """The steps as ``logit_scale`` and ``logit_softcap`` of the fused functions; None if they are no such thing."""
+        """The steps as the fused functions' ``logit_scale`` and ``logit_softcap``; None if they cannot express them."""
         inner, outer, capped = 1.0, 1.0, False
         for name, arguments in self.steps:
             if (name == "tanh" and capped) or (name == "div" and arguments[0] == 0):

@@ -168,7 +168,8 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class FusedLinearLogprobTriton:
-    """What SkyRL calls of its autograd function of this name, ``apply``; no Triton is needed."""
+    """Replaces SkyRL's autograd function of this name. It has only the method that SkyRL calls, ``apply``, and needs no
+    Triton."""
 
     @staticmethod
     def apply(

@@ -1,4 +1,4 @@
-"""Sampled softmax: cross-entropy over the target and a few sampled entries, and samplers.
+"""Sampled softmax: cross-entropy over the target and a few sampled entries. :mod:`parallel_lce.samplers` has samplers.
 
 With the logits z of the target y and of the sampled entries s, and the logarithms of their expected counts q, a token's
 loss is log(exp(z_y - q_y) + sum over s of exp(z_s - q_s)) - (z_y - q_y). Samples that equal the token's target are left

@@ -109,7 +109,8 @@ def _alias_table(probabilities: Tensor) -> tuple[Tensor, Tensor]:
         scaled[high] -= 1 - scaled[low]
         if scaled[high] < 1:
             small.append(large.pop())
-    # What rounding leaves over keeps its own id, unless it has no probability.
+    # Rounding may leave places without an alias. Each keeps its own id, or if it has no probability
+    # gives the likeliest id.
     likeliest = int(probabilities.argmax())
     for place in small:
         if probabilities[place] == 0:

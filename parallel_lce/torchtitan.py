@@ -87,8 +87,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         group, without a reduction of dX; and FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
 
         Raises:
-            ValueError: ``lm_head`` is not set, is no plain linear layer, or is sharded in another way than by
-            torchtitan's ``set_decoder_sharding_config``, as may be its input; ``global_vocab_size`` is not its size.
+            ValueError: ``lm_head`` is not set, or is no plain linear layer and no ``SoftCappedLinear``; ``lm_head`` or
+            its input is not sharded as by torchtitan's ``set_decoder_sharding_config``; ``global_vocab_size`` differs
+            from the layer's size.
             TypeError, AttributeError: a log-probability loss computes with the logits. Further errors as in
             :func:`parallel_lce.linear_cross_entropy`.
         """
@@ -101,7 +102,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         metrics: dict[str, Tensor] = {}
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
-            """Instead of the layer's own, between FSDP's hooks, which look for tensors in a tuple."""
+            """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
+            tensors."""
             projection, local = self._projection(lm_head, hidden), _local(labels)
             if self._log_prob_loss is None:
                 total = _local(self.fn(target=local, reduction="sum", **projection))
@@ -174,7 +176,7 @@ def _through(module: Any, forward: Callable[[Tensor], tuple[Tensor]], hidden: Te
 
 
 def _epilogue(lm_head: nn.Module) -> dict[str, Any]:
-    """What the layer does to its product, as arguments of the fused functions."""
+    """The layer's scale and soft-cap as arguments of the fused functions. Raises ``ValueError`` for another forward."""
     layer: Any = lm_head
     forward = type(lm_head).forward  # fully_shard derives a class
     if forward is nn.Linear.forward:
@@ -189,7 +191,8 @@ def _epilogue(lm_head: nn.Module) -> dict[str, Any]:
 
 
 def _check_replicated(lm_head: nn.Module) -> None:
-    """Hidden states that are plain tensors tell nothing of their sharding; the layer's configuration does."""
+    """Raise ``ValueError`` unless the layer's configuration replicates its input over the tensor-parallel ranks: a
+    plain tensor does not show its sharding."""
     config: Any = getattr(lm_head, "_sharding_config", None)
     layout = ((config and config.in_src_shardings) or {}).get("input")
     found = layout and layout.per_axis_spmd_types().get("tp")

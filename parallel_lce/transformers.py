@@ -30,7 +30,7 @@ _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
 
 
 class LogitsWarning(UserWarning):
-    """A patched model makes the logits in training, and its own loss."""
+    """In training a patched model made the logits, and computed its own loss."""
 
 
 class _LazyLogits(RecordedLogits):
@@ -119,7 +119,7 @@ def _lazy(layer: _Head, hidden: Tensor) -> _LazyLogits:
 
 
 class _Loss:
-    """``model.loss_function``: the fused loss of lazy logits; of other logits ``own``."""
+    """``model.loss_function``. Lazy logits get the fused loss, other logits the model's own loss, ``own``."""
 
     def __init__(self, own: Callable[..., Tensor], token_accuracy: bool, options: dict[str, Any]) -> None:
         self.own, self.token_accuracy, self.options = own, token_accuracy, options
@@ -157,7 +157,8 @@ class _Loss:
         top, by_plan = [], layer.is_sharded_by_plan()
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
-            """Instead of the layer's own, between FSDP's hooks, which look for tensors in a tuple."""
+            """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
+            tensors."""
             weight, arguments["linear_bias"] = layer.weight, layer.bias
             if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
                 arguments["process_group"] = weight.device_mesh  # its dimension may have no name
@@ -191,7 +192,7 @@ def _accuracy(top: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 @functools.cache
 def _with_accuracy(kind: type) -> type:
-    """The output's class with one more field, as DDP makes it anew from its fields."""
+    """The output's class with the field ``token_accuracy``. DDP copies outputs field by field: it must be one."""
     field = ("token_accuracy", Any, dataclasses.field(default=None))
     return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
 
@@ -268,7 +269,7 @@ def patch(
     """
     owner: Any = _owner(model)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
-    LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # refuses what cannot be
+    LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # raises for invalid options
     layer: Any = owner.get_output_embeddings()
     own, name, kind = owner.loss_function, type(owner).__name__, type(layer)
     own = own.own if isinstance(own, _Loss) else own  # patched before

@@ -1,5 +1,7 @@
-"""The fused statistics in TRL: ``patch()`` replaces what computes its fused language-model head. Only a call imports
-TRL."""
+"""The fused statistics in TRL: ``patch()`` replaces the function that computes TRL's fused language-model head.
+
+Importing this module does not import TRL; calling ``patch()`` does.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def patch(*, logits_budget: int | None = None) -> None:
     """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`.
 
     It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers. One call
-    computes all ``outputs``, ``[N]`` each, in fp32. ``logits_budget`` is as in
+    computes all ``outputs``, ``[N]`` each: ``is_top1`` in bool, the others in fp32. ``logits_budget`` is as in
     :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB; a second call replaces
     it. With ZeRO-3, TRL's own function stays.
 

@@ -1,11 +1,12 @@
-"""A plugin of verl, which replaces the kernel of its fused kernels on the FSDP and on the Megatron path.
+"""A plugin of verl. It replaces verl's fused linear cross-entropy on the FSDP and on the Megatron path.
 
 Importing this module calls :func:`install`. verl imports it by the entry point ``parallel_lce`` of ``verl.plugins``, or
 by ``VERL_USE_EXTERNAL_MODULES=parallel_lce.verl``. Nothing of verl or Megatron-core is imported here: modules of verl
 are changed right after their own import.
 
-verl's kernel gives the gradient of the hidden states from one shard. On the Megatron path the mapping that gathers the
-sequence sums it; without sequence parallelism verl has no mapping, and its gradient is wrong. The plugin sums it then.
+verl's kernel returns one shard's term of the gradient of the hidden states. On the Megatron path with sequence
+parallelism the mapping that gathers the sequence sums the terms. Without sequence parallelism verl does not sum them,
+and the gradient is wrong. In that case the plugin sums them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from parallel_lce import rl
 
 
 class _Call:
-    """Goes through verl in place of the temperature, and brings back sums for which its kernel has no room. FSDP would
-    copy a dataclass, and round its tensors."""
+    """Passed through verl as the temperature. It carries the temperature to the kernel, and the sums of squared
+    probabilities back, which the kernel's result cannot hold. Not a dataclass: FSDP copies these and rounds their
+    tensors."""
 
     def __init__(self, temperature: Any, sum_p_squared: bool = False) -> None:
         self.temperature = temperature
@@ -69,7 +71,8 @@ def _kernel_of_megatron(original: Callable, hidden: Tensor, *rest: Any, **named:
 
 
 def _call_of(batch: Any) -> _Call | None:
-    """What a micro-batch wants of fused kernels that verl refuses."""
+    """The options of a micro-batch that verl refuses with fused kernels: a temperature of each sample, or
+    ``calculate_sum_pi_squared``. None if it has neither."""
     from verl.utils.tensordict_utils import get_non_tensor_data
 
     temperature, sums = batch["temperature"], get_non_tensor_data(batch, "calculate_sum_pi_squared", False)
@@ -144,7 +147,7 @@ def _megatron_temperature(original: Callable, temperature: Any) -> Any:
 
 
 def _pack(original: Callable, ids: Tensor, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
-    """Packs the temperatures of the samples as verl packs the labels, the tensor that it rolls."""
+    """Packs the temperatures of the samples as verl packs the labels. Only the labels come with ``need_roll=True``."""
     call = _current.get()
     if call is not None and need_roll and isinstance(call.temperature, Tensor):
         from verl.utils.torch_functional import expand_as_nested
@@ -156,7 +159,7 @@ def _pack(original: Callable, ids: Tensor, *rest: Any, need_roll: bool = False, 
 
 
 def _unpack(original: Callable, output: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Unpacks the sums as verl unpacks the log-probabilities, the first that it does."""
+    """Unpacks the sums of squared probabilities together with verl's first tensor, the log-probabilities."""
     call = _current.get()
     if call is not None and call.sums is not None and not call.sums.is_nested:
         call.sums = original(call.sums.unsqueeze(0), *rest, **named)
@@ -198,7 +201,7 @@ def _change(module: ModuleType) -> None:
         return
     for owner, name, bound, function in places:
         if (owner, name) not in _replaced:
-            # What the module bound after its source was changed is ours.
+            # A module that imported the name from a changed module holds our function: its original is looked up.
             original: Any = dict(_replaced.values()).get(bound, bound)
             _replaced[owner, name] = _instead(function, original), original
             setattr(owner, name, _replaced[owner, name][0])
@@ -226,8 +229,9 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, which has its shapes,
-    dtypes, collectives and errors, wherever verl has bound it or will; a second call changes nothing.
+    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, in the modules of verl
+    that have imported it and in those that will. The docstring of our function has shapes, dtypes, collectives and
+    errors. A second call changes nothing.
 
     On the Megatron path without sequence parallelism backward has one all-reduce of dX more. With ``use_fused_kernels``
     the FSDP engine (``impl_backend=triton``) and the Megatron engine also take a temperature of each sample and

@@ -21,7 +21,7 @@ def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subpr
     return ran(sys.executable, *arguments, cwd=cwd, env={} if path is None else {"PYTHONPATH": str(path)})
 
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = "benchmarks|configs|docs|examples|kernels|launch|parallel_lce|tests"
 FILE = re.compile(rf"(?<![\w/.-])(?:\./)?((?:{FOLDERS})/[\w./-]*\w)")

@@ -21,11 +21,11 @@ tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their p
 with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
 (:mod:`.products`).
 
-Of a slice that was not saved, only the active windows are projected again (:mod:`.windows`). The forward keeps the
+If a slice was not saved, the backward projects only its active windows again (:mod:`.windows`). The forward keeps the
 maximum and the sum of exponentials of each token's windows. They give a window's largest probability and its mass.
 Windows then take the place of the tiles t in the formulas.
 
-Restrictions: the errors have no bound but the filter's probability, and grow with the mass in skipped tiles. G must be
-a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor. Rows of G
-begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
+Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
+be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor. Rows of
+G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
 """

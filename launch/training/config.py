@@ -25,7 +25,7 @@ PATHS = ("text.path", "text.cache", "compare.report", "output")
 # 1e18 stays below fp32's maximum.
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
 
-# Strict: a boolean is not a number. An integer is one, such as a learning rate of 1.
+# Strict: a boolean is not a number. An integer is accepted as a float, such as a learning rate of 1.
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
 Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
@@ -58,7 +58,7 @@ class ModelConfig(Section):
     heads: Count
     kv_heads: Count | None = None  # groups of heads that share keys and values; None: every head has its own
     head_dim: Count | None = None  # None: hidden / heads
-    vocab_size: Count | None = None  # None: that of the text; otherwise no less than that
+    vocab_size: Count | None = None  # None: the text's vocabulary size; a number must be at least that size
     order_vocabulary: StrictBool = False  # rows by frequency in the text, dealt to the tensor-parallel ranks in turn
     rotary_base: Count = 10000
     tie_embeddings: StrictBool = False

@@ -23,7 +23,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__(hidden_size, eps=eps)
-        # Each rank's gradient is that of its own part of the sequence. Megatron sums the parts of marked parameters.
+        # A rank has the gradient of its own part of the sequence. Megatron sums those of marked parameters over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -46,8 +46,8 @@ class CausalAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **others) -> torch.Tensor:
-        """Of query [s, b, heads/P, d] and key and value [s, b, kv_heads/P, d] the heads' outputs [s, b, heads/P * d].
-        The mask is causal, whatever `attention_mask` is."""
+        """The heads' outputs [s, b, heads/P * d], from query [s, b, heads/P, d] and key and value
+        [s, b, kv_heads/P, d]. The mask is always causal; `attention_mask` is not read."""
         if packed_seq_params is not None:
             raise ValueError("packed sequences are not supported")
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]

@@ -1,5 +1,4 @@
-"""What runs leave in their output folders, and the report on runs side by side: whether the loss curves of stock and
-parallel_lce agree.
+"""The files that a run writes, and the report that compares runs: do the loss curves of stock and parallel_lce agree?
 
 Rank 0 of a run writes config.yaml, snapshots as step-STEP.safetensors if they are asked for, and last metrics.json.
 
@@ -78,7 +77,7 @@ def is_trained(config: Config) -> bool:
         return False
     before = read_metrics(Path(config.output))
     steps, elsewhere = len(before.losses), {"output": True, "text": {"cache"}, "compare": True}
-    # What is elsewhere decides nothing that a training writes.
+    # The settings in `elsewhere` do not affect the content of the files that a training writes.
     if before.config.model_dump(exclude=elsewhere) != config.model_dump(exclude=elsewhere):
         raise Refusal(f"{config.output} has snapshots of another configuration: give another output=, or remove them")
     wanted = {f"step-{step}" for step in (*config.snapshots.steps, steps) if step <= steps}

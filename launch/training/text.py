@@ -74,8 +74,8 @@ def by_frequency(text: Text, rows: int, ranks: int) -> Text:
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:
-    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all. Those of a folder are sorted
-    by path."""
+    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all. The documents of a folder
+    are sorted by path."""
     if config.path is None:
         source, roots = "the Python standard library's sources", [Path(sysconfig.get_path("stdlib"))]
         if config.torch_sources:
@@ -162,7 +162,7 @@ class Batch:
 
 
 class Batches:
-    """Random windows of a text. (seed, step) determines those of a step, so that there is no state to restore."""
+    """Random windows of a text. The seed and the step determine a step's windows: there is no state to restore."""
 
     def __init__(self, text: Text, config: TrainConfig, device: torch.device):
         self.text, self.config, self.device = text, config, device

@@ -245,7 +245,7 @@ class ForwardTask(NamedTuple):
     keep_windows: bool = False
     # Selected entries, and memory for their logits.
     selected: SelectedLogits | None = None
-    # A list to which the backend adds what its ``sampled_ids`` needs of the windows; None: nothing is sampled.
+    # A list to which the backend appends the window partials that its ``sampled_ids`` reads; None: nothing is sampled.
     windows: list[Any] | None = None
 
 

@@ -163,11 +163,11 @@ def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def sampled_ids(
     projection: Projection, x: Tensor, windows: list[Any], partial: Tensor, place: Tensor, owned: Tensor | None
 ) -> Tensor:
-    """The id ``[R]`` int64, in the whole vocabulary, at each token's ``place [R]`` fp64 in (0, 1), in units of the
-    shard's sum of exponentials (:mod:`parallel_lce.call.draws`). Any id for a token that is not ``owned [R]``.
+    """The sampled id ``[R]`` int64 of each token, in the whole vocabulary: the entry at the token's ``place``.
 
-    ``windows``: from the block's forward. ``partial [2, R]``: the shard's maxima and sums. This function ignores the
-    windows, and projects again, one tile of logits at a time.
+    ``place [R]`` fp64 in (0, 1): a fraction of the shard's sum of exponentials (:mod:`parallel_lce.call.draws`). A
+    token that is not ``owned [R]`` gets an arbitrary id. ``windows``: from the block's forward. ``partial [2, R]``: the
+    shard's maxima and sums. This function ignores the windows, and projects again, one tile of logits at a time.
     """
     ids = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     height, width = _SAMPLED_TILE
@@ -184,7 +184,7 @@ def sampled_ids(
             z = logits(of_rows, x_rows, weight, window, maximum.new_empty(len(weight), len(x_rows))).t()
             ends = before + (z - maximum).exp_().double().cumsum(1)
             before, here = ends[:, -1:], (ends <= wanted).sum(1, keepdim=True)
-            # The sum in the partial is rounded. A place behind the last entry belongs to the largest one.
+            # The sum in the partial is rounded: a place may lie behind the last entry. That token gets its largest one.
             top, largest_here = z.max(1, keepdim=True)
             passed = before <= wanted
             taken = ~found & (~passed | (top > largest_logit))
@@ -289,7 +289,7 @@ def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: 
     logits.masked_fill_(outside, -torch.inf)
     maxima = sets.maxima(logits)
     shifted = logits - sets.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
-    # Sum of all exponentials but the largest, which is 1: added to 1, a confident token's 1 - p would be rounded away.
+    # The sum of all exponentials but the largest, which is 1. Adding this 1 would round away a confident token's 1 - p.
     largest = shifted == 0
     others = sets.sums(shifted.exp().masked_fill(largest, 0.0))
     others += (sets.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)

@@ -14,8 +14,9 @@ _SHARE, _STEP = 32, 256 << 20
 BUDGET_VARIABLE = "PARALLEL_LCE_LOGITS_BUDGET"
 
 LEAN_BUDGET = 128 << 20
-"""Default of the doors of transformers and TRL, bytes. While the loss runs, the activations of all layers exist, so
-saved exponentials raise the peak of a step. Without them the loss takes 30 to 40 % longer, and a step a few percent."""
+"""Default of ``logits_budget`` in :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`, bytes. While the loss
+runs, the activations of all layers exist, so saved exponentials raise the peak of a step. Without them the loss takes
+30 to 40 % longer, and a step a few percent."""
 
 
 def budget_of_environment() -> int | None:
@@ -27,8 +28,8 @@ def budget_of_environment() -> int | None:
 
 
 def lean_budget(given: int | None) -> int | None:
-    """``logits_budget`` of a trainer's door: the ``given`` one; else the environment's, for which the result is None;
-    else :data:`LEAN_BUDGET`."""
+    """``logits_budget`` for :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`: the ``given`` budget. If it
+    is None: :data:`LEAN_BUDGET`, or None if the environment sets a budget, which the call then uses."""
     return LEAN_BUDGET if given is None and budget_of_environment() is None else given
 
 

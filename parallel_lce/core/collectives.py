@@ -113,8 +113,8 @@ class HiddenReduction:
     """dX of this rank's part ``[N/sp_size, D]``, summed over the ranks block by block.
 
     Each block runs one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence parallelism, one
-    reduce-scatter of the same size. It is started when the block's dX is complete, and waited for when the next
-    block's is started, so at most two blocks' dX are alive. ``hidden`` gives the shape and dtype of dX.
+    reduce-scatter of the same size. Each reduction starts when its block's dX is complete, and is waited for once the
+    next block's has started. So dX of at most two blocks is alive. ``hidden`` gives the shape and dtype of dX.
     """
 
     def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:

@@ -3,8 +3,8 @@
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside the last slice's dW
     accumulate   forward and backward of each block in one pass: Algorithms 3 and 4 of "From Projection to Prediction",
-                 over ranks and row blocks. 6 N V D flops. The exponentials of one block exist at a time; on several
-                 ranks, of two blocks.
+                 over ranks and row blocks. 6 N V D flops. One rank holds the exponentials of one block at a time. With
+                 several ranks, each holds those of two blocks.
 
 Gathers of hidden states are started one block ahead.
 """
@@ -80,8 +80,8 @@ def forward(
     plan saves them, and the backend's saved tensors of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
-    one all-gather of the partials. If ids are sampled, the gathers of several blocks again, and one all-reduce of N
-    int64 follow.
+    one all-gather of the partials. If ids are sampled: with several blocks the all-gathers of hidden states again, then
+    one all-reduce of N int64.
     """
     layout, blocks, backend = call.layout, call.plan.forward_blocks, call.backend
     # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
@@ -96,7 +96,7 @@ def forward(
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
         if beside is not None:
             beside.begin(partials.extra)
-        # For sampled ids: what the backend keeps of each block's windows.
+        # For sampled ids: the window partials of each block, kept by the backend until the ids are drawn.
         windows: list[list] | None = None if call.seed is None else [[] for _ in blocks]
         gathered: Tensor | None = None
         saved: Saved | tuple[()] = ()
@@ -146,8 +146,8 @@ def _sampled(
     windows: list[list],
     only: Tensor | None,
 ) -> Tensor:
-    """The sampled ids ``[N]``. ``windows``: of each block, from its forward. ``only``: the hidden states of the only
-    block; None: those of several blocks, which under sequence parallelism are gathered again."""
+    """The sampled ids ``[N]``. ``windows``: each block's list from its forward. ``only``: the hidden states, if there
+    is one block. None: there are several blocks, whose hidden states are gathered again under sequence parallelism."""
     layout, blocks = call.layout, call.plan.forward_blocks
     assert call.seed is not None
     place, owned = places(call.seed, call.position, token_count(hidden, layout), partials, layout)

@@ -17,7 +17,7 @@ from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Tokens per program, and windows per step.
-_ROWS, _WINDOWS = 16, 128
+_ROWS, _WINDOWS = 16, 64
 # Tokens per step of the only program that lists tiles.
 _LISTED = tl.constexpr(4096)
 

@@ -62,7 +62,7 @@ def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
 def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):
     """More of what few draws have."""
-    settings = fuzz.Settings(seed=11, backend="triton", device=device)
+    settings = fuzz.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
     _hold(settings, ranks, count, lambda c: c.kind == kind and WANTED[wanted](c), run)
 

@@ -284,6 +284,17 @@ def test_statistics_and_selected_entries(member, split):
     ), [SECOND])  # fmt: skip
 
 
+@pytest.mark.parametrize("placements", [[ROWS, SECOND], [SECOND, WHOLE], [SECOND, SECOND]])
+@on_ranks(4)
+def test_sampled_ids_are_those_of_the_whole_tensor(member, placements):
+    """The random number of a token depends on its position in the global tensor."""
+    mesh, whole = mesh_of(member.device.type, (2, 2)), problem(device=member.device)
+    given = as_dtensors(whole, mesh, input=placements, linear_weight=[WHOLE, ROWS])
+    found = parallel_lce.token_statistics(given["input"], given["linear_weight"], None, sample_seed=5)
+    want = parallel_lce.token_statistics(whole["input"], whole["linear_weight"], None, sample_seed=5)
+    assert torch.equal(found.sampled_id.full_tensor(), want.sampled_id)
+
+
 @pytest.mark.parametrize(("split", "reduction"), [*itertools.product([WHOLE, SECOND], ["none", "mean"])])
 @on_ranks(2)
 def test_divergences(member, split, reduction):

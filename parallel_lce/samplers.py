@@ -109,8 +109,7 @@ def _alias_table(probabilities: Tensor) -> tuple[Tensor, Tensor]:
         scaled[high] -= 1 - scaled[low]
         if scaled[high] < 1:
             small.append(large.pop())
-    # Rounding may leave places without an alias. Each keeps its own id, or if it has no probability
-    # gives the likeliest id.
+    # Rounding may leave places without an alias. Each keeps its own id, or without a probability gives the likeliest.
     likeliest = int(probabilities.argmax())
     for place in small:
         if probabilities[place] == 0:

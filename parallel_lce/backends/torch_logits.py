@@ -7,6 +7,7 @@ In kernels: parallel_lce.kernels.selected and parallel_lce.kernels.dense_logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -130,19 +131,25 @@ def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     again, one tile of logits at a time."""
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
     ids = torch.full((len(x), k), NOBODY, device=x.device)
-    height, width = _TOP_K_TILE[0], max(k, _TOP_K_TILE[1])
+    for rows, window, z in _tiles(projection, x, _TOP_K_TILE[0], max(k, _TOP_K_TILE[1])):
+        here = torch.arange(window.start, window.stop, device=x.device) + projection.start
+        of_window = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
+        both = torch.cat([values[rows], of_window[0]], 1), torch.cat([ids[rows], of_window[1]], 1)
+        values[rows], ids[rows] = largest(*both, k)
+    return values, ids
+
+
+def _tiles(projection: Projection, x: Tensor, height: int, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Projects again: the logits of at most ``height`` rows and a window of at most ``width`` entries of the shard. All
+    windows of some rows come before those of the next rows, in the order of ids."""
     for a in range(0, len(x), height):
         rows = slice(a, a + height)
         of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
         for first in range(0, projection.real_rows, width):
             window = slice(first, min(first + width, projection.real_rows))
             weight = operand(projection.weight[window])
-            z = logits(of_rows, x_rows, weight, window, values.new_empty(len(weight), len(x_rows))).t()
-            here = torch.arange(window.start, window.stop, device=x.device) + projection.start
-            of_window = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
-            both = torch.cat([values[rows], of_window[0]], 1), torch.cat([ids[rows], of_window[1]], 1)
-            values[rows], ids[rows] = largest(*both, k)
-    return values, ids
+            memory = x.new_empty(len(weight), len(x_rows), dtype=projection.dtype)
+            yield rows, window, logits(of_rows, x_rows, weight, window, memory).t()
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -169,28 +176,22 @@ def sampled_ids(
     token that is not ``owned [R]`` gets an arbitrary id. ``windows``: from the block's forward. ``partial [2, R]``: the
     shard's maxima and sums. This function ignores the windows, and projects again, one tile of logits at a time.
     """
-    ids = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    height, width = _SAMPLED_TILE
-    for a in range(0, len(x), height):
-        rows = slice(a, a + height)
-        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
-        maximum = partial[MAX, rows].masked_fill(partial[MAX, rows] == -torch.inf, 0.0).unsqueeze(1)
-        wanted = (place[rows] * partial[SUM_EXP, rows].double()).unsqueeze(1)
-        before, found = torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-        largest_logit = torch.full_like(maximum, -torch.inf)
-        for first in range(0, projection.real_rows, width):
-            window = slice(first, min(first + width, projection.real_rows))
-            weight = operand(projection.weight[window])
-            z = logits(of_rows, x_rows, weight, window, maximum.new_empty(len(weight), len(x_rows))).t()
-            ends = before + (z - maximum).exp_().double().cumsum(1)
-            before, here = ends[:, -1:], (ends <= wanted).sum(1, keepdim=True)
-            # The sum in the partial is rounded: a place may lie behind the last entry. That token gets its largest one.
-            top, largest_here = z.max(1, keepdim=True)
-            passed = before <= wanted
-            taken = ~found & (~passed | (top > largest_logit))
-            ids[rows] = torch.where(taken, torch.where(passed, largest_here, here) + first, ids[rows, None]).squeeze(1)
-            found, largest_logit = found | ~passed, torch.maximum(largest_logit, top)
-    return ids + projection.start
+    ids = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+    maximum = partial[MAX].masked_fill(partial[MAX] == -torch.inf, 0.0).unsqueeze(1)
+    wanted = (place * partial[SUM_EXP].double()).unsqueeze(1)
+    reached, found = torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+    largest_logit = torch.full_like(maximum, -torch.inf)
+    for rows, window, z in _tiles(projection, x, *_SAMPLED_TILE):
+        ends = reached[rows] + (z - maximum[rows]).exp_().double().cumsum(1)
+        last, here = ends[:, -1:], (ends <= wanted[rows]).sum(1, keepdim=True)
+        # The sum in the partial is rounded: a place may lie behind the last entry. That token gets its largest one.
+        top, largest_here = z.max(1, keepdim=True)
+        passed = last <= wanted[rows]
+        taken = ~found[rows] & (~passed | (top > largest_logit[rows]))
+        ids[rows] = torch.where(taken, torch.where(passed, largest_here, here) + window.start, ids[rows])
+        reached[rows], found[rows] = last, found[rows] | ~passed
+        largest_logit[rows] = torch.maximum(largest_logit[rows], top)
+    return ids.squeeze(1) + projection.start
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:

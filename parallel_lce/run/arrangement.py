@@ -196,22 +196,21 @@ class Arrangement:
 
     def _check_split(self, split: int | None, sequence_parallel: bool, sequence_dim: int) -> None:
         """Raise ``ValueError`` for options that contradict the placements of a DTensor input."""
-        reduces = as_bool(self.options.reduce_hidden_grad) is not False
-        said = None
+        # Described only for a refusal: torch 2.11 cannot trace the description of placements.
+        name, value = "input", self._input
         if split is None and sequence_parallel:
-            said = "sequence_parallel=True, and {}, whose tokens tensor parallelism does not split"
-        elif split == 0 and sequence_dim == 1:
-            said = "sequence_dim=1, and {}, which is split along dimension 0"
-        elif split is not None and not reduces:
-            said = "reduce_hidden_grad=False, and {}: there it must be Replicate"
-        elif self._splits and self._reduction == "mean":
-            said = (
-                f"reduction='mean', and {{}}. Mesh dimension {self._splits[0]} splits its tokens and does not shard "
-                "linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
+            raise ValueError(
+                f"sequence_parallel=True, and {_placed(name, value)}, whose tokens tensor parallelism does not split"
             )
-        # torch 2.11 cannot trace the description of placements, so it is made only for a refusal.
-        if said is not None:
-            raise ValueError(said.format(_placed("input", self._input)))
+        if split == 0 and sequence_dim == 1:
+            raise ValueError(f"sequence_dim=1, and {_placed(name, value)}, which is split along dimension 0")
+        if split is not None and as_bool(self.options.reduce_hidden_grad) is False:
+            raise ValueError(f"reduce_hidden_grad=False, and {_placed(name, value)}: there it must be Replicate")
+        if self._splits and self._reduction == "mean":
+            raise ValueError(
+                f"reduction='mean', and {_placed(name, value)}. Mesh dimension {self._splits[0]} splits its tokens and "
+                "does not shard linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
+            )
 
     def _check_mesh(self, name: str, value: Any) -> None:
         if is_dtensor(value) and value.device_mesh != self.mesh:

@@ -1,0 +1,128 @@
+"""Small calls of ragged sizes that launch every kernel of the triton backend, in their variants; for compiling the
+kernels without a GPU (compile_kernels.py) and for running them under a checker of memory (sanitize.py).
+
+Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter shows: hence one
+token, one window, one block.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import parallel_lce
+from parallel_lce.backends import triton as backend
+from parallel_lce.backends import triton_filter
+from parallel_lce.core.partials import Columns
+from parallel_lce.distillation import divergence
+from parallel_lce.kernels import partials
+from parallel_lce.kernels.filter import windows
+from tools import shrunk
+
+# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing; the last with soft-caps
+# of each token, of which nothing is saved.
+CALLS = [
+    (1, 7, 8, 0, False),
+    (1, 7, 8, 7, False),
+    (80, 125, 64, 125, True),
+    (400, 1000, 64, 256, False),
+    (300, 1000, 64, 1000, False),
+    (300, 1000, 64, 0, True),
+    (33, 300, 15, 300, False),
+    (300, 1000, 64, 0, "each"),
+]
+
+
+def prepare() -> None:
+    """Small problems are filtered, too, and of three row blocks one is a sample."""
+    triton_filter.SMALLEST_FILTERED = 0
+    windows.FEWEST_SAMPLED = 1
+
+
+def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:
+    """``(plain, call)``: plain is without bias, soft-cap, logits that are stored, and statistics beside those of the
+    loss. ``few``: calls that launch each kernel."""
+    for arguments in CALLS[2:4] if few else CALLS:
+        yield from of_sizes(*arguments, torch.bfloat16, device)
+    for arguments in () if few else CALLS[1:3]:
+        yield from of_sizes(*arguments, torch.float16, device)
+    for ranks, tokens in ((2, 1), (8, 300))[few:]:
+        for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
+            plain = columns == Columns()
+            gathered = torch.ones(ranks, columns.count * tokens + 2, device=device)
+            yield plain, partial(partials.merge_ranks, gathered, columns, tokens, None if plain else 77)
+    for tokens in (1, 5)[few:]:
+        for group in groups:
+            for every_option in (False, True):
+                yield False, partial(small, tokens, every_option, group, device)
+
+
+def operands(tokens: int, entries: int, depth: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Hidden states and weight, of a call's random values."""
+    return [torch.randn(rows, depth).to(device, dtype).requires_grad_() for rows in (tokens, entries)]
+
+
+def of_sizes(tokens, entries, depth, saved, everything, dtype, device) -> Iterator[tuple[bool, Callable]]:
+    """Losses, filtered and not, or all statistics; log-probabilities of selected entries and of sets; divergences."""
+    given = operands(tokens, entries, depth, dtype, device)
+    target, each = torch.zeros(tokens, dtype=torch.int64, device=device), torch.ones(tokens, device=device)
+    ids = target[:, None].repeat(1, 3)
+    sets = target.repeat(3), torch.arange(tokens + 1, device=device) * 3
+    budget = None if saved == entries else 2 * tokens * (saved + 256) * (saved > 0)
+    options = {}
+    if everything:
+        bias = torch.zeros(entries, dtype=dtype, device=device, requires_grad=True)
+        options |= dict(linear_bias=bias, logit_softcap=5.0)
+        options |= dict(temperature=each) if everything == "each" else dict(logit_scale=each)
+
+    def statistics():
+        asked = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True, selected=ids)
+        found = parallel_lce.token_statistics(*given, target, logits_budget=budget, **asked, **options)
+        total = found.entropy + found.mean_logit + found.sum_p_squared + found.target_logit
+        (total + found.selected_log_prob.sum(1)).sum().backward()
+
+    def losses():
+        for gradient_filter in (None, 0.001):
+            filtered = dict(reduction="none", logits_budget=budget, gradient_filter=gradient_filter)
+            parallel_lce.linear_cross_entropy(*given, target, **filtered).sum().backward()
+
+    def selections():
+        for selected in (ids, sets):
+            parallel_lce.selected_log_probs(*given, selected, **options).sum().backward()
+
+    def others():
+        parallel_lce.token_statistics(*given, None, logits_budget=budget, sample_seed=0, **options)
+        for beta in (0.0, 0.5, 1.0):
+            divergence(*given, *(v.detach() for v in given), beta=beta).backward()
+
+    for plain, call in ((not everything, statistics if everything else losses), (not everything, selections)):
+        yield plain, _in_blocks(tokens, call)
+    yield False, _in_blocks(tokens, others)
+
+
+def _in_blocks(tokens: int, call: Callable) -> Callable:
+    def shrunken():
+        with shrunk(2 * tokens * 256):
+            call()
+
+    return shrunken
+
+
+def small(tokens: int, every_option: bool, group: dist.ProcessGroup | None, device: str) -> None:
+    """Losses of dense logits, and of logits that exist; log-probabilities of sets."""
+    target, options = torch.zeros(tokens, dtype=torch.int64, device=device), {}
+    x, weight = operands(tokens, 304, 64, torch.bfloat16, device)
+    if every_option:
+        options |= dict(label_smoothing=0.1, logit_softcap=5.0, logit_scale=torch.ones(tokens, device=device))
+    with mock.patch.object(backend, "DENSE_FLOPS", 1e30):
+        for reduction in ("none", "mean"):
+            options |= dict(reduction=reduction, process_group=group)
+            parallel_lce.linear_cross_entropy(x, weight, target, **options).sum().backward()
+    logits = torch.randn(tokens, 300).to(device, torch.bfloat16).requires_grad_()
+    parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.1 * every_option, tp_group=group).sum().backward()
+    sets = target.repeat(3), torch.arange(tokens + 1, device=device) * 3
+    parallel_lce.selected_log_probs(x, weight, sets, process_group=group).sum().backward()
+    parallel_lce.token_statistics(x, weight, None, sample_seed=0, process_group=group)

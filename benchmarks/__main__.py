@@ -24,7 +24,7 @@ from .plots import plot_over_ranks
 from .problem import Problem, make_problem
 from .profiles import write_trace
 from .report import machine, speaker, with_folder, write_json
-from .tables import cell_table, host_output, overview
+from .tables import cell_table, energy_output, host_output, overview
 from .team import Team, join
 
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             for cell in _cells(make_problem(shape, options.dtype, team), options, progress):
                 content["cells"].append(cell)
                 refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                for output in (cell_table(cell), *refused, *host_output(cell)):
+                for output in (cell_table(cell), *refused, *host_output(cell), *energy_output(cell)):
                     say(output)
                 if options.json and speaks:  # after each cell: a later cell may fail
                     write_json(options.json, content)
@@ -90,7 +90,7 @@ def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]
         def say(text: str) -> None:
             progress(f"{judge.problem}: {text}")
 
-        yield measure(peers, judge, options.rounds, options.host, say, after)
+        yield measure(peers, judge, options.rounds, options.host, options.energy, say, after)
     release(team.device)
 
 

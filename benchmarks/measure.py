@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from .accuracy import Judge
+from .energy import joules
 from .passes import calls_of
 from .peak_memory import peak_memory
 from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
@@ -23,14 +24,16 @@ def measure(
     judge: Judge,
     rounds: int,
     host: bool = False,
+    energy: bool = False,
     say: Callable[[str], None] = lambda text: None,
     after: Callable[[Peer, Callable], None] = lambda peer, call: None,
 ) -> dict:
     """The problem and one entry per peer, as JSON has them.
 
     First each peer is checked and its memory measured. Then all peers are timed round by round, A B C A B C. With
-    `host` the host time is measured too, and on a GPU the calls are profiled at the end. `say` gets messages about the
-    progress. At the end `after(peer, call)` gets forward + backward of every peer that was timed.
+    `host` the host time is measured too, and on a GPU the calls are profiled at the end; with `energy` the joules of a
+    call are measured. `say` gets messages about the progress. At the end `after(peer, call)` gets forward + backward of
+    every peer that was timed.
     """
     problem, team = judge.problem, judge.problem.team
     entries, losses, calls, readers = {}, {}, {}, {}
@@ -89,6 +92,8 @@ def measure(
         with refusals(entry):
             for kind, call in calls[peer].items() if host and team.device.type == "cuda" else ():
                 entry[kind]["profile"] = team.agree(partial(profile_of, call, team))
+            for kind, call in calls[peer].items() if energy else ():
+                entry[kind]["joules"] = joules(call, team.device)
             after(peer, calls[peer][FORWARD_BACKWARD])
     gc.unfreeze()
     cell = {

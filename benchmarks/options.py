@@ -1,5 +1,6 @@
 """The command line of `python -m benchmarks`: peers, shapes and output files."""
 
+import importlib.util
 from argparse import ArgumentTypeError, Namespace
 from typing import NamedTuple
 
@@ -25,12 +26,6 @@ SUITES = {
     "bars": Suite(
         (Shape(8192, 128256, 4096), Shape(4096, 128256, 4096), Shape(32768, 131072, 4096), Shape(1024, 262144, 4096)),
         (SAVED, "ours-per-token@512MiB", "ours-main-grad@512MiB", "ours@1GiB"),
-    ),
-    # The sizes of the paper's Table 2.
-    "table2": Suite(
-        tuple(Shape(n, 2**k, 4096) for n in (1024, 4096, 8192, 16384, 32768) for k in (15, 16, 17, 18)),
-        (SAVED,),
-        ("torch",),
     ),
     # The GPU has so little work that a call is bound by its host time.
     "host": Suite(
@@ -103,7 +98,10 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     add("--plot", metavar="PATH", type=picture, help=words)
     words = "write the timeline of one forward + backward call of ours and of the baseline with collectives"
     add("--trace", metavar="DIR", help=words)
+    add("--energy", action="store_true", help="joules of a call, from the GPU's counter; needs nvidia-ml-py")
     options = parse(parser, arguments, ranks_here)
+    if options.energy and (options.device != "cuda" or ranks or importlib.util.find_spec("pynvml") is None):
+        parser.error("--energy reads one GPU's counter with nvidia-ml-py: it needs both, and no other ranks")
 
     options.dtype = getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]

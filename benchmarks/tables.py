@@ -24,6 +24,7 @@ HOST_CAPTION = (
     "host ms: from call to return, with the GPU idle before the call; medians (min–max over the rounds). GPU "
     "operations: kernels, copies and fills of one call; GPU ms: their time."
 )
+ENERGY_CAPTION = "Joules of the whole GPU per call, over two seconds of calls; relative to the bare products' joules."
 
 
 def cell_table(cell: dict):
@@ -72,6 +73,26 @@ def host_output(cell: dict) -> Iterator:
     for entry, kind, measured in rows:
         if profile := measured.get("profile"):
             yield f"{entry['name']}, {SHORT[kind]}:\n{profile['table']}"
+
+
+def energy_output(cell: dict) -> Iterator:
+    """The table of joules, if they were measured."""
+    rows = [
+        (entry, kind, entry[kind]["joules"])
+        for entry in cell["peers"]
+        for kind in PASSES
+        if "joules" in entry.get(kind, ())
+    ]
+    if rows:
+        bare = {kind: of_call for entry, kind, of_call in rows if entry["name"] == GEMM_ONLY}
+        table = new_table(
+            f"{cell['problem']}, {cell['dtype']}: energy", ENERGY_CAPTION, ["peer", "pass"], ["joules", "of GEMM-only"]
+        )
+        for entry, kind, of_call in rows:
+            table.add_row(
+                entry["name"], SHORT[kind], f"{of_call:.2f}", f"{bare[kind] / of_call:.3f}", style=_style(entry)
+            )
+        yield table
 
 
 def overview(cells: list[dict]):

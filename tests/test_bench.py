@@ -25,10 +25,12 @@ import program  # of launch/
 from benchmarks import __main__ as command
 from benchmarks import (
     distillation,
+    energy,
     gradient_filter,
     measure,
     options,
     ours,
+    papers,
     parity,
     peers,
     problem,
@@ -548,3 +550,34 @@ def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys, mo
     with pytest.raises(SystemExit):
         gradient_filter.main([])
     assert "no file is given, and at least one is needed" in capsys.readouterr().err
+
+
+# --- published figures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_published_figures_stand_beside_ours(short, tmp_path, capsys, monkeypatch):
+    path, picture = tmp_path / "found.json", tmp_path / "table.png"
+    command = ["--device", "cpu", "--rounds", "1"]
+    assert papers.main([*command, "--json", str(path), "--plot", str(picture)]) == 0
+    parts = json.loads(path.read_text())["parts"]
+    assert {name: len(rows) for name, rows in parts.items()} == dict(table2=20, chunks=4, peak=3, gemma2=2)
+    last = parts["table2"][-1]
+    assert (last["N"], last["V"], last["canonical, MB"], last["proposed, MB"]) == ("32768", "262144", "72464", "2342")
+    assert all((tmp_path / f"{figure}-table.png").stat().st_size > 10_000 for figure in ("latency", "memory"))
+    monkeypatch.setattr(papers, "named", lambda name, setting: _wrong(named(name, setting)))
+    assert papers.main([*command, "--parts", "peak"]) == 1
+    assert "peak: ours@0: loss 1, not " in capsys.readouterr().out
+
+
+def _wrong(peer: Peer) -> Peer:
+    wrong = lambda *_: lambda x, weight, target: 0 * (x.sum() + weight.sum()) + 1  # noqa: E731
+    return replace(peer, build=wrong) if peer.family == "ours" else peer
+
+
+@pytest.mark.gpu
+def test_twice_the_work_takes_twice_the_joules():
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    once, twice = (energy.joules(lambda: [x @ x for _ in range(n)], x.device) for n in (1, 2))
+    assert 0.2 < once and 1.7 < twice / once < 2.3

@@ -1,0 +1,32 @@
+"""Joules of a call. A GPU at its power limit needs time in proportion to energy: a call is faster only with less."""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+SECONDS = 2.0  # of calls, in one reading: NVML updates its counter about ten times a second
+WARM_UP = 0.5  # seconds
+
+
+def joules(call: Callable, device: torch.device) -> float:
+    """Joules of the whole GPU per call, by NVML's counter of energy (package nvidia-ml-py)."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize(device)
+    calls = max(1, math.ceil(WARM_UP / (time.perf_counter() - start)))
+    for warm in (True, False):
+        before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize(device)
+        if warm:
+            calls = max(1, math.ceil(calls * SECONDS / (time.perf_counter() - start)))
+    return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3 / calls

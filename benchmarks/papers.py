@@ -1,0 +1,220 @@
+"""`python -m benchmarks.papers`: figures that a paper and three articles published, and the same measured here.
+
+table2    the paper's Table 2: forward without gradients; memory counts the inputs; figures 4 and 5 as pictures
+chunks    an article's table: forward + backward with two small budgets, relative to plain torch
+peak      an article's figure: peak memory of forward + backward; inputs and gradients count
+gemma2    an article's example: 328 GB of logits
+
+The published figures are of the hardware that the table names. Plain torch is measured here beside ours: logits in the
+dtype of the input, cross-entropy in float32. On a CPU all sizes are tiny. Exit status: 1 if a loss of ours differs from
+plain torch's.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .doors import LOSS_LIMIT
+from .measure import release
+from .options import DEFAULT_DTYPE
+from .passes import calls_of
+from .peak_memory import peak_memory
+from .peers import FORWARD, FORWARD_BACKWARD, ONE, named
+from .plots import draw
+from .problem import Problem, Shape, make_problem
+from .report import NONE, machine, milliseconds, new_parser, new_table, parse, picture, speaker, with_folder, write_json
+from .team import NotMeasured, Team
+from .timing import interleaved, ratios, spread
+
+MB, GB, GIB = 10**6, 10**9, 2**30
+TORCH = "torch"
+
+# V, and by N: milliseconds of the canonical loss and of the paper's, MB of either.
+PAPER = "https://arxiv.org/abs/2511.17599"
+TABLE_2 = {
+    1024: [(0.73, 0.69, 1064, 280), (1.40, 0.97, 2088, 536), (2.76, 1.27, 4136, 1048), (5.46, 1.83, 8232, 2072)],
+    4096: [(1.66, 1.16, 1904, 304), (3.34, 1.69, 3696, 561), (6.78, 2.86, 7280, 1073), (13.70, 5.22, 14448, 2099)],
+    8192: [(2.93, 1.70, 3024, 337), (6.08, 2.90, 5840, 593), (13.25, 5.58, 11472, 1107), (27.77, 10.79, 22736, 2133)],
+    16384: [
+        (5.62, 3.43, 5264, 401),
+        (12.41, 6.61, 10128, 659),
+        (26.67, 13.20, 19856, 1173),
+        (50.15, 25.43, 39312, 2203),
+    ],
+    32768: [
+        (11.42, 7.00, 9744, 531),
+        (25.64, 13.80, 18704, 790),
+        (50.24, 27.06, 36624, 1307),
+        (96.52, 53.61, 72464, 2342),
+    ],
+}
+VOCABULARIES = (32768, 65536, 131072, 262144)
+
+
+class Row(NamedTuple):
+    """One way to compute a loss, measured."""
+
+    name: str
+    seconds: list[float]  # of each round
+    peak: int  # bytes above the inputs
+    loss: float
+
+
+class Setting(NamedTuple):
+    """How all parts are measured."""
+
+    team: Team
+    dtype: torch.dtype
+    rounds: int
+    tiny: bool
+
+    def problem(self, n: int, v: int, d: int) -> Problem:
+        return make_problem(Shape(n // 256, v // 256, 32) if self.tiny else Shape(n, v, d), self.dtype, self.team)
+
+    def rows(self, problem: Problem, kind: str, names: list[str]) -> list[Row]:
+        """A row for each peer that fits this GPU, `torch` first if it is among them. The loss of each must be torch's,
+        to the rounding of bf16 logits."""
+        calls, rows = {}, {}
+        for name in names:
+            peer = named(name, ONE)
+            assert peer.build is not None
+            call = calls_of(peer, problem, peer.build(None, False))[kind]
+            try:
+                call()
+                found = call()
+                peak, _ = peak_memory(call, self.team.device)
+            except torch.OutOfMemoryError:
+                release(self.team.device)
+                continue
+            calls[name] = call
+            rows[name] = Row(name, [], peak, (found if kind == FORWARD else found[0]).item())
+            del found
+            first = next(iter(rows.values()))
+            if not abs(rows[name].loss - first.loss) <= LOSS_LIMIT * max(1.0, abs(first.loss)):
+                raise NotMeasured(f"{name}: loss {rows[name].loss:.6g}, not {first.loss:.6g}")
+            release(self.team.device)
+        for name, seconds in interleaved(calls, self.team, self.rounds).items():
+            rows[name].seconds.extend(seconds)
+        return [*rows.values()]
+
+
+def bytes_of(problem: Problem) -> int:
+    """Bytes of the inputs: hidden states, weight and target."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (problem.x, problem.weight, problem.target))
+
+
+def table_2(setting: Setting, plot: Callable[[str, dict], None]) -> Any:
+    """A row for each of 20 sizes, D = 4096."""
+    left, right = ["N", "V"], ["torch, ms", "ours, ms", "ours / torch", "torch, MB", "ours, MB", "less memory"]
+    right += ["paper: canonical, ms", "proposed, ms", "canonical, MB", "proposed, MB"]
+    caption = "Forward without gradients; the paper's figures are of a GB200. ours / torch: median (min–max) of rounds."
+    table, latencies, memories = new_table(f"Table 2 of {PAPER}", caption, left, right), {}, {}
+    for n, published in TABLE_2.items():
+        for v, of_paper in zip(VOCABULARIES, published):
+            problem = setting.problem(n, v, 4096)
+            rows = {row.name: row for row in setting.rows(problem, FORWARD, [TORCH, "ours-per-token"])}
+            held = bytes_of(problem)
+            for name, row in rows.items():
+                ms, mb = [[1e3 * t for t in spread(row.seconds)], [(held + row.peak) / MB] * 3]
+                for figure, panels, value in (("latency, ms", latencies, ms), ("memory, MB", memories, mb)):
+                    panels.setdefault((f"N={n}", figure), {}).setdefault(name, []).append((v, value))
+            for name, *values in (("paper, canonical", *of_paper[::2]), ("paper, proposed", *of_paper[1::2])):
+                for figure, panels, value in zip(("latency, ms", "memory, MB"), (latencies, memories), values):
+                    panels[f"N={n}", figure].setdefault(name, []).append((v, [value] * 3))
+            table.add_row(str(n), str(v), *_compared(rows, held), *map(str, of_paper))
+            del problem
+            release(setting.team.device)
+    plot("latency", latencies)
+    plot("memory", memories)
+    return table
+
+
+def _compared(rows: dict[str, Row], held: int) -> list[str]:
+    ours, torch_row = rows["ours-per-token"], rows.get(TORCH)
+    own = milliseconds(spread(ours.seconds)[0])
+    if torch_row is None:
+        return ["out of memory", own, NONE, NONE, f"{(held + ours.peak) / MB:.0f}", NONE]
+    ratio = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(ours.seconds, torch_row.seconds))
+    sizes = [held + row.peak for row in (torch_row, ours)]
+    less = f"{100 * (1 - sizes[1] / sizes[0]):.1f} %"
+    return [milliseconds(spread(torch_row.seconds)[0]), own, ratio, *(f"{size / MB:.0f}" for size in sizes), less]
+
+
+def chunks(setting: Setting, plot) -> Any:
+    """N = 8192, D = 4096, V = 128000. The article's chunks of C tokens hold C * V fp32 logits."""
+    problem = setting.problem(8192, 128000, 4096)
+    caption = "Forward + backward. GiB beyond dX and dW. Published: one H100, chunks of 1024 and of 256 tokens."
+    table = new_table(str(problem), caption, ["loss"], ["GiB", "time", "published GiB", "time"])
+    published = {TORCH: (8.4, 1.00), "ours@512MiB": (0.50, 1.04), "ours@128MiB": (0.13, 1.11), "ours": (NONE, NONE)}
+    gradients = (problem.x.numel() + problem.weight.numel()) * problem.x.element_size()
+    rows = setting.rows(problem, FORWARD_BACKWARD, [*published])
+    for row in rows:
+        time = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(row.seconds, rows[0].seconds))
+        table.add_row(row.name, f"{(row.peak - gradients) / GIB:.2f}", time, *map(str, published[row.name]))
+    return table
+
+
+def peak(setting: Setting, plot) -> Any:
+    """N = 16384, D = 4096, V = 128256."""
+    problem = setting.problem(16384, 128256, 4096)
+    caption = "Forward + backward; inputs and gradients count. Published: one A100."
+    table = new_table(str(problem), caption, ["loss"], ["GB", "ms", "published GB"])
+    for row in setting.rows(problem, FORWARD_BACKWARD, [TORCH, "ours@0", "ours"]):
+        total, ms = (bytes_of(problem) + row.peak) / GB, milliseconds(spread(row.seconds)[0])
+        table.add_row(row.name, f"{total:.2f}", ms, {TORCH: "36.02", "ours@0": "5.04"}.get(row.name, NONE))
+    return table
+
+
+def gemma2(setting: Setting, plot) -> Any:
+    """Eight sequences of 80,000 tokens, V = 256128, and Gemma 2 9B's D = 3584."""
+    problem = setting.problem(640_000, 256_128, 3584)
+    logits = problem.shape.n * problem.shape.v * 2 / GB
+    caption = f"All logits in bf16: {logits:.0f} GB. GB beyond the inputs; gradients count."
+    table = new_table(str(problem), caption, ["pass"], ["GB", "ms"])
+    for kind in (FORWARD, FORWARD_BACKWARD):
+        for row in setting.rows(problem, kind, ["ours@0"]):
+            table.add_row(kind, f"{row.peak / GB:.2f}", milliseconds(spread(row.seconds)[0]))
+    return table
+
+
+PARTS = {"table2": table_2, "chunks": chunks, "peak": peak, "gemma2": gemma2}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = new_parser("python -m benchmarks.papers", __doc__)
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=[*PARTS])
+    parser.add_argument("--rounds", type=int, default=5)
+    words = "pictures of table2: latency-PATH and memory-PATH; the suffix chooses the format"
+    parser.add_argument("--plot", metavar="PATH", type=picture, help=words)
+    options = parse(parser, arguments)
+    team, say, facts = Team.here(options.device), speaker(), machine(torch.device(options.device))
+    say(", ".join(f"{name} {value}" for name, value in facts.items()))
+    setting = Setting(team, getattr(torch, DEFAULT_DTYPE[options.device]), options.rounds, options.device == "cpu")
+    content: dict[str, Any] = {"machine": facts, "rounds": options.rounds, "parts": {}}
+
+    def plot(what: str, panels: dict) -> None:
+        if options.plot:
+            path = with_folder(options.plot)
+            draw(path.with_name(f"{what}-{path.name}"), facts["device"], "vocabulary entries", panels, 2)
+
+    failed = False
+    for name in options.parts:
+        try:
+            table = PARTS[name](setting, plot)
+        except NotMeasured as refusal:
+            failed = True
+            say(f"{name}: {refusal}")
+            continue
+        say(table)
+        columns = [[str(cell) for cell in column.cells] for column in table.columns]
+        content["parts"][name] = [dict(zip([c.header for c in table.columns], row)) for row in zip(*columns)]
+        if options.json:
+            write_json(options.json, content)
+        release(team.device)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,20 +16,21 @@ if not torch.cuda.is_available():
     # Kernels then run on the CPU; Triton reads this when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiers import slow_of
+from tiers import repeated_pairs_of, slow_of
 from tools import chosen_backend
 from world import World, configure
 
 configure()
 
 SLOW = "slow: --all runs them"
+PAIRS = "combinations of parameters whose pairs all occur in others: -m thinned runs them"
 NO_GPU = "need a GPU, and there is none"
 _left_out: dict[str, int] = {}
 """Reason: the number of tests that this run leaves out."""
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the slow tests too, and every combination of parameters")
+    parser.addoption("--all", action="store_true", help="run the slow tests too, and every pair of parameters")
 
 
 @pytest.hookimpl(trylast=True)  # -k and -m have selected by then
@@ -41,8 +42,9 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         reasons |= dict.fromkeys(on_gpu - asked_for, NO_GPU)
     # Whoever selects GPU tests, slow tests or single tests gets all of them.
-    if not (config.option.all or "slow" in marks or any("::" in argument for argument in config.args)):
-        reasons |= dict.fromkeys(slow_of([i for i in items if i not in reasons and i not in asked_for]), SLOW)
+    if not ("slow" in marks or "thinned" in marks or any("::" in argument for argument in config.args)):
+        left_out, reason = (repeated_pairs_of, PAIRS) if config.option.all else (slow_of, SLOW)
+        reasons |= dict.fromkeys(left_out([i for i in items if i not in reasons and i not in asked_for]), reason)
     config.hook.pytest_deselected(items=[*reasons])
     items[:] = [item for item in items if item not in reasons]
     _left_out.update(Counter(reasons.values()))

@@ -1,37 +1,53 @@
-"""Which tests are slow: those marked ``slow``; and of those marked ``thinned``, most combinations of parameters."""
+"""Which tests a run leaves out. By default those marked ``slow``, and of the combinations of parameters of a test
+marked ``thinned`` all but a few in which each value occurs. With ``--all`` combinations are left out whose pairs of
+values all occur in others."""
 
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 
 
 def slow_of(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    yield from (item for item in items if item.get_closest_marker("slow"))
+    yield from _beyond([item for item in items if not item.get_closest_marker("slow")], 1)
+
+
+def repeated_pairs_of(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    yield from _beyond(items, 2)
+
+
+def _beyond(items: list[pytest.Item], size: int) -> Iterator[pytest.Item]:
+    """The items of thinned tests that are not needed for every ``size`` values to occur together."""
     thinned = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
-            yield item
-        elif item.get_closest_marker("thinned"):
+        if item.get_closest_marker("thinned"):
             test, _, _ = item.nodeid.partition("[")
             thinned[test, item.callspec.params.get("device")].append(item)
-    for combinations in thinned.values():
-        kept = _covering(combinations)
-        yield from (item for item in combinations if item not in kept)
+    for of_test in thinned.values():
+        kept = _covering(of_test, size)
+        yield from (item for item in of_test if item not in kept)
 
 
-def _covering(combinations: list[pytest.Item]) -> list[pytest.Item]:
-    """Few of a test's combinations, in which every value occurs: of each parameter, or of those that its mark names."""
-    names = combinations[0].get_closest_marker("thinned").args
-    values = {item: {*_values(item.callspec.params, names)} for item in combinations}
-    used: Counter[tuple[str, str]] = Counter()
+def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
+    """Few of a test's items in which all sets of ``size`` values occur: of each parameter, or of those that its mark
+    names."""
+    names = items[0].get_closest_marker("thinned").args
+    sets = {item: {*_sets(sorted(_values(item.callspec.params, names)), size)} for item in items}
+    used: Counter[tuple] = Counter()
     kept = []
-    while missing := {value for each in values.values() for value in each if not used[value]}:
-        # The item with the most missing values. Of several, the one whose values have been used least.
-        best = max(values, key=lambda item: (len(values[item] & missing), -sum(used[value] for value in values[item])))
+    while missing := {one for each in sets.values() for one in each if not used[one]}:
+        # The item with the most missing sets. Of several, the one whose sets have been used least.
+        best = max(sets, key=lambda item: (len(sets[item] & missing), -sum(used[one] for one in sets[item])))
         kept.append(best)
-        used.update(values[best])
+        used.update(sets[best])
     return kept
+
+
+def _sets(values: list[tuple[str, str]], size: int) -> Iterator[tuple]:
+    yield from combinations(values, min(size, len(values)))
 
 
 def _values(parameters: dict[str, object], names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

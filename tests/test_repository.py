@@ -112,8 +112,8 @@ def site(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    # setuptools comes with torch; where it is too old, build fetches one.
-    version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools") else "0"
+    # Where a package that builds is missing, or setuptools, which comes with torch, is too old, build fetches it.
+    version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
     done = python("-m", "build", *isolation, "--outdir", str(out), str(source), cwd=out)

@@ -74,19 +74,9 @@ def loaded(source, index, mask, factor):
 
 
 @triton.jit
-def log2(x):
-    """log2(x) by one instruction, where Triton's ``log2`` is about thirty. The error is 2^-22 for x in [1/2, 2], and
-    relative elsewhere; subnormal numbers have -inf."""
-    if _INTERPRETED:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
 def logit_above(e, shift, base):
     """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
-    return tl.maximum(log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
+    return tl.maximum(tl.log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
 
 
 @triton.jit

@@ -273,31 +273,29 @@ def rewrite_row(
     base, shift, sum_exp = token
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
+    # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
+    least = tl.where(sum_exp < _ALONE, 0.75, float("inf"))
     for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
-        # Up to the end of the last entry's 16-byte granule, so that all loads and stores are of whole granules.
-        inside = c < tl.cdiv(stop, 8) * 8
+        inside = c < stop
         e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
         window = start // WINDOW + tl.arange(0, WINDOWS)
         top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
         reference = finite_base(top)
         if HAS_SHIFT:
             reference = window_shift(top, shift)
-        # In a window of only -inf the factor might be infinite, and 0 times infinity is NaN.
-        rebase = tl.where(top == -float("inf"), 0.0, exponential_from(reference, base))
-        rebased = e * rebase[:, None]
-        moved = logit_above(e, reference[:, None], base)
-        if sum_exp < _ALONE:
-            # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2
-            # elsewhere.
-            alone = rebased > 0.75
-            rebased = tl.where(alone, 1.0, rebased)
-            moved = tl.where(alone, 0.0, moved)
+        rebase = exponential_from(reference, base)
+        # In a window of only -inf the factor may be infinite, and 0 times infinity is NaN.
+        empty = (top == -float("inf"))[:, None] & (e == 0.0)
+        rebased = tl.where(empty, 0.0, e * rebase[:, None])
+        alone = rebased > least
+        rebased = tl.where(alone, 1.0, rebased)
+        moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
         g = gradient_of(rebased, moved, values, terms.coefficients)
         cap = terms.scaling.cap
         if cap is not None:
-            ratio = (moved + base) / cap
-            g *= 1.0 - ratio * ratio
+            z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
+            g *= 1.0 - (z / cap) * (z / cap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
 

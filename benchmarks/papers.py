@@ -28,10 +28,11 @@ from .report import NONE, machine, milliseconds, new_parser, new_table, parse, p
 from .team import NotMeasured, Team
 from .timing import clock, interleaved, ratios, spread
 
-MB, GB, GIB = 10**6, 10**9, 2**30
-TORCH = "torch"
+MIB, GB, GIB = 2**20, 10**9, 2**30
+TORCH, OURS = "torch", "ours-per-token"
+LABELS = {TORCH: "torch", OURS: "parallel_lce"}  # of lines in pictures
 
-# V, and by N: milliseconds of the canonical loss and of the paper's, MB of either.
+# V, and by N: milliseconds of the canonical loss and of the paper's, MiB of either (the paper writes MB).
 PAPER = "https://arxiv.org/abs/2511.17599"
 TABLE_2 = {
     1024: [(0.73, 0.69, 1064, 280), (1.40, 0.97, 2088, 536), (2.76, 1.27, 4136, 1048), (5.46, 1.83, 8232, 2072)],
@@ -107,21 +108,21 @@ def bytes_of(problem: Problem) -> int:
 
 def table_2(setting: Setting, plot: Callable[[str, dict], None]) -> Any:
     """A row for each of 20 sizes, D = 4096."""
-    left, right = ["N", "V"], ["torch, ms", "ours, ms", "ours / torch", "torch, MB", "ours, MB", "less memory"]
-    right += ["paper: canonical, ms", "proposed, ms", "canonical, MB", "proposed, MB"]
+    left, right = ["N", "V"], ["torch, ms", "ours, ms", "ours / torch", "torch, MiB", "ours, MiB", "less memory"]
+    right += ["paper: canonical, ms", "proposed, ms", "canonical, MiB", "proposed, MiB"]
     caption = "Forward without gradients; the paper's figures are of a GB200. ours / torch: median (min–max) of rounds."
     table, latencies, memories = new_table(f"Table 2 of {PAPER}", caption, left, right), {}, {}
     for n, published in TABLE_2.items():
         for v, of_paper in zip(VOCABULARIES, published):
             problem = setting.problem(n, v, 4096)
-            rows = {row.name: row for row in setting.rows(problem, FORWARD, [TORCH, "ours-per-token"])}
+            rows = {row.name: row for row in setting.rows(problem, FORWARD, [TORCH, OURS])}
             held = bytes_of(problem)
             for name, row in rows.items():
-                ms, mb = [[1e3 * t for t in spread(row.seconds)], [(held + row.peak) / MB] * 3]
-                for figure, panels, value in (("latency, ms", latencies, ms), ("memory, MB", memories, mb)):
-                    panels.setdefault((f"N={n}", figure), {}).setdefault(name, []).append((v, value))
+                ms, mb = [[1e3 * t for t in spread(row.seconds)], [(held + row.peak) / MIB] * 3]
+                for figure, panels, value in (("latency, ms", latencies, ms), ("memory, MiB", memories, mb)):
+                    panels.setdefault((f"N={n}", figure), {}).setdefault(LABELS[name], []).append((v, value))
             for name, *values in (("paper, canonical", *of_paper[::2]), ("paper, proposed", *of_paper[1::2])):
-                for figure, panels, value in zip(("latency, ms", "memory, MB"), (latencies, memories), values):
+                for figure, panels, value in zip(("latency, ms", "memory, MiB"), (latencies, memories), values):
                     panels[f"N={n}", figure].setdefault(name, []).append((v, [value] * 3))
             table.add_row(str(n), str(v), *_compared(rows, held), *map(str, of_paper))
             del problem
@@ -132,14 +133,14 @@ def table_2(setting: Setting, plot: Callable[[str, dict], None]) -> Any:
 
 
 def _compared(rows: dict[str, Row], held: int) -> list[str]:
-    ours, torch_row = rows["ours-per-token"], rows.get(TORCH)
+    ours, torch_row = rows[OURS], rows.get(TORCH)
     own = milliseconds(spread(ours.seconds)[0])
     if torch_row is None:
-        return ["out of memory", own, NONE, NONE, f"{(held + ours.peak) / MB:.0f}", NONE]
+        return ["out of memory", own, NONE, NONE, f"{(held + ours.peak) / MIB:.0f}", NONE]
     ratio = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(ours.seconds, torch_row.seconds))
     sizes = [held + row.peak for row in (torch_row, ours)]
     less = f"{100 * (1 - sizes[1] / sizes[0]):.1f} %"
-    return [milliseconds(spread(torch_row.seconds)[0]), own, ratio, *(f"{size / MB:.0f}" for size in sizes), less]
+    return [milliseconds(spread(torch_row.seconds)[0]), own, ratio, *(f"{size / MIB:.0f}" for size in sizes), less]
 
 
 def chunks(setting: Setting, plot) -> Any:
@@ -199,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     def plot(what: str, panels: dict) -> None:
         if options.plot:
             path = with_folder(options.plot)
-            draw(path.with_name(f"{what}-{path.name}"), facts["device"], "vocabulary entries", panels, 2)
+            draw(path.with_name(f"{what}-{path.name}"), facts["device"], "vocabulary entries", panels, 3)
 
     failed = False
     for name in options.parts:

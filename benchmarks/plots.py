@@ -58,6 +58,8 @@ def draw(path: Path, title: str, x_label: str, panels: dict, columns: int) -> bo
         axis.spines[["top", "right"]].set_visible(False)
         # Beside the panel: inside it the legend would hide lines.
         axis.legend(fontsize=7, frameon=False, handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

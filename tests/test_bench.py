@@ -563,7 +563,7 @@ def test_published_figures_stand_beside_ours(short, tmp_path, capsys, monkeypatc
     parts = json.loads(path.read_text())["parts"]
     assert {name: len(rows) for name, rows in parts.items()} == dict(table2=20, chunks=4, peak=3, gemma2=2)
     last = parts["table2"][-1]
-    assert (last["N"], last["V"], last["canonical, MB"], last["proposed, MB"]) == ("32768", "262144", "72464", "2342")
+    assert (last["N"], last["V"], last["canonical, MiB"], last["proposed, MiB"]) == ("32768", "262144", "72464", "2342")
     assert all((tmp_path / f"{figure}-table.png").stat().st_size > 10_000 for figure in ("latency", "memory"))
     monkeypatch.setattr(papers, "named", lambda name, setting: _wrong(named(name, setting)))
     assert papers.main([*command, "--parts", "peak"]) == 1

@@ -1,8 +1,11 @@
 """Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
 budget."""
 
+import gc
+import resource
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -206,3 +209,27 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
         with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
             call()
     call(logits_budget=46)
+
+
+# --- of the host ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_calls_of_many_lengths_leave_nothing_behind():
+    """Plans are remembered by length, up to a number."""
+    weight, generator = torch.randn(200, 16, requires_grad=True), torch.Generator().manual_seed(0)
+
+    def held(calls: int) -> float:
+        """MiB of this process after so many calls."""
+        for number in range(calls):
+            tokens = int(torch.randint(1, 2000, (), generator=generator))
+            x, target = torch.randn(tokens, 16, requires_grad=True), torch.randint(200, (tokens,))
+            reduction = ("none", "mean")[number % 2]
+            parallel_lce.linear_cross_entropy(x, weight, target, reduction=reduction).sum().backward()
+            parallel_lce.token_statistics(x, weight, target).target_log_prob.sum().backward()
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MiB
+
+    first = held(500)
+    assert held(2500) < first + 16
+    assert len(prepare.KNOWN) <= prepare._MOST_KNOWN

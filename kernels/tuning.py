@@ -60,9 +60,6 @@ class Measured:
     # K dimension from which adding a product to a sum in memory takes almost no time. With fp32 sums of 4096 columns
     # the product takes 1.6 times as long as without a sum for K=1024, 1.3 for 2048, 1.05 for 4096.
     long_sum: int = 4096
-    # A recomputed slice of more entries, and of more bytes, saves at most 1 % of the time of a backward.
-    slice_entries: int = 5120
-    slice_bytes: int = 32 << 20
     # Bytes of a slice in which only active windows are projected. A smaller slice has too few to fill the GPU.
     windowed_bytes: int = 256 << 20
     # Fewest flops of a slice's products that are filtered. For smaller slices, as at D=1024 with logits_budget=0, the

@@ -149,10 +149,6 @@ class Scratch:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
-    def limit(self, most: int) -> None:
-        """Memory that is yet to be allocated takes at most ``most`` bytes."""
-        self.size = min(self.size, most)
-
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements that :meth:`borrow` can give."""
         held = 0 if self._memory is None else self._memory.numel()

@@ -60,7 +60,6 @@ class BlockBackward:
         x, saved = dense(self._task.x), self._saved
         task = self._task._replace(x=x)
         held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
-        task.scratch.limit(max(MEASURED.slice_bytes, len(x) * MEASURED.slice_entries * x.element_size()))
         capacity = max(held, task.scratch.capacity(x.dtype))
         windows = self._active_windows(x)
         if windows is not None:

@@ -204,12 +204,13 @@ SP = dict(sequence_parallel=True)
     ],
 )
 def test_one_rank_fails(fault, place, name, options, stage):
-    """The other rank raises: at once if the faulty process has ended, and else after the group's timeout."""
+    """The other rank raises within the group's timeout. If the faulty process has ended, gloo nearly always notices it
+    at once."""
     other, faulty = ends(_with_fault, fault, place, name, options)
     assert other.code == 0 and other["gradients"] is None, other
     assert other["error"].startswith("RuntimeError: "), other
     assert (other["loss"] is None) == (stage == "forward"), other
-    assert ("Timed out waiting" in other["error"]) == (fault == "stopped"), other
+    assert fault != "stopped" or "Timed out waiting" in other["error"], other
     assert other["seconds"] < TIMEOUT + SLACK
     if fault == "killed":
         assert faulty.code == -signal.SIGKILL and faulty["error"] is None, faulty
@@ -397,13 +398,10 @@ def test_the_step_after_an_error_of_the_users_is_right(member, name, sequence_pa
 
 # --- many calls alive ----------------------------------------------------------------------------------
 
-MICROBATCHES = 100
 
-
-def _schedules() -> dict[str, list[tuple[str, int]]]:
+def _schedules(microbatches: int, ahead: int = 4) -> dict[str, list[tuple[str, int]]]:
     """Forwards and backwards of microbatches, in order."""
-    forwards, backwards = ([(kind, number) for number in range(MICROBATCHES)] for kind in "FB")
-    ahead = 4
+    forwards, backwards = ([(kind, number) for number in range(microbatches)] for kind in "FB")
     pairs = [each for pair in zip(forwards[ahead:], backwards) for each in pair]
     return {
         "in order": forwards + backwards,
@@ -416,19 +414,20 @@ def _schedules() -> dict[str, list[tuple[str, int]]]:
 @on_ranks(2)
 def test_100_microbatches(member, name, backend):
     """Alive at once, or a few of them: each has the gradients that it has alone, to the bit, and so has their sum."""
+    microbatches = 8 if backend == "triton" and member.device.type == "cpu" else 100  # kernels are interpreted slowly
     tokens = 8
     t = part(make(Case(tokens, V, D, ignored="none"), member.device), member)
-    whole = make(Case(tokens * MICROBATCHES, V, D, ignored="none", seed=1), member.device)
-    inputs = [x.clone().requires_grad_() for x in whole.x.chunk(MICROBATCHES)]
-    targets = whole.target.chunk(MICROBATCHES)
+    whole = make(Case(tokens * microbatches, V, D, ignored="none", seed=1), member.device)
+    inputs = [x.clone().requires_grad_() for x in whole.x.chunk(microbatches)]
+    targets = whole.target.chunk(microbatches)
 
     def forward(number):
         options = dict(process_group=member.group, **REDUCED[name])
         return parallel_lce.linear_cross_entropy(inputs[number], t.weight, targets[number], **options).sum()
 
     with shrunk(400, BLOCKS[1]):
-        expected = [torch.autograd.grad(forward(n), [inputs[n], t.weight]) for n in range(MICROBATCHES)]
-        for schedule in _schedules().values():
+        expected = [torch.autograd.grad(forward(n), [inputs[n], t.weight]) for n in range(microbatches)]
+        for schedule in _schedules(microbatches).values():
             alive, total, t.weight.grad = {}, None, None
             for kind, number in schedule:
                 if kind == "F":
@@ -489,7 +488,7 @@ def test_threads(dtype, backend, device):
 
 @pytest.mark.parametrize("name", REDUCED)
 @on_ranks(3)
-def test_a_rank_of_two_groups(member, name, backend):
+def test_a_rank_of_two_groups(member, name):
     """Ranks 0 and 1, and ranks 1 and 2. Rank 1 calls on both in turns, and has two graphs alive."""
     pairs = (0, 1), (1, 2)
     groups = [dist.new_group(pair) for pair in pairs]

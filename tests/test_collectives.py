@@ -3,6 +3,7 @@
 import itertools
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import parallel_lce
 from cases import DTYPES, Case, make, part
 from parallel_lce.core import collectives
-from tools import chosen_backend, on_ranks, recorded, shrunk, started
+from tools import arguments_to, chosen_backend, on_ranks, recorded, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -180,6 +181,43 @@ def test_statistics_gather_what_was_asked_for(member):
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)
         columns = 3 + number.bit_count() + (number & 1)
         assert events == [("all_gather", columns * N + 2, "float32", True)]
+
+
+def _statistics(x, weight, target, **options):
+    return parallel_lce.token_statistics(x, weight, target, **options).target_log_prob
+
+
+def _selected(x, weight, target, **options):
+    return parallel_lce.selected_log_probs(x, weight, target[:, None], **options)
+
+
+@pytest.mark.parametrize("function", [parallel_lce.linear_cross_entropy, _statistics, _selected])
+@on_ranks(2)
+def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
+    """gloo accepts a shorter message than the buffer has room for, from a rank that calls with fewer tokens. The rest
+    of the buffer then is what an earlier call has left there: bounds of all shards."""
+    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
+    loss = lambda: function(t.x, t.weight, t.target, process_group=member.group)  # noqa: E731
+    with arguments_to(collectives, "all_gather") as gathers:
+        assert loss().isfinite().all()
+    left, _ = gathers[-1]
+
+    def nothing(*_, **__):
+        return SimpleNamespace(wait=lambda: None)
+
+    def leftover(new):
+        def allocate(*given, **options):
+            made = new(*given, **options)
+            return made.copy_(left.view(made.shape)) if made.numel() == left.numel() else made
+
+        return allocate
+
+    with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(mock.patch.object(collectives, "all_gather", nothing))
+        for name in ("new_empty", "new_zeros"):
+            allocate = leftover(getattr(torch.Tensor, name))
+            stack.enter_context(mock.patch.object(torch.Tensor, name, allocate))
+        assert loss().isnan().all()
 
 
 @on_ranks(2)

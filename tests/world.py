@@ -129,6 +129,13 @@ def configure() -> None:
         tuning._has_gluon = lambda: False
 
 
+def forkserver():
+    """Processes that are forked from one that has imported what takes seconds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
+    return context
+
+
 class World:
     """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs.
 
@@ -138,8 +145,7 @@ class World:
     def __init__(self, ranks: int, device_type: str = "cpu", path: str | None = None) -> None:
         # A forked process can use neither CUDA nor another folder's modules.
         fresh = device_type == "cuda" or path is not None
-        context = mp.get_context("spawn" if fresh else "forkserver")
-        context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
+        context = mp.get_context("spawn") if fresh else forkserver()
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = [context.Queue() for _ in range(ranks)]

@@ -180,8 +180,10 @@ class Shard:
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
     def write_bounds(self, packed: Tensor) -> None:
-        """Write ``start`` and ``rows`` to the last two elements of this rank's ``packed [n]``."""
-        start, rows = bounds_of(packed).unbind()
+        """Write ``start`` and ``rows`` to the last two elements of every row of ``packed [P, n]``. The gather replaces
+        those of the other ranks. A rank whose message is too short to do so, which gloo accepts, overlaps this shard
+        and so gives NaN, whatever an earlier call has left in the memory."""
+        start, rows = bounds_of(packed).unbind(1)
         start.fill_(self.start)
         rows.fill_(self.rows)
 
@@ -196,7 +198,7 @@ def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Te
     if layout.ranks == 1:
         return shard.real_rows, None
     own = packed[layout.rank]
-    shard.write_bounds(own)
+    shard.write_bounds(packed)
     gather_whole(packed, own, layout)
     starts, sizes = bounds_of(packed).long().unbind(1)
     vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
@@ -234,7 +236,7 @@ class PartialsGather:
     def start(self) -> None:
         if self._layout.ranks == 1:
             return
-        self._shard.write_bounds(self._own)
+        self._shard.write_bounds(self._packed)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def of_ranks(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,547 @@
+"""Faults, made on purpose, and what is rare without being one. docs/faults.md has the table of all of them, with the
+tests of other files.
+
+A rank that is killed or stopped, or that differs from the others, would take the shared processes of other tests with
+it. So these tests start processes of their own, with a group of a short timeout. The last rank is the faulty one.
+"""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import parallel_lce
+from benchmarks.peak_memory import peak_memory
+from cases import Case, dense_loss, make, part
+from measures import assert_close
+from parallel_lce.core import collectives
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.distillation import divergence
+from parallel_lce.run.fused_loss import fused_loss
+from test_steps import GRAPH_SIZE, ON_GPUS, Call, Step, assert_same, bits, warm_up
+from tools import REDUCED, chosen_backend, debug_mode, everywhere, given, on_ranks, shrunk, small, statistics
+from world import Member, configure, forkserver
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 4.0  # seconds, of the faulty group
+SLACK = 10.0  # seconds that busy cores may take
+N, V, D = 24, 40, 8
+BLOCKS = 1000, (8, 16)  # of these sizes; see shrunk
+
+CALLS = {
+    "statistics": lambda t, **where: statistics(t.x, t.weight, t.target, **where).entropy,
+    "selected": lambda t, **where: parallel_lce.selected_log_probs(t.x, t.weight, t.target[:, None], **where),
+    "divergence": lambda t, **where: divergence(t.x, t.weight, 2 * t.x.detach(), t.weight.detach(), **where),
+}
+
+
+def of_call(name: str, t, group=None, **options) -> torch.Tensor:
+    """The loss, by the name of a strategy of :data:`REDUCED`, or the sum of another function's results."""
+    if name in REDUCED:
+        options = REDUCED[name] | options
+        return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, process_group=group, **options).sum()
+    return CALLS[name](t, process_group=group, **options).sum()
+
+
+def step_of(name: str, t, group=None, **options) -> list[torch.Tensor]:
+    """The loss and its gradients."""
+    loss = of_call(name, t, group, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, [t.x, t.weight])]
+
+
+def same(found, expected) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+# --- processes of which one fails ------------------------------------------------------------------
+
+
+@dataclass
+class End:
+    """The end of a rank: its notes, a pair of a word and a value each, and its exit code."""
+
+    notes: list[tuple[str, object]] = field(default_factory=list)
+    code: int | None = None
+
+    def __getitem__(self, word: str):
+        return dict(self.notes).get(word)
+
+
+def _serve(rank: int, ranks: int, folder: str, pipe, body, given) -> None:
+    torch.set_num_threads(1)
+    configure()
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    member = Member(rank, ranks, torch.device("cpu"), dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
+    dist.barrier()
+    with chosen_backend("torch"), shrunk(*BLOCKS):
+        body(member, lambda *note: pipe.send(note), *given)
+
+
+def ends(body, *given, ranks: int = 2) -> list[End]:
+    """The ends of ``body(member, note, *given)`` on every rank. If the last rank was stopped, it goes on when the other
+    ranks have ended. Fails if a rank does not end."""
+    context = forkserver()
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [(rank, ranks, folder, pipes[rank][1], body, given) for rank in range(ranks)]
+        processes = [context.Process(target=_serve, args=each) for each in arguments]
+        for process, (_, sent) in zip(processes, pipes):
+            process.start()
+            sent.close()
+        try:
+            limit = time.monotonic() + 2 * TIMEOUT + 3 * SLACK
+            for process in processes:
+                if process is processes[-1] and process.is_alive():
+                    os.kill(process.pid, signal.SIGCONT)
+                process.join(max(0.0, limit - time.monotonic()))
+            hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    found = [End(code=process.exitcode) for process in processes]
+    for end, (received, _) in zip(found, pipes):
+        try:
+            while received.poll():
+                end.notes.append(received.recv())
+        except EOFError:
+            pass
+    assert not hanging, f"ranks {hanging} hang: {found}"
+    return found
+
+
+def noted_step(member: Member, note, name: str, between=lambda: None, **options) -> None:
+    """A step of shards of the same tensors; notes its loss, its gradients' finiteness, or its error and seconds."""
+    sequence_parallel = options.get("sequence_parallel", False)
+    t = part(make(Case(N, V, D, ignored="none")), member, sequence_parallel)
+    began = time.monotonic()
+    try:
+        loss = of_call(name, t, member.group, **options)
+        note("loss", loss.item())
+        between()
+        loss.backward()
+        note("gradients", bool(t.x.grad.isfinite().all() and t.weight.grad.isfinite().all()))
+    except Exception as error:
+        note("error", f"{type(error).__name__}: {error}")
+    note("seconds", time.monotonic() - began)
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raises() -> None:
+    raise torch.OutOfMemoryError("made up")
+
+
+FAULTS = {"killed": _killed, "stopped": _stopped, "raises": _raises}
+
+
+@contextmanager
+def before_collective(number: int, act):
+    """``act()`` before this process starts this collective of the package, counted from 1."""
+    started = iter(range(1, 1000))
+
+    def faulty(start):
+        def begin(*arguments, **options):
+            if next(started) == number:
+                act()
+            return start(*arguments, **options)
+
+        return begin
+
+    with ExitStack() as stack:
+        for owner, name in ((collectives, "all_gather"), (collectives, "reduce_scatter"), (dist, "all_reduce")):
+            stack.enter_context(mock.patch.object(owner, name, faulty(getattr(owner, name))))
+        yield
+
+
+def _with_fault(member: Member, note, fault: str, place: int | None, name: str, options: dict) -> None:
+    act = FAULTS[fault] if member.rank == member.ranks - 1 else lambda: None
+    between = act if place is None else lambda: None
+    with before_collective(place or 0, act):
+        noted_step(member, note, name, between, **options)
+
+
+SP = dict(sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "name", "options", "stage"),
+    [
+        # The fault comes before this collective; None: in the user's loss, between forward and backward.
+        ("killed", 1, "save", {}, "forward"),
+        ("killed", 3, "accumulate", SP, "forward"),
+        ("killed", 2, "save", {}, "backward"),
+        ("killed", 5, "recompute", SP, "backward"),
+        ("killed", None, "recompute", {}, "backward"),
+        ("killed", 1, "statistics", {}, "forward"),
+        ("killed", 2, "selected", {}, "backward"),
+        ("killed", 2, "divergence", {}, "forward"),
+        ("stopped", 1, "save", {}, "forward"),
+        ("stopped", 3, "save", SP, "backward"),
+        ("stopped", None, "recompute", {}, "backward"),
+        ("raises", 1, "save", {}, "forward"),
+        ("raises", 3, "recompute", {}, "backward"),
+        ("raises", None, "save", SP, "backward"),
+    ],
+)
+def test_one_rank_fails(fault, place, name, options, stage):
+    """The other rank raises within the group's timeout. If the faulty process has ended, gloo nearly always notices it
+    at once."""
+    other, faulty = ends(_with_fault, fault, place, name, options)
+    assert other.code == 0 and other["gradients"] is None, other
+    assert other["error"].startswith("RuntimeError: "), other
+    assert (other["loss"] is None) == (stage == "forward"), other
+    assert fault != "stopped" or "Timed out waiting" in other["error"], other
+    assert other["seconds"] < TIMEOUT + SLACK
+    if fault == "killed":
+        assert faulty.code == -signal.SIGKILL and faulty["error"] is None, faulty
+    else:
+        words = "OutOfMemoryError: made up" if fault == "raises" else "RuntimeError: "
+        assert faulty.code == 0 and faulty["gradients"] is None and faulty["error"].startswith(words), faulty
+
+
+# --- ranks whose calls differ ------------------------------------------------------------------------
+
+# Calls of the first rank, and of the last: pairs of a number of tokens and options.
+DIFFERENT = {
+    "N": ([(N, {})], [(N - 6, {})]),
+    "label_smoothing": ([(N, dict(label_smoothing=0.1))], [(N, {})]),
+    "sequence_parallel": ([(N, {})], [(N, SP)]),
+    "dtype": ([(N, {})], [(N, dict(dtype=torch.bfloat16))]),
+    "dtype fp64": ([(N, dict(dtype=torch.float64))], [(N, {})]),
+    "order": ([(N, {}), (N - 6, {})], [(N - 6, {}), (N, {})]),
+}
+
+
+def _differing(member: Member, note, name: str) -> None:
+    noted_step(member, lambda *_: None, "save")  # leaves memory with the bounds of both shards
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    for number, (tokens, options) in enumerate(DIFFERENT[name][member.rank]):
+        options = dict(options)
+        t = part(make(Case(tokens, V, D, ignored="none")), member, options.get("sequence_parallel", False))
+        dtype = options.pop("dtype", torch.float32)
+        x, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (t.x, t.weight))
+        try:
+            loss = parallel_lce.linear_cross_entropy(x, weight, t.target, process_group=member.group, **options)
+            note(f"loss {number}", loss.item())
+            loss.backward()
+            note("gradients", number)
+        except RuntimeError as error:
+            note("error", str(error))
+            break
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_calls_of_other_sizes_end_on_every_rank(name):
+    """Without debug mode, on gloo. A rank that receives more than it expects is ended by gloo, and the others then
+    raise. A rank that receives less has a loss of NaN. With debug mode: test_checks.py."""
+    found = ends(_differing, name)
+    for end in found:
+        assert end["gradients"] is None, found
+        assert end.code == -signal.SIGABRT or (end.code == 0 and end["error"]), found
+        # Of dtypes that differ the losses agree; only the gradients of the hidden states are of other sizes.
+        assert end["loss 0"] is None or end["loss 0"] != end["loss 0"] or name == "dtype", found
+
+
+@on_ranks(2)
+def test_debug_mode_names_calls_in_another_order(member):
+    first, second = (part(make(Case(N, V, D, ignored="none", seed=seed)), member) for seed in (0, 1))
+    with debug_mode(), pytest.raises(ValueError, match="disagree about target at position"):
+        for t in (first, second) if member.rank else (second, first):
+            of_call("save", t, member.group)
+
+
+# --- groups that are destroyed -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_a_group_destroyed_between_forward_and_backward(member, sequence_parallel):
+    """The graph keeps it: on gloo the backward works. The next call is refused."""
+    group = dist.new_group()
+    t = part(make(Case(N, V, D, ignored="none"), member.device), member, sequence_parallel)
+    expected = step_of("save", t, group, sequence_parallel=sequence_parallel)
+    loss = of_call("save", t, group, sequence_parallel=sequence_parallel)
+    dist.destroy_process_group(group)
+    assert same(torch.autograd.grad(loss, [t.x, t.weight]), expected[1:])
+    with pytest.raises(ValueError, match="not registered, please create group with torch.distributed.new_group"):
+        of_call("save", t, group, sequence_parallel=sequence_parallel)
+
+
+# --- memory that runs out, and errors of the user ----------------------------------------------------
+
+
+class _RunsOut(TorchDispatchMode):
+    """The operation of this number, counted from 0, finds no memory. :attr:`count`: of all operations."""
+
+    def __init__(self, number: int | None = None) -> None:
+        super().__init__()
+        self._number, self.count = number, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count - 1 == self._number:
+            raise torch.OutOfMemoryError("made up")
+        return func(*args, **(kwargs or {}))
+
+
+def _main_grad_step(t, main_grad: torch.Tensor, group, backward, **options) -> list[torch.Tensor]:
+    """``backward(loss)`` of a loss whose dW is added to a zeroed ``main_grad``."""
+    t.x.grad = None
+    main_grad.zero_()
+    where = given(t.x, t.weight, t.target, **options)
+    loss = fused_loss(*where, group, main_grad=MainGrad(main_grad, lambda: None)).sum()
+    backward(loss)
+    return [loss.detach(), t.x.grad, main_grad.clone()]
+
+
+@pytest.mark.parametrize("name", [*REDUCED, "main_grad", "main_grad in bf16"])
+def test_the_step_after_one_without_memory_is_right(name, backend, device):
+    """To the bit, wherever in forward or backward memory has run out. An fp32 main_grad may then hold a part of dW."""
+    t = small(device, N, V, D, dtype="bf16")
+    main_grad = torch.zeros_like(t.weight, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
+
+    def step(forward=_RunsOut, backward=_RunsOut):
+        """The results; and the modes, one for each half."""
+        modes = forward(), backward()
+
+        def half(loss):
+            with modes[1]:
+                loss.backward()
+
+        t.x.grad = t.weight.grad = None
+        if "main_grad" in name:
+            return _main_grad_step(t, main_grad, None, half, reduction="none", logits_budget=0), modes
+        with modes[0]:
+            loss = of_call(name, t)
+        half(loss)
+        return [loss.detach(), t.x.grad, t.weight.grad], modes
+
+    left = []
+    with shrunk(*BLOCKS):
+        expected, counted = step()
+        for half, mode in zip(("forward", "backward"), counted):
+            for number in sorted({*range(0, mode.count, max(1, mode.count // 4)), mode.count - 1} - {-1}):
+                with pytest.raises(torch.OutOfMemoryError, match="made up"):
+                    step(**{half: lambda number=number: _RunsOut(number)})
+                left.append(main_grad.clone())
+                assert same(step()[0], expected), f"{half}, operation {number} of {mode.count}"
+    assert counted[1].count > 3
+    if name == "main_grad":
+        assert any(each.any() and not torch.equal(each, expected[2]) for each in left)
+
+
+def _recovers(member: Member, note, options: dict) -> None:
+    sequence_parallel = options.get("sequence_parallel", False)
+    t = part(make(Case(N, V, D, ignored="none")), member, sequence_parallel)
+    main_grad = torch.zeros_like(t.weight)
+    options = dict(reduction="none", logits_budget=0) | options
+
+    def faulty(loss):
+        with _RunsOut(40 if member.rank else None):
+            loss.backward()
+
+    def step(group, backward=torch.Tensor.backward):
+        return _main_grad_step(t, main_grad, group, backward, **options)
+
+    expected = step(member.group)
+    try:
+        step(member.group, faulty)
+    except RuntimeError as error:
+        note("error", f"{type(error).__name__}: {error}")
+    # What docs/faults.md says.
+    dist.destroy_process_group(member.group)
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    note("right", same(step(group), expected))
+
+
+@pytest.mark.parametrize("options", [{}, SP], ids=str)
+def test_recovery_from_one_rank_without_memory(options):
+    """The other rank waits until the timeout. With a new group and a zeroed main_grad the next step is right."""
+    other, faulty = ends(_recovers, options)
+    assert "Timed out waiting" in other["error"] and faulty["error"] == "OutOfMemoryError: made up", (other, faulty)
+    assert other["right"] is True and faulty["right"] is True, (other, faulty)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", [*REDUCED, *CALLS])
+@on_ranks(2)
+def test_the_step_after_an_error_of_the_users_is_right(member, name, sequence_parallel):
+    """Every rank raises between forward and backward, and keeps the graph."""
+    t = part(make(Case(N, V, D, ignored="none"), member.device), member, sequence_parallel)
+    options = dict(group=member.group, sequence_parallel=sequence_parallel)
+    with shrunk(*BLOCKS):
+        expected = step_of(name, t, **options)
+        kept = of_call(name, t, **options)  # the user's loss raises here
+        assert same(step_of(name, t, **options), expected)
+        assert same(torch.autograd.grad(kept, [t.x, t.weight]), expected[1:])
+
+
+# --- many calls alive ----------------------------------------------------------------------------------
+
+
+def _schedules(microbatches: int, ahead: int = 4) -> dict[str, list[tuple[str, int]]]:
+    """Forwards and backwards of microbatches, in order."""
+    forwards, backwards = ([(kind, number) for number in range(microbatches)] for kind in "FB")
+    pairs = [each for pair in zip(forwards[ahead:], backwards) for each in pair]
+    return {
+        "in order": forwards + backwards,
+        "reversed": forwards + backwards[::-1],
+        "1F1B": forwards[:ahead] + pairs + backwards[-ahead:],
+    }
+
+
+@pytest.mark.parametrize("name", REDUCED)
+@on_ranks(2)
+def test_100_microbatches(member, name, backend):
+    """Alive at once, or a few of them: each has the gradients that it has alone, to the bit, and so has their sum."""
+    microbatches = 8 if backend == "triton" and member.device.type == "cpu" else 100  # kernels are interpreted slowly
+    tokens = 8
+    t = part(make(Case(tokens, V, D, ignored="none"), member.device), member)
+    whole = make(Case(tokens * microbatches, V, D, ignored="none", seed=1), member.device)
+    inputs = [x.clone().requires_grad_() for x in whole.x.chunk(microbatches)]
+    targets = whole.target.chunk(microbatches)
+
+    def forward(number):
+        options = dict(process_group=member.group, **REDUCED[name])
+        return parallel_lce.linear_cross_entropy(inputs[number], t.weight, targets[number], **options).sum()
+
+    with shrunk(400, BLOCKS[1]):
+        expected = [torch.autograd.grad(forward(n), [inputs[n], t.weight]) for n in range(microbatches)]
+        for schedule in _schedules(microbatches).values():
+            alive, total, t.weight.grad = {}, None, None
+            for kind, number in schedule:
+                if kind == "F":
+                    alive[number] = forward(number)
+                    continue
+                inputs[number].grad = None
+                alive.pop(number).backward()
+                total = expected[number][1] if total is None else total + expected[number][1]
+                assert torch.equal(inputs[number].grad, expected[number][0])
+            assert not alive and torch.equal(t.weight.grad, total)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_what_microbatches_hold(name, device):
+    """Before their backwards: exponentials, or nothing of size N * V, or dX and dW in fp32 whatever the budget."""
+    tokens, entries, features, calls = 64, 512, 16, 5
+    t = small(device, tokens, entries, features, dtype="bf16")
+    each = {"save": 2 * tokens * entries, "recompute": 0}.get(name, 2 * tokens * features + 4 * entries * features)
+    with shrunk(32768), chosen_backend("torch"):
+        of_call(name, t)
+        _, alive = peak_memory(lambda: [of_call(name, t) for _ in range(calls)], device)
+    per_token = 100  # bytes: partials, coefficients, upstream gradients
+    assert each <= alive / calls <= 1.03 * each + tokens * per_token + 2048
+
+
+# --- threads, and groups that overlap --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_threads(dtype, backend, device):
+    """Two threads, on a GPU each on a stream of its own, at forwards and backwards of many signatures at once: the bits
+    of one thread."""
+    if backend == "triton" and device == "cpu":
+        pytest.skip("Triton's interpreter changes its language for one launch after the other")
+    sizes = [(N + 8 * number, V + 8 * number, D) for number in range(5)]
+    problems = [[small(device, *size, dtype=dtype, seed=thread) for size in sizes] for thread in range(2)]
+    together = threading.Barrier(2)
+
+    def steps(thread: int, repetitions: int) -> list:
+        found = []
+        with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):
+            for _ in range(repetitions):
+                if repetitions > 1:
+                    together.wait(60)
+                found += [step_of(name, t) for t in problems[thread] for name in [*REDUCED, *CALLS]]
+            if device == "cuda":
+                torch.cuda.current_stream().synchronize()
+        return found
+
+    with shrunk(*BLOCKS), ThreadPoolExecutor(2) as pool:
+        expected = [steps(thread, 1) for thread in range(2)]
+        if device == "cuda":
+            torch.cuda.synchronize()
+        for thread, found in enumerate(pool.map(steps, range(2), [2, 2])):
+            for number, each in enumerate(found):
+                assert same(each, expected[thread][number % len(expected[thread])]), (thread, number)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+@on_ranks(3)
+def test_a_rank_of_two_groups(member, name):
+    """Ranks 0 and 1, and ranks 1 and 2. Rank 1 calls on both in turns, and has two graphs alive."""
+    pairs = (0, 1), (1, 2)
+    groups = [dist.new_group(pair) for pair in pairs]
+    mine = [number for number, pair in enumerate(pairs) if member.rank in pair]
+    for seed in range(4):
+        wholes = {n: make(Case(N, V, D, "fp64", ignored="none", seed=2 * seed + n), member.device) for n in mine}
+        places = {n: Member(pairs[n].index(member.rank), 2, member.device, groups[n]) for n in mine}
+        parts = {n: part(wholes[n], places[n]) for n in mine}
+        with shrunk(*BLOCKS):
+            losses = {n: of_call(name, parts[n], groups[n]) for n in mine}
+            for n in reversed(mine) if seed % 2 else mine:
+                truth = dense_loss(wholes[n], reduction=REDUCED[name]["reduction"])
+                dx, dweight = torch.autograd.grad(losses[n], [parts[n].x, parts[n].weight])
+                assert_close(losses[n], truth["loss"].sum(), 1e-12)
+                assert_close(dx, truth["dx"], 1e-12)
+                assert_close(dweight, truth["dweight"].chunk(2)[places[n].rank], 1e-12)
+
+
+# --- graphs, on GPUs ---------------------------------------------------------------------------------------
+
+REPLAYS = 1000
+
+
+def _replayed(member: Member, call: Call) -> None:
+    step = Step(member, call, GRAPH_SIZE)
+    with step.small_blocks():
+        warm_up(step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        sets, first = [step.data(seed) for seed in range(5)], []
+        for tensors in sets:
+            step.load(tensors)
+            graph.replay()
+            first.append([tensor.clone() for tensor in captured])
+            assert_same(first[-1], step(), call.dtype)
+        torch.cuda.synchronize()
+        held, wrong = torch.cuda.memory_allocated(), torch.zeros((), dtype=torch.bool, device=member.device)
+        for number in range(REPLAYS):
+            step.load(sets[number % 5])
+            graph.replay()
+            for found, expected in zip(captured, first[number % 5]):
+                wrong |= (bits(found) != bits(expected)).any()
+        torch.cuda.synchronize()
+        assert not wrong and torch.cuda.memory_allocated() <= held
+    graph.reset()  # the communicator must outlive what was captured of it
+
+
+@ON_GPUS
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("strategy", ["saved", "recomputed", "accumulated"])
+def test_1000_replays_of_a_graph(strategy, ranks, worlds, device):
+    """On five sets of data in turns: each replay has the bits of the first one on its data. Memory does not grow."""
+    call = Call(strategy, ranks, ranks > 1, backend="triton")
+    with chosen_backend("triton"):
+        everywhere(worlds, device, ranks, _replayed, call)

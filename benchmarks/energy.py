@@ -1,4 +1,4 @@
-"""Joules of a call. A GPU at its power limit needs time in proportion to energy: a call is faster only with less."""
+"""Energy of a call, in joules. A GPU at its power limit needs time in proportion to energy."""
 
 import math
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-SECONDS = 2.0  # of calls, in one reading: NVML updates its counter about ten times a second
+SECONDS = 2.0  # of calls: NVML updates its counter about ten times a second, an error of up to 5 %
 WARM_UP = 0.5  # seconds
 
 

@@ -101,7 +101,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     add("--energy", action="store_true", help="joules of a call, from the GPU's counter; needs nvidia-ml-py")
     options = parse(parser, arguments, ranks_here)
     if options.energy and (options.device != "cuda" or ranks or importlib.util.find_spec("pynvml") is None):
-        parser.error("--energy reads one GPU's counter with nvidia-ml-py: it needs both, and no other ranks")
+        parser.error("--energy needs --device cuda, a single process and the package nvidia-ml-py")
 
     options.dtype = getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]

@@ -86,12 +86,11 @@ def energy_output(cell: dict) -> Iterator:
     if rows:
         bare = {kind: of_call for entry, kind, of_call in rows if entry["name"] == GEMM_ONLY}
         table = new_table(
-            f"{cell['problem']}, {cell['dtype']}: energy", ENERGY_CAPTION, ["peer", "pass"], ["joules", "of GEMM-only"]
+            f"{cell['problem']}, {cell['dtype']}: energy", ENERGY_CAPTION, ["peer", "pass"], ["joules", "× GEMM-only"]
         )
         for entry, kind, of_call in rows:
-            table.add_row(
-                entry["name"], SHORT[kind], f"{of_call:.2f}", f"{bare[kind] / of_call:.3f}", style=_style(entry)
-            )
+            times = f"{of_call / bare[kind]:.2f}" if kind in bare else NONE
+            table.add_row(entry["name"], SHORT[kind], f"{of_call:.2f}", times, style=_style(entry))
         yield table
 
 

@@ -23,14 +23,16 @@ from world import World, configure
 configure()
 
 SLOW = "slow: --all runs them"
-PAIRS = "combinations of parameters whose pairs all occur in others: -m thinned runs them"
+PAIRS = "combinations in which every pair of values occurs in another test; -m thinned runs all"
 NO_GPU = "need a GPU, and there is none"
 _left_out: dict[str, int] = {}
 """Reason: the number of tests that this run leaves out."""
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the slow tests too, and every pair of parameters")
+    parser.addoption(
+        "--all", action="store_true", help="run the slow tests too, and of thinned tests each pair of parameter values"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # -k and -m have selected by then
@@ -41,7 +43,7 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     reasons = {}
     if not torch.cuda.is_available():
         reasons |= dict.fromkeys(on_gpu - asked_for, NO_GPU)
-    # Whoever selects GPU tests, slow tests or single tests gets all of them.
+    # Whoever selects GPU tests, slow or thinned tests or single tests gets all of them.
     if not ("slow" in marks or "thinned" in marks or any("::" in argument for argument in config.args)):
         left_out, reason = (repeated_pairs_of, PAIRS) if config.option.all else (slow_of, SLOW)
         reasons |= dict.fromkeys(left_out([i for i in items if i not in reasons and i not in asked_for]), reason)

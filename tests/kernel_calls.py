@@ -1,8 +1,8 @@
 """Small calls of ragged sizes that launch every kernel of the triton backend, in their variants; for compiling the
 kernels without a GPU (compile_kernels.py) and for running them under a checker of memory (sanitize.py).
 
-Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter shows: hence one
-token, one window, one block.
+Triton specialises a kernel for an integer argument of 1. The interpreter does not show this, hence calls with one
+token, one window or one block.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from parallel_lce.kernels import partials
 from parallel_lce.kernels.filter import windows
 from tools import shrunk
 
-# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing; the last with soft-caps
-# of each token, of which nothing is saved.
+# Tokens, vocabulary rows, hidden size, saved vocabulary rows, and options: all, none, or "each", a temperature per token,
+# with which no exponentials are saved.
 CALLS = [
     (1, 7, 8, 0, False),
     (1, 7, 8, 7, False),
@@ -37,7 +37,7 @@ CALLS = [
 
 
 def prepare() -> None:
-    """Small problems are filtered, too, and of three row blocks one is a sample."""
+    """Filter small problems too; three row blocks are enough for a sample."""
     triton_filter.SMALLEST_FILTERED = 0
     windows.FEWEST_SAMPLED = 1
 

@@ -1,4 +1,4 @@
-"""A kernel without an error, of which racecheck may report one: a control of sanitize.py."""
+"""Racecheck may report a race in this kernel, which has none: a control of sanitize.py."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,5 +20,6 @@ def _second(out, value):
 
 @gluon.jit(repr=lambda _: "lce_control_two_partitions", do_not_specialize=["value"])
 def two_partitions(out, value):
-    """Each program writes ``out [2, 256]``: a row by 8 warps, a part of the other by one."""
-    gl.warp_specialize([(_first, (out, value)), (_second, (out, value))], [1], [40])
+    """Writes ``out [programs, 2, 256]``: of each program a row by 8 warps, and a part of the other by one."""
+    own = out + gl.program_id(0) * 512
+    gl.warp_specialize([(_first, (own, value)), (_second, (own, value))], [1], [40])

@@ -35,6 +35,7 @@ from benchmarks import (
     peers,
     problem,
     snapshots,
+    tables,
     timing,
     tune,
 )
@@ -45,7 +46,6 @@ from benchmarks.passes import calls_of
 from benchmarks.peers import ANY, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, named
 from benchmarks.problem import Problem, Shape, make_problem
 from benchmarks.report import NONE, speaker
-from benchmarks.tables import cell_table
 from benchmarks.team import NotMeasured, Team
 from cases import normal
 from parallel_lce import linear_cross_entropy
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_shown_and_never_timed(ranks, sequence_parallel, worlds
     (cell, called), *others = everywhere(worlds, device, ranks, _measured, sequence_parallel)
     mine = repr((cell, called))  # NaN equals itself in words
     assert all(repr(other) == mine for other in others)  # times, bytes and errors are those of the worst rank
-    rows, columns = {row[0]: row for row in rows_of(cell_table(cell), capsys)}, 8 if ranks == 1 else 10
+    rows, columns = {row[0]: row for row in rows_of(tables.cell_table(cell), capsys)}, 8 if ranks == 1 else 10
     for entry, (_, _, words) in zip(cell["peers"], FAULTS.values()):
         refused = entry["refused"] or ""
         assert refused.startswith(words) and bool(refused) == bool(words), entry
@@ -560,10 +560,12 @@ def test_published_figures_stand_beside_ours(short, tmp_path, capsys, monkeypatc
     path, picture = tmp_path / "found.json", tmp_path / "table.png"
     command = ["--device", "cpu", "--rounds", "1"]
     assert papers.main([*command, "--json", str(path), "--plot", str(picture)]) == 0
-    parts = json.loads(path.read_text())["parts"]
+    content = json.loads(path.read_text())
+    parts = content["parts"]
     assert {name: len(rows) for name, rows in parts.items()} == dict(table2=20, chunks=4, peak=3, gemma2=2)
-    last = parts["table2"][-1]
-    assert (last["N"], last["V"], last["canonical, MiB"], last["proposed, MiB"]) == ("32768", "262144", "72464", "2342")
+    assert parts["table2"][-1] | {"N": "128", "V": "1024", "canonical, MiB": "–"} == parts["table2"][-1]
+    assert [*parts["chunks"][0]] == ["loss", "GiB", "time", "published GiB", "published time"]
+    assert len(content["calls"]) == 20 * 2 + 4 + 3 and all(len(call["seconds"]) == 1 for call in content["calls"])
     assert all((tmp_path / f"{figure}-table.png").stat().st_size > 10_000 for figure in ("latency", "memory"))
     monkeypatch.setattr(papers, "named", lambda name, setting: _wrong(named(name, setting)))
     assert papers.main([*command, "--parts", "peak"]) == 1
@@ -573,6 +575,21 @@ def test_published_figures_stand_beside_ours(short, tmp_path, capsys, monkeypatc
 def _wrong(peer: Peer) -> Peer:
     wrong = lambda *_: lambda x, weight, target: 0 * (x.sum() + weight.sum()) + 1  # noqa: E731
     return replace(peer, build=wrong) if peer.family == "ours" else peer
+
+
+def test_joules_are_relative_to_the_bare_products(capsys):
+    def peer(name, **joules):
+        return dict(name=name, family="ours", **{kind: {"joules": value} for kind, value in joules.items()})
+
+    ours, bare = peer("ours", forward=3.0, forward_backward=8.0), peer(GEMM_ONLY, forward=2.0)
+    cell = dict(problem="a problem", dtype="float32", peers=[ours, bare])
+    (table,) = tables.energy_output(cell)
+    assert rows_of(table, capsys)[1:] == [
+        ["ours", "forward", "3.00", "1.50"],
+        ["ours", "fwd+bwd", "8.00", NONE],
+        [GEMM_ONLY, "forward", "2.00", "1.00"],
+    ]
+    assert not [*tables.energy_output(cell | {"peers": [peer("ours")]})]
 
 
 @pytest.mark.gpu

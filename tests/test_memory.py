@@ -216,7 +216,7 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
 
 @pytest.mark.slow
 def test_calls_of_many_lengths_leave_nothing_behind():
-    """Plans are remembered by length, up to a number."""
+    """Host memory stays flat, and at most 1024 plans are remembered."""
     weight, generator = torch.randn(200, 16, requires_grad=True), torch.Generator().manual_seed(0)
 
     def held(calls: int) -> float:

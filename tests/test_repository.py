@@ -3,15 +3,18 @@ code, kernels included, and imports where nothing of the repository is."""
 
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import tiers
 from releases import ROOT
 from tools import ran
 
@@ -185,3 +188,25 @@ assert ours <= {"parallel_lce", "torch"}, ours
 def test_importing_needs_torch_alone(tmp_path):
     done = python("-c", IMPORTS + USE, path=ROOT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+class Combination:
+    """An item of pytest, as tiers.py reads it."""
+
+    nodeid = "file::test[x]"
+
+    def __init__(self, *values: int) -> None:
+        self.callspec = SimpleNamespace(params=dict(zip("abc", values)))
+
+    def get_closest_marker(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(args=())
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 4), (2, 14)])
+def test_few_combinations_hold_each_value_and_some_more_each_pair(size, most):
+    sizes = dict(a=2, b=3, c=4)
+    kept = tiers._covering([Combination(*values) for values in itertools.product(*map(range, sizes.values()))], size)
+    for names in itertools.combinations(sizes, size):
+        found = {tuple(item.callspec.params[name] for name in names) for item in kept}
+        assert found == {*itertools.product(*(range(sizes[name]) for name in names))}
+    assert len(kept) <= most

@@ -22,13 +22,16 @@ def line_of(text: str, lines: list[str] = HOPPER) -> int:
 
 HANDED, RING = line_of("gl.warp_specialize("), line_of(".wait(")
 THERE = line_of("gl.warp_specialize(", WITH_A_RACE)
+READS = line_of("(1 << 40)", sanitize.changed("read")[1].splitlines())
+START = line_of("gl.warp_specialize(", (ROOT / "tests" / "sanitizer_controls.py").read_text().splitlines())
+CONTROL = dict(kernel="lce_control_two_partitions", file="sanitizer_controls.py", handed=START)
 CLEAN = "========= COMPUTE-SANITIZER\n" + KERNELS + "\n========= ERROR SUMMARY: 0 errors\n"
 
 
-def races(*lines: int, kernel: str = "lce_forward_projection", handed: int = HANDED) -> str:
+def races(*lines: int, kernel: str = "lce_forward_projection", handed: int = HANDED, file="hopper.py") -> str:
     found = "".join(
-        f"========= Error: Race reported between Write access at {kernel}+0x1230 in hopper.py:{line}\n"
-        f"=========     and Read access at {kernel}+0x2340 in hopper.py:{handed} [512 hazards]\n"
+        f"========= Error: Race reported between Write access at {kernel}+0x1230 in {file}:{line}\n"
+        f"=========     and Read access at {kernel}+0x2340 in {file}:{handed} [512 hazards]\n"
         for line in lines
     )
     summary = f"========= RACECHECK SUMMARY: {len(lines)} hazards displayed ({len(lines)} errors, 0 warnings)\n"
@@ -37,7 +40,7 @@ def races(*lines: int, kernel: str = "lce_forward_projection", handed: int = HAN
 
 def accesses(text: str, *kernels: str) -> str:
     found = "".join(
-        f"========= {text} of size 2 bytes\n=========     at {kernel}+0x90 in token_gradients.py:277\n"
+        f"========= {text} of size 2 bytes\n=========     at {kernel}+0x90 in token_gradients.py:{READS}\n"
         "=========     by thread (0,0,0) in block (1,0,0)\n=========         Host Frame: PyEval [0x1] in python3\n"
         "=========\n"
         for kernel in kernels
@@ -52,7 +55,7 @@ GOOD = {
     "calls-memcheck": ("memcheck", CLEAN),
     "calls-racecheck": ("racecheck", races(HANDED, HANDED)),
     "calls-initcheck": ("initcheck", UNWRITTEN),
-    "control-warps": ("racecheck", races(HANDED, kernel="lce_control_two_partitions")),
+    "control-warps": ("racecheck", races(START, **CONTROL)),
     "control-product": ("initcheck", UNWRITTEN),
     "planted-read": ("memcheck", READ),
     "planted-race": ("racecheck", races(line_of("1, ring[0].dtype", WITH_A_RACE))),
@@ -74,11 +77,15 @@ def test_what_is_excused_passes(capsys):
         ("calls-racecheck", races(HANDED, RING), f"hopper.py:{RING}"),
         ("calls-racecheck", races(HANDED, kernel="lce_backward_scan"), "lce_backward_scan"),
         ("calls-initcheck", accesses("Uninitialized __global__ memory read", "lce_forward_dense"), "lce_forward_dense"),
+        ("calls-initcheck", UNWRITTEN.replace("OnSelf_add", "OnSelf_mul"), "OnSelf_mul"),
+        ("calls-racecheck", races(HANDED).replace("lce_forward_mean ", ""), "calls-racecheck: did not run"),
         ("control-warps", races(), "control-warps: reports nothing, but its excuse was used"),
+        ("control-warps", races(RING), "control-warps: Error: Race reported"),
         ("planted-read", CLEAN, "planted-read: memcheck does not report it"),
+        ("planted-read", READ.replace(f":{READS}", ":7"), "planted-read: memcheck does not report it"),
         ("planted-race", races(THERE, handed=THERE), "planted-race: racecheck does not report it"),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_what_is_not_excused_fails(name, output, said, capsys):
     assert sanitize.judge(KERNELS, GOOD | {name: (GOOD[name][0], output)}) == 1

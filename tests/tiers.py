@@ -1,6 +1,6 @@
-"""Which tests a run leaves out. By default those marked ``slow``, and of the combinations of parameters of a test
-marked ``thinned`` all but a few in which each value occurs. With ``--all`` combinations are left out whose pairs of
-values all occur in others."""
+"""The tests that a run leaves out. By default those marked ``slow``; and of the combinations of parameters of a test
+marked ``thinned`` all but a few, in which each value occurs. With ``--all`` as many combinations of a thinned test run
+as are needed for each pair of values to occur."""
 
 import dataclasses
 from collections import Counter, defaultdict

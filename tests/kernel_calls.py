@@ -22,8 +22,8 @@ from parallel_lce.kernels import partials
 from parallel_lce.kernels.filter import windows
 from tools import shrunk
 
-# Tokens, vocabulary rows, hidden size, saved vocabulary rows, and options: all, none, or "each", a temperature per token,
-# with which no exponentials are saved.
+# Tokens, vocabulary rows, hidden size, saved vocabulary rows, and options: all, none, or "each", a temperature per
+# token, with which no exponentials are saved.
 CALLS = [
     (1, 7, 8, 0, False),
     (1, 7, 8, 7, False),

@@ -28,20 +28,20 @@ from random import Random
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_PROJECTED = "blocks confident_tokens statistics fuzz:any-loss-1,masked-statistics-1"
+_PROJECTED = "blocks statistics:dense_path[triton confident_tokens fuzz:any-loss-1"
 TESTS = {
-    "parallel_lce/run/schedule.py": "collectives:of_a_call functional:strategies,pieces selected draws:split",
-    "parallel_lce/run/losses.py": "statistics functional:strategies,pieces",
-    "parallel_lce/run/fused_loss.py": "functional:strategies input autograd:in_place fuzz:process_hold[loss]",
-    "parallel_lce/run/statistics.py": "statistics selected fuzz:process_hold[statistics] draws:excluded",
-    "parallel_lce/core/plan.py": "plan memory:budget",
-    "parallel_lce/core/partials.py": "statistics fuzz:process_hold[statistics] hazards:minus_infinity,nan",
-    "parallel_lce/core/collectives.py": "collectives reduce_dtype:digits",
+    "parallel_lce/core/plan.py": "plan",
+    "parallel_lce/core/partials.py": "statistics:merge,dense_path[torch fuzz:process_hold[statistics]",
+    "kernels/partials.py": "statistics:merge,dense_path[triton blocks fuzz:masked-statistics-1",
+    "parallel_lce/run/schedule.py": "functional:strategies collectives:ranks=2 selected",
+    "parallel_lce/core/collectives.py": "collectives:ranks=2,asked,one_rank",
     "kernels/token_gradients.py": _PROJECTED,
-    "kernels/partials.py": "statistics blocks fuzz:masked-statistics-1,masked-loss-1 hazards:minus_infinity",
-    "kernels/projection.py": _PROJECTED,
+    "parallel_lce/run/statistics.py": "statistics:dense_path[torch,asked fuzz:process_hold[statistics] draws:excluded",
+    "parallel_lce/run/losses.py": "statistics:asked functional:strategies",
+    "parallel_lce/run/fused_loss.py": "functional:strategies autograd:in_place fuzz:process_hold[loss]",
     "kernels/arithmetic.py": _PROJECTED,
-    "kernels/draws.py": "draws",
+    "kernels/projection.py": _PROJECTED,
+    "kernels/draws.py": "draws:split[cpu-1,places,excluded",
 }
 """The tests of a file, the most telling first. ``plan``: tests/test_plan.py; ``plan:few,more``: those of its tests that
 have one of these in their names."""
@@ -260,21 +260,24 @@ class Laboratory:
         began, child = time.monotonic(), os.fork()
         if child == 0:
             self._child(tests, caches)
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < began + limit:
-            time.sleep(0.05)
-        seconds = round(time.monotonic() - began, 1)
-        outcome = "timeout"
+        ended = (0, 0)
+        try:
+            while not ended[0] and time.monotonic() < began + limit:
+                time.sleep(0.05)
+                ended = os.waitpid(child, os.WNOHANG)
+        finally:
+            if not ended[0]:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            # Ranks may still wait for each other. They are children of the server.
+            server = forkserver._forkserver._forkserver_pid
+            for rank in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+                os.kill(int(rank), signal.SIGKILL)
+        seconds, outcome = round(time.monotonic() - began, 1), "timeout"
         if ended[0]:
             code = os.waitstatus_to_exitcode(ended[1])
             assert code not in (4, 5), self._log.read_text()  # pytest's: wrong usage, no test
             outcome = "killed" if code else "survived"
-        else:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        # Ranks that wait for each other: children of the server.
-        server = forkserver._forkserver._forkserver_pid
-        for rank in Path(f"/proc/{server}/task/{server}/children").read_text().split():
-            os.kill(int(rank), signal.SIGKILL)
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", self._log.read_text(errors="replace"), re.MULTILINE)
         return outcome, failed[0] if failed else "", seconds
 
@@ -283,6 +286,7 @@ class Laboratory:
             import pytest
 
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(self.root)
             sys.dont_write_bytecode = not caches
             forkserver._forkserver.ensure_running = lambda: None  # it is, but is no child of this process
@@ -317,6 +321,7 @@ def main() -> int:
     if arguments.list:
         print(*(m.name for m in mutants), f"{len(mutants)} mutants", sep="\n")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # then what was started ends, too
     with tempfile.TemporaryDirectory() as folder:
         laboratory = Laboratory(folder)
         for number, mutant in enumerate(mutants, 1):
@@ -325,7 +330,7 @@ def main() -> int:
                 outcome, failed, usual[tests] = laboratory.tested(None, tests)
                 assert outcome == "survived", f"without a mutant {failed} fails"
                 print(f"{tests}: {usual[tests]} s without a mutant", flush=True)
-            outcome, failed, seconds = laboratory.tested(mutant, tests, 30 + 2 * usual[tests])
+            outcome, failed, seconds = laboratory.tested(mutant, tests, 20 + 2 * usual[tests])
             results.append(asdict(mutant) | dict(outcome=outcome, failed=failed, seconds=seconds))
             print(f"{number}/{len(mutants)} {outcome:8} {seconds:5} s  {mutant.name}  {failed}", flush=True)
             if arguments.json:

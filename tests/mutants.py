@@ -28,20 +28,20 @@ from random import Random
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_PROJECTED = "blocks statistics:dense_path[triton confident_tokens fuzz:any-loss-1"
+_PROJECTED = "statistics:dense_path[triton functional:strategies[cpu-triton confident_tokens fuzz:any-loss-1"
 TESTS = {
     "parallel_lce/core/plan.py": "plan",
     "parallel_lce/core/partials.py": "statistics:merge,dense_path[torch fuzz:process_hold[statistics]",
-    "kernels/partials.py": "statistics:merge,dense_path[triton blocks fuzz:masked-statistics-1",
-    "parallel_lce/run/schedule.py": "functional:strategies collectives:ranks=2 selected",
-    "parallel_lce/core/collectives.py": "collectives:ranks=2,asked,one_rank",
+    "kernels/partials.py": "statistics:merge,dense_path[triton fuzz:masked-statistics-1",
     "kernels/token_gradients.py": _PROJECTED,
-    "parallel_lce/run/statistics.py": "statistics:dense_path[torch,asked fuzz:process_hold[statistics] draws:excluded",
-    "parallel_lce/run/losses.py": "statistics:asked functional:strategies",
-    "parallel_lce/run/fused_loss.py": "functional:strategies autograd:in_place fuzz:process_hold[loss]",
+    "parallel_lce/run/statistics.py": "statistics:dense_path[torch,asked draws:excluded",
+    "parallel_lce/run/schedule.py": "functional:strategies collectives:ranks=2",
+    "parallel_lce/core/collectives.py": "collectives:ranks=2,asked",
     "kernels/arithmetic.py": _PROJECTED,
     "kernels/projection.py": _PROJECTED,
-    "kernels/draws.py": "draws:split[cpu-1,places,excluded",
+    "kernels/draws.py": "draws:beside,places,excluded",
+    "parallel_lce/run/losses.py": "statistics:asked functional:strategies",
+    "parallel_lce/run/fused_loss.py": "functional:strategies autograd:in_place fuzz:process_hold[loss]",
 }
 """The tests of a file, the most telling first. ``plan``: tests/test_plan.py; ``plan:few,more``: those of its tests that
 have one of these in their names."""

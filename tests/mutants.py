@@ -28,11 +28,13 @@ from random import Random
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_PROJECTED = "statistics:dense_path[triton functional:strategies[cpu-triton confident_tokens fuzz:any-loss-1"
+_PROJECTED = (
+    "statistics:dense_path[triton functional:strategies[cpu-triton confident_tokens fuzz:any-loss-1 blocks:a_block"
+)
 TESTS = {
     "parallel_lce/core/plan.py": "plan",
-    "parallel_lce/core/partials.py": "statistics:merge,dense_path[torch fuzz:process_hold[statistics]",
-    "kernels/partials.py": "statistics:merge,dense_path[triton fuzz:masked-statistics-1",
+    "parallel_lce/core/partials.py": "statistics:merge,dense_path[torch fuzz:process_hold[statistics],process_hold[logits",
+    "kernels/partials.py": "statistics:merge,dense_path[triton fuzz:masked-statistics-1 blocks:a_block",
     "kernels/token_gradients.py": _PROJECTED,
     "parallel_lce/run/statistics.py": "statistics:dense_path[torch,asked draws:excluded",
     "parallel_lce/run/schedule.py": "functional:strategies collectives:ranks=2",

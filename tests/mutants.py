@@ -33,7 +33,7 @@ _PROJECTED = (
 )
 TESTS = {
     "parallel_lce/core/plan.py": "plan",
-    "parallel_lce/core/partials.py": "statistics:merge,dense_path[torch fuzz:process_hold[statistics],process_hold[logits",
+    "parallel_lce/core/partials.py": "statistics:merge,dense_path[torch fuzz:s_hold[statistics,s_hold[logits",
     "kernels/partials.py": "statistics:merge,dense_path[triton fuzz:masked-statistics-1 blocks:a_block",
     "kernels/token_gradients.py": _PROJECTED,
     "parallel_lce/run/statistics.py": "statistics:dense_path[torch,asked draws:excluded",

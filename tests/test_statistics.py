@@ -105,6 +105,7 @@ SHARDS = {
     "empty, before one of the same start": ((0, 3, 3), (3, 0, 6), None, True),
     "empty, after one of the same start": ((0, 3, 3), (3, 6, 0), 9, True),
     "empty, inside another": ((0, 2, 6), (6, 0, 3), None, True),
+    "of a hundred ranks": (range(100), (1,) * 100, None, True),
     "a gap": ((0, 3, 8), (3, 4, 2), None, False),
     "a gap at the end": ((0, 3, 7), (3, 4, 2), 10, False),
     "an overlap": ((0, 3, 6), (3, 4, 2), None, False),
@@ -117,7 +118,7 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
     columns, tokens, V = Columns(*[True] * 5), 4, sum(sizes) if vocab_size is None else vocab_size
     z = torch.randn(V, tokens, generator=torch.Generator().manual_seed(1)).to(device)
     z[3:5, 1], z[:, 2], z[7] = -torch.inf, -torch.inf, z[7] + 3
-    packed = z.new_empty(3, columns.count * tokens + 2)
+    packed = z.new_empty(len(starts), columns.count * tokens + 2)
     rows = [
         (z, 0, empty_partial(columns, tokens, z.dtype, z.device)),
         *((z[a : a + n], a, packed[rank, :-2].view(-1, tokens)) for rank, (a, n) in enumerate(zip(starts, sizes))),

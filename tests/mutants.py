@@ -37,7 +37,7 @@ TESTS = {
     "kernels/partials.py": "statistics:merge,dense_path[triton fuzz:masked-statistics-1 blocks:a_block",
     "kernels/token_gradients.py": _PROJECTED,
     "parallel_lce/run/statistics.py": "statistics:dense_path[torch,asked draws:excluded",
-    "parallel_lce/run/schedule.py": "functional:strategies collectives:ranks=2",
+    "parallel_lce/run/schedule.py": "functional:strategies,pieces collectives:ranks=2 selected",
     "parallel_lce/core/collectives.py": "collectives:ranks=2,asked",
     "kernels/arithmetic.py": _PROJECTED,
     "kernels/projection.py": _PROJECTED,

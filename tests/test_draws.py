@@ -123,6 +123,15 @@ def test_ids_beside_saved_exponentials(backend, device):
     assert expected[5] == 333
 
 
+def test_tiles_are_listed_once(kernels, device):
+    """Those of 60 tokens sorted by 3 windows, in 4 blocks of 16 rows. The last 5 tokens have no window."""
+    from parallel_lce.kernels.draws import list_tiles
+
+    window = torch.tensor([0] * 20 + [2] * 35 + [3] * 5, dtype=torch.int32, device=device)
+    number, *tiles = list_tiles(window, 4, 16, 3).tolist()
+    assert tiles[:number] == [0, 1, 8 + 1, 8 + 2, 8 + 3]
+
+
 def test_seeds_share_a_plan(device):
     t = small(device)
     known = set()

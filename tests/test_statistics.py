@@ -129,7 +129,9 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
             tile_partial(logits.clone(), start, columns, partial)
             partial[TARGET] += start
     for rank, (start, number) in enumerate(zip(starts, sizes)):
-        Shard(start, number, vocab_size).write_bounds(packed[rank])
+        shard = Shard(start, number, vocab_size)
+        shard.write_bounds(packed[rank])
+        assert not whole or shard.real_rows == len(z[start : start + number])
     merged, real = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
     ids, floats = integer_view(merged[columns["argmax"]]), merged[: columns["argmax"]]
     if whole:

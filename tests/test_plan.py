@@ -111,7 +111,12 @@ def test_blocks_are_few_and_balanced(call):
     assert all(size % 128 == 0 or size == even for size in rows[:-1])
 
 
+# One row fits the budget.
+SINGLE = dict(tokens=1024, shard_rows=128256, hidden_size=64, itemsize=2, budget=SMALLEST_BLOCK + 2 * 128256)
+
+
 @RELAXED
+@example(SINGLE | dict(sp_size=1, ranks=2, gradients=MAIN_GRAD, savable=True))
 @given(calls())
 def test_strategy(call):
     found = plan(**call)
@@ -163,6 +168,9 @@ CHOICES = {
         (AXIS, {}, True),
         (AXIS, dict(tokens=65536, shard_rows=4096), False),
         (AXIS, dict(gradients=MAIN_GRAD), False),  # an fp32 main_grad takes dW for nothing
+        # Neither needs one: the first in the list, on several ranks blocks of rows.
+        (AXIS, dict(itemsize=4, gradients=FP32, ranks=1), True),
+        (AXIS, dict(itemsize=4, gradients=FP32), False),
         (AXIS, dict(tokens=128255), True),
         (AXIS, dict(tokens=128257), False),  # a block's dX is no accumulator
         # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.

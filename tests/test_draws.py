@@ -112,6 +112,26 @@ def test_places_at_the_ends(u, backend, device, monkeypatch):
     assert ((found >= 3) & (found < 724)).all()
 
 
+def test_ids_beside_saved_exponentials(backend, device):
+    """The kernels' sums of windows are then relative to an estimate. Some tokens have a logit far above it."""
+    x, weight = normal(N, D).bfloat16(), normal(600, D, seed=2).bfloat16()
+    weight[333] = 8 * x[5]
+    expected = place_in((x.double() @ weight.double().t()).softmax(1), 3)
+    x, weight = x.to(device).requires_grad_(), weight.to(device)
+    found = parallel_lce.token_statistics(x, weight, None, sample_seed=3)
+    assert torch.equal(found.sampled_id.cpu(), expected) and found.lse.requires_grad
+    assert expected[5] == 333
+
+
+def test_tiles_are_listed_once(kernels, device):
+    """Those of 60 tokens sorted by 3 windows, in 4 blocks of 16 rows. The last 5 tokens have no window."""
+    from parallel_lce.kernels.draws import list_tiles
+
+    window = torch.tensor([0] * 20 + [2] * 35 + [3] * 5, dtype=torch.int32, device=device)
+    number, *tiles = list_tiles(window, 4, 16, 3).tolist()
+    assert tiles[:number] == [0, 1, 8 + 1, 8 + 2, 8 + 3]
+
+
 def test_seeds_share_a_plan(device):
     t = small(device)
     known = set()

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import reference
 from cases import DTYPES, dense_loss, normal, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, error, size, smallest_steps
-from parallel_lce import linear_cross_entropy, selected_log_probs
+from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 from tools import DIFFERENTIABLE, REDUCED, field_gradients, fields, on_ranks, shrunk, small, statistics
 
@@ -77,6 +77,14 @@ def test_softcaps_beyond_every_logit(budget, softcap, dtype, device):
     exact = dense_loss(t) if softcap > 1 else dict(loss=torch.tensor(150.0).log(), dx=0 * t.x, dweight=0 * t.weight)
     for name, value in zip(exact, (loss, *torch.autograd.grad(loss, [t.x, t.weight]))):
         assert_close(value, exact[name], ROUNDED[dtype], name=name)
+
+
+def test_a_softcap_has_an_error_of_few_roundings(backend, device):
+    """Beside 0, where the polynomial ends, and far from it. The only product is exact."""
+    u = torch.linspace(-3, 3, 601, device=device)
+    found = token_statistics(u[:, None], torch.ones(1, 1, device=device), None, logit_softcap=1.0).max_logit
+    exact = u.double().tanh()
+    assert ((found - exact).abs() <= 4 * 2**-24 * exact.abs()).all()
 
 
 def test_no_cancellation_at_large_logits(budget, device):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parallel_lce.core.plan import DEFAULT_BUDGET, GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
@@ -14,8 +14,9 @@ from parallel_lce.core.plan import plan as plan_of
 RELAXED = settings(deadline=None, derandomize=True, max_examples=300)
 MiB = 1 << 20
 
-FP32 = GradientTraits(hidden=True, weight=True, hidden_fp32=True, weight_fp32=True)
-BF16 = GradientTraits(hidden=True, weight=True, hidden_fp32=False, weight_fp32=False)
+FP32 = GradientTraits(hidden=True, weight=True, hidden_fp32=True, weight_fp32=True, weight_new=True)
+BF16 = replace(FP32, hidden_fp32=False, weight_fp32=False)
+MAIN_GRAD = replace(BF16, weight_fp32=True)
 
 
 def plan(*numbers, **others):
@@ -76,7 +77,12 @@ def assert_tiled(call: dict, blocks) -> None:
     assert ends[-1] == call["tokens"] // call["sp_size"]
 
 
+# One rank, whose blocks of rows are a quarter as many as the entries that are recomputed at a time.
+NARROW = dict(tokens=8192, shard_rows=23172, hidden_size=64, itemsize=2, budget=0, sp_size=1, ranks=1)
+
+
 @RELAXED
+@example(NARROW | dict(gradients=MAIN_GRAD))
 @given(calls())
 def test_blocks_are_few_and_balanced(call):
     """As many as the bytes of one demand, all of a size but the last, of 128s of rows if they fit."""
@@ -105,7 +111,12 @@ def test_blocks_are_few_and_balanced(call):
     assert all(size % 128 == 0 or size == even for size in rows[:-1])
 
 
+# One row fits the budget.
+SINGLE = dict(tokens=1024, shard_rows=128256, hidden_size=64, itemsize=2, budget=SMALLEST_BLOCK + 2 * 128256)
+
+
 @RELAXED
+@example(SINGLE | dict(sp_size=1, ranks=2, gradients=MAIN_GRAD, savable=True))
 @given(calls())
 def test_strategy(call):
     found = plan(**call)
@@ -142,9 +153,6 @@ def test_strategy(call):
     assert not found.saves_hidden
 
 
-MAIN_GRAD = replace(BF16, weight_fp32=True)
-
-
 AXIS = dict(tokens=1024, shard_rows=128256, hidden_size=4096, itemsize=2, budget=0, ranks=2, gradients=BF16)
 ONE = AXIS | dict(tokens=8192, budget=512 * MiB, ranks=1, gradients=MAIN_GRAD)
 # A GiB of exponentials, of which a block of 4096 tokens and an fp32 dW are exactly two blocks and a bf16 dW.
@@ -160,6 +168,11 @@ CHOICES = {
         (AXIS, {}, True),
         (AXIS, dict(tokens=65536, shard_rows=4096), False),
         (AXIS, dict(gradients=MAIN_GRAD), False),  # an fp32 main_grad takes dW for nothing
+        # Neither needs one: the first in the list, on several ranks blocks of rows.
+        (AXIS, dict(itemsize=4, gradients=FP32, ranks=1), True),
+        (AXIS, dict(itemsize=4, gradients=FP32), False),
+        (AXIS, dict(tokens=128255), True),
+        (AXIS, dict(tokens=128257), False),  # a block's dX is no accumulator
         # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
         (ONE, {}, True),
         (ONE, dict(ranks=2), False),
@@ -238,6 +251,7 @@ def test_a_larger_shard_than_the_plan_s_saves_what_fits(call, shard_rows, saved)
 
 
 @RELAXED
+@example(NARROW | dict(gradients=MAIN_GRAD, hidden_size=1 << 16))
 @given(calls())
 def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     """At most ``GATHERED_BYTES``, or a row of each part, in as few blocks as that allows; but a block

@@ -8,7 +8,9 @@ import parallel_lce
 import reference
 from cases import DTYPES
 from measures import assert_no_worse, error, size, smallest_steps
-from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce import backends
+from parallel_lce.core.collectives import Shard
+from parallel_lce.core.partials import TARGET, Columns, accumulation_dtype, empty_partial, integer_view, tile_partial
 from tools import DIFFERENTIABLE, fields, on_ranks, shrunk, small, statistics
 
 FIELDS = *DIFFERENTIABLE, "selected_log_prob"
@@ -92,3 +94,50 @@ def test_the_lowest_of_equals_comes_first(member, backend):
     expected = {1: [7, 30, 0, 1, 2, 3, 4, 5], 3: [7, 30, 47, 70, 87, 110, 0, 1]}[member.ranks]
     assert found.top_ids[1, 2].tolist() == expected
     assert found.top_logits[1, 2].tolist() == [1.0] * 2 * member.ranks + [0.0] * (8 - 2 * member.ranks)
+
+
+# First ids and sizes of the ranks' shards, V if it is given, and whether they are a partition.
+SHARDS = {
+    "in order": ((0, 3, 7), (3, 4, 2), None, True),
+    "in another order": ((7, 0, 3), (2, 3, 4), 9, True),
+    "with padding": ((0, 4, 8), (4, 4, 4), 9, True),
+    "of padding alone": ((0, 5, 10), (5, 5, 5), 9, True),
+    "empty, before one of the same start": ((0, 3, 3), (3, 0, 6), None, True),
+    "empty, after one of the same start": ((0, 3, 3), (3, 6, 0), 9, True),
+    "empty, inside another": ((0, 2, 6), (6, 0, 3), None, True),
+    "of a hundred ranks": (range(100), (1,) * 100, None, True),
+    "a gap": ((0, 3, 8), (3, 4, 2), None, False),
+    "a gap at the end": ((0, 3, 7), (3, 4, 2), 10, False),
+    "an overlap": ((0, 3, 6), (3, 4, 2), None, False),
+    "twice the same": ((0, 0, 5), (5, 5, 4), None, False),
+}
+
+
+@pytest.mark.parametrize(("starts", "sizes", "vocab_size", "whole"), SHARDS.values(), ids=SHARDS)
+def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, device):
+    columns, tokens, V = Columns(*[True] * 5), 4, sum(sizes) if vocab_size is None else vocab_size
+    z = torch.randn(V, tokens, generator=torch.Generator().manual_seed(1)).to(device)
+    z[3:5, 1], z[:, 2], z[7] = -torch.inf, -torch.inf, z[7] + 3
+    packed = z.new_empty(len(starts), columns.count * tokens + 2)
+    rows = [
+        (z, 0, empty_partial(columns, tokens, z.dtype, z.device)),
+        *((z[a : a + n], a, packed[rank, :-2].view(-1, tokens)) for rank, (a, n) in enumerate(zip(starts, sizes))),
+    ]
+    for logits, start, partial in rows:
+        empty_partial(columns, tokens, z.dtype, z.device, partial)
+        if len(logits):
+            tile_partial(logits.clone(), start, columns, partial)
+            partial[TARGET] += start
+    for rank, (start, number) in enumerate(zip(starts, sizes)):
+        shard = Shard(start, number, vocab_size)
+        shard.write_bounds(packed[rank])
+        assert not whole or shard.real_rows == len(z[start : start + number])
+    merged, real = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
+    ids, floats = integer_view(merged[columns["argmax"]]), merged[: columns["argmax"]]
+    if whole:
+        expected = rows[0][2]
+        expected[TARGET] = sum(a for a, n in zip(starts, sizes) if min(V - a, n) > 0)
+        torch.testing.assert_close(floats, expected[: columns["argmax"]], rtol=1e-5, atol=1e-5)
+        assert torch.equal(ids, integer_view(expected[columns["argmax"]])) and real == V
+    else:
+        assert floats.isnan().all() and (ids == torch.iinfo(ids.dtype).max).all()

@@ -124,14 +124,14 @@ class Plan:
 class GradientTraits:
     """Which gradients the backward must form, and where they are summed."""
 
-    hidden: bool = False
-    weight: bool = False
+    hidden: bool
+    weight: bool
     # The hidden states are fp32 (or fp64), so dX itself holds the sum.
-    hidden_fp32: bool = False
+    hidden_fp32: bool
     # dW is delivered in fp32 (or fp64), in a tensor that can hold the sum.
-    weight_fp32: bool = False
+    weight_fp32: bool
     # dW is a new tensor; False: it is added to a main_grad.
-    weight_new: bool = True
+    weight_new: bool
 
 
 @dataclass(frozen=True)

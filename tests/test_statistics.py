@@ -130,7 +130,7 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
             partial[TARGET] += start
     for rank, (start, number) in enumerate(zip(starts, sizes)):
         shard = Shard(start, number, vocab_size)
-        shard.write_bounds(packed[rank])
+        shard.write_bounds(packed[rank : rank + 1])
         assert not whole or shard.real_rows == len(z[start : start + number])
     merged, real = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
     ids, floats = integer_view(merged[columns["argmax"]]), merged[: columns["argmax"]]

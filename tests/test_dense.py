@@ -75,7 +75,7 @@ def _executed(member: Member, c: Configuration) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "count"), [("loss", 1, 16), ("loss", 2, 6), ("logits", 1, 60), ("logits", 2, 20)]
+    ("kind", "ranks", "count"), [("loss", 1, 16), ("loss", 2, 6), ("logits", 1, 40), ("logits", 2, 14)]
 )
 def test_random_configurations(kind, ranks, count, worlds, device):
     """Of small problems, and of logits that exist, as in test_fuzz.py."""

@@ -57,7 +57,7 @@ def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
     _hold(SETTINGS, ranks, count, WANTED[wanted], run)
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 10), (2, 4), pytest.param(4, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 10), (2, 4), pytest.param(4, 5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
 def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):

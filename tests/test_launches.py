@@ -75,14 +75,12 @@ def compiled(capability: int, cache: Path, release: str | None, few: bool = Fals
     ("capability", "release", "few"),
     [
         (90, None, True),
-        # The newest release compiles every call, the others compile each kernel for some calls; for Hopper, whose
-        # mainloop is in Gluon, the oldest compiles every call too.
+        # The newest release compiles every call, the others compile each kernel for some calls.
         *(
             pytest.param(capability, release, few, marks=pytest.mark.slow)
             for release in (None, *(v for v in TRITON if v != installed("triton")))
             for capability in SHARED
-            for version in [release or installed("triton")]
-            for few in [version != TRITON[-1] and (version, capability) != (TRITON[0], 90)]
+            for few in [(release or installed("triton")) != TRITON[-1]]
             if (capability, release, few) != (90, None, True)
         ),
     ],

@@ -216,20 +216,23 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
 
 @pytest.mark.slow
 def test_calls_of_many_lengths_leave_nothing_behind():
-    """Host memory stays flat, and at most 1024 plans are remembered."""
+    """Neither memory of the host nor objects; and at most 1024 plans are remembered."""
     weight, generator = torch.randn(200, 16, requires_grad=True), torch.Generator().manual_seed(0)
 
-    def held(calls: int) -> float:
-        """MiB of this process after so many calls."""
+    def held(calls: int) -> tuple[float, int]:
+        """MiB of this process, and Python's objects, after so many calls."""
         for number in range(calls):
             tokens = int(torch.randint(1, 2000, (), generator=generator))
             x, target = torch.randn(tokens, 16, requires_grad=True), torch.randint(200, (tokens,))
             reduction = ("none", "mean")[number % 2]
             parallel_lce.linear_cross_entropy(x, weight, target, reduction=reduction).sum().backward()
             parallel_lce.token_statistics(x, weight, target).target_log_prob.sum().backward()
+        assert len(prepare.KNOWN) <= prepare._MOST_KNOWN
+        prepare.KNOWN.clear()
         gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MiB
+        size = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MiB
+        return size, len(gc.get_objects())
 
-    first = held(500)
-    assert held(2500) < first + 16
-    assert len(prepare.KNOWN) <= prepare._MOST_KNOWN
+    (size, objects), (later_size, later_objects) = held(500), held(2500)
+    assert later_size < size + 16
+    assert later_objects < objects + 100

@@ -34,7 +34,18 @@ from parallel_lce.core.budget import BUDGET_VARIABLE
 from .measure import release
 from .options import DEFAULT_DTYPE
 from .peak_memory import peak_memory
-from .report import NONE, machine, mebibytes, milliseconds, new_parser, new_table, parse, speaker, write_json
+from .report import (
+    NONE,
+    machine,
+    mebibytes,
+    milliseconds,
+    new_parser,
+    new_table,
+    parse,
+    speaker,
+    spread_text,
+    write_json,
+)
 from .team import NotMeasured, Team
 from .timing import interleaved, ratios, spread
 
@@ -293,7 +304,7 @@ def table(title: str, rows: list[dict]):
             made.add_row(f"{row['way']}, {row['refused']}", *[NONE] * 5)
             continue
         ms = "{} ({}–{})".format(*map(milliseconds, spread(row["seconds"])))
-        speed = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(first, row["seconds"])) if first else NONE
+        speed = spread_text(ratios(first, row["seconds"]) if first else None, "{:.2f} ({:.2f}–{:.2f})")
         made.add_row(row["way"], ms, speed, mebibytes(row["bytes"]), f"{row['loss']:.6f}", f"{row['gradient_off']:.1e}")
     return made
 

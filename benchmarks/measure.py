@@ -68,7 +68,7 @@ def measure(
             entry["errors"] = _errors(peer, calls[peer], judge)
             for kind, call in calls[peer].items():
                 peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
-                gradients = _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
+                gradients = gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
                 measured = entry[kind] = {"peak_bytes": peak, "beyond_gradients_bytes": peak - gradients}
                 for name in ["seconds"] + ["host_seconds"] * host:
                     measured[name] = []
@@ -93,7 +93,7 @@ def measure(
             for kind, call in calls[peer].items() if host and team.device.type == "cuda" else ():
                 entry[kind]["profile"] = team.agree(partial(profile_of, call, team))
             for kind, call in calls[peer].items() if energy else ():
-                entry[kind]["joules"] = joules(call, team.device)
+                entry[kind]["joules"] = team.agree(partial(joules, call, team.device))
             after(peer, calls[peer][FORWARD_BACKWARD])
     gc.unfreeze()
     cell = {
@@ -145,7 +145,7 @@ def _poison(problem: Problem) -> None:
         torch.full_like(like, math.nan)
 
 
-def _gradient_bytes(peer: Peer, problem: Problem) -> int:
+def gradient_bytes(peer: Peer, problem: Problem) -> int:
     """Bytes of dX and dW in the dtype of the inputs. With main_grad of dX alone: main_grad exists before the call."""
     size = problem.x.numel() + (0 if peer.main_grad else problem.weight.numel())
     return size * problem.x.element_size()

@@ -18,18 +18,32 @@ from typing import Any, NamedTuple
 import torch
 
 from .doors import LOSS_LIMIT
-from .measure import release
+from .measure import gradient_bytes, release
 from .options import DEFAULT_DTYPE
 from .passes import calls_of
 from .peak_memory import peak_memory
 from .peers import FORWARD, FORWARD_BACKWARD, ONE, named
 from .plots import draw
 from .problem import Problem, Shape, make_problem
-from .report import NONE, machine, milliseconds, new_parser, new_table, parse, picture, speaker, with_folder, write_json
+from .report import (
+    MIB,
+    NONE,
+    machine,
+    milliseconds,
+    new_parser,
+    new_table,
+    parse,
+    picture,
+    speaker,
+    spread_text,
+    with_folder,
+    write_json,
+)
 from .team import NotMeasured, Team
 from .timing import clock, interleaved, ratios, spread
 
-MIB, GB, GIB = 2**20, 10**9, 2**30
+GB, GIB = 10**9, 2**30
+RATIO = "{:.2f} ({:.2f}–{:.2f})"
 TORCH, OURS = "torch", "ours-per-token"
 LABELS = {TORCH: "torch", OURS: "parallel_lce"}  # of lines in pictures
 
@@ -85,7 +99,6 @@ class Setting(NamedTuple):
             assert peer.build is not None
             call = calls_of(peer, problem, peer.build(None, False))[kind]
             try:
-                call()
                 found = call()
                 peak, _ = peak_memory(call, self.team.device)
             except torch.OutOfMemoryError:
@@ -129,9 +142,10 @@ def table_2(setting: Setting, plot: Callable[[str, dict], None]) -> Any:
                 for figure, panels, value in (("latency, ms", latencies, ms), ("memory, MiB", memories, mb)):
                     lines = panels.setdefault((f"N={problem.shape.n}", figure), {})
                     lines.setdefault(LABELS[name], []).append((problem.shape.v, value))
-            for name, *values in () if setting.tiny else _of_paper(of_paper):
+            of_either = ("canonical", of_paper[::2]), ("proposed", of_paper[1::2])
+            for name, values in () if setting.tiny else of_either:
                 for figure, panels, value in zip(("latency, ms", "memory, MiB"), (latencies, memories), values):
-                    panels[f"N={n}", figure].setdefault(name, []).append((v, [value] * 3))
+                    panels[f"N={n}", figure].setdefault(f"paper, {name} (GB200)", []).append((v, [value] * 3))
             size = str(problem.shape.n), str(problem.shape.v)
             table.add_row(*size, *_compared(rows, held), *setting.published(*of_paper))
             del problem
@@ -141,16 +155,12 @@ def table_2(setting: Setting, plot: Callable[[str, dict], None]) -> Any:
     return table
 
 
-def _of_paper(figures: tuple) -> list[tuple]:
-    return [("paper, canonical (GB200)", *figures[::2]), ("paper, proposed (GB200)", *figures[1::2])]
-
-
 def _compared(rows: dict[str, Row], held: int) -> list[str]:
     ours, torch_row = rows[OURS], rows.get(TORCH)
     own = milliseconds(spread(ours.seconds)[0])
     if torch_row is None:
         return ["out of memory", own, NONE, NONE, f"{(held + ours.peak) / MIB:.0f}", NONE]
-    ratio = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(ours.seconds, torch_row.seconds))
+    ratio = spread_text(ratios(ours.seconds, torch_row.seconds), RATIO)
     sizes = [held + row.peak for row in (torch_row, ours)]
     less = f"{100 * (1 - sizes[1] / sizes[0]):.1f} %"
     return [milliseconds(spread(torch_row.seconds)[0]), own, ratio, *(f"{size / MIB:.0f}" for size in sizes), less]
@@ -163,11 +173,11 @@ def chunks(setting: Setting, plot) -> Any:
     caption = "Forward + backward. GiB beyond dX and dW. Published: one H100, chunks of 1024 and of 256 tokens."
     table = new_table(str(problem), caption, ["loss"], ["GiB", "time", "published GiB", "published time"])
     published = {TORCH: (8.4, 1.00), "ours@512MiB": (0.50, 1.04), "ours@128MiB": (0.13, 1.11), "ours": (NONE, NONE)}
-    gradients = (problem.x.numel() + problem.weight.numel()) * problem.x.element_size()
+    gradients = gradient_bytes(named(TORCH, ONE), problem)
     rows = setting.rows(problem, FORWARD_BACKWARD, [*published])
     torch_row = next((row for row in rows if row.name == TORCH), None)
     for row in rows:
-        time = "{:.2f} ({:.2f}–{:.2f})".format(*ratios(row.seconds, torch_row.seconds)) if torch_row else NONE
+        time = spread_text(ratios(row.seconds, torch_row.seconds) if torch_row else None, RATIO)
         figures = setting.published(*published[row.name])
         table.add_row(row.name, f"{(row.peak - gradients) / GIB:.2f}", time, *figures)
     return table

@@ -6,8 +6,10 @@ token, one window or one block.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -21,6 +23,13 @@ from parallel_lce.distillation import divergence
 from parallel_lce.kernels import partials
 from parallel_lce.kernels.filter import windows
 from tools import shrunk
+
+NAMES = {
+    name
+    for file in (Path(__file__).parents[1] / "kernels").rglob("*.py")
+    for name in re.findall(r"\blce_(?:forward|backward)_\w+", file.read_text())
+}
+"""Of every kernel."""
 
 # Tokens, vocabulary rows, hidden size, saved vocabulary rows, and options: all, none, or "each", a temperature per
 # token, with which no exponentials are saved.

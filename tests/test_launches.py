@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton
 
+import kernel_calls
 import parallel_lce
 from measures import error
 from parallel_lce.kernels import tuning
@@ -26,11 +27,6 @@ from releases import folder_of, installed
 from tools import chosen_backend, small
 
 HERE = Path(__file__).parent
-KERNELS = {
-    name
-    for file in (HERE.parent / "kernels").rglob("*.py")
-    for name in re.findall(r"\blce_(?:forward|backward)_\w+", file.read_text())
-}
 TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 """The releases of Triton that kernels are compiled with, beside the installed one."""
 
@@ -89,7 +85,7 @@ def test_every_launch_compiles(capability, release, few, tmp_path):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
     cost many times what they are for."""
     found = compiled(capability, tmp_path, release, few)
-    assert {kernel["name"] for kernel in found} == KERNELS
+    assert {kernel["name"] for kernel in found} == kernel_calls.NAMES
     version = release or installed("triton")
     if capability != 90 or version in TRITON:
         assert any(kernel["hopper"] for kernel in found) == (capability == 90)

@@ -35,7 +35,8 @@ def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Few of a test's items in which all sets of ``size`` values occur: of each parameter, or of those that its mark
     names."""
     names = items[0].get_closest_marker("thinned").args
-    sets = {item: {*_sets(sorted(_values(item.callspec.params, names)), size)} for item in items}
+    values = {item: sorted(_values(item.callspec.params, names)) for item in items}
+    sets = {item: {*combinations(own, min(size, len(own)))} for item, own in values.items()}
     used: Counter[tuple] = Counter()
     kept = []
     while missing := {one for each in sets.values() for one in each if not used[one]}:
@@ -44,10 +45,6 @@ def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
         kept.append(best)
         used.update(sets[best])
     return kept
-
-
-def _sets(values: list[tuple[str, str]], size: int) -> Iterator[tuple]:
-    yield from combinations(values, min(size, len(values)))
 
 
 def _values(parameters: dict[str, object], names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

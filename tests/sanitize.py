@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs |= {f"control-{name}": (name, tool, ROOT) for name, tool in CONTROLS.items()}
     runs |= {f"planted-{name}": ("calls", tool, planted(name, options.folder)) for name, (tool, *_) in PLANTED.items()}
     first = started("calls", None, ROOT, options.folder, "calls")  # compiles, and says which kernels there are
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(len(runs)) as pool:
         outputs = dict(zip(runs, pool.map(lambda name: started(*runs[name], options.folder, name), runs)))
     return judge(first, {name: (runs[name][1], output) for name, output in outputs.items()})
 

@@ -308,7 +308,13 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, wor
 METRICS = {
     "config": load_config(DEFAULT_CONFIG, []).model_dump(mode="json"),
     **dict(device="a device", hosts=1, backend="gloo", versions={"torch": "2"}, text="a text"),
-    **dict(median_step_seconds=2, step_peak_bytes=None, loss_peak_bytes=7 << 20, held_out_loss=None),
+    **dict(
+        median_step_seconds=2,
+        step_peak_bytes=None,
+        held_bytes=[3 << 20] * 10 + [4 << 20],
+        loss_peak_bytes=7 << 20,
+        held_out_loss=None,
+    ),
 }
 
 
@@ -350,6 +356,7 @@ def test_the_report(last, status, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "| 93   |   1.546875 |" in said and f"| 96   |   1.500000 |          {last:.6f} |" in said
     assert "| peak memory of the loss, measured at 8192 tokens, MiB per rank" in said and "|      7.0 |" in said
+    assert "after step 10, MiB on rank 0" in said and "|    3.000 |" in said and "|    4.000 |" in said
     verdict = said.splitlines()[-1]
     assert verdict.startswith("FAILED: the loss curves part" if status else "The loss curves agree: ")
     written = (tmp_path / "report" / "report.md").read_text()

@@ -241,7 +241,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
     unseen = [batches.batch_of(part) for part in held_out.split(train.micro_batch)] if len(held_out) else []
     columns = "{task.description}", BarColumn(), TextColumn("step {task.fields[step]}, loss {task.fields[loss]}")
     name = config.loss.impl + (", reversed" if train.reverse_samples else "")
-    losses, seconds, done, begin = [], [], 0.0, time.monotonic()
+    losses, seconds, held, done, begin = [], [], [], 0.0, time.monotonic()
     with Progress(*columns, TimeElapsedColumn(), disable=torch.distributed.get_rank() != 0) as progress:
         bar = progress.add_task(f"{name:>15}", total=1.0, step=0, loss="…")
         while done < 1:
@@ -255,6 +255,8 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
             synchronize()
             seconds.append(time.perf_counter() - start)
             losses.append(stepper.mean_loss(reports))
+            if on_gpu:
+                held.append(torch.cuda.memory_allocated())
             done = share_done(train, step + 1, time.monotonic() - begin)
             if config.snapshots and (step + 1 in config.snapshots.steps or done >= 1):
                 path = Path(config.output, f"step-{step + 1}.safetensors")
@@ -280,6 +282,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
         step_seconds=seconds,
         median_step_seconds=statistics.median(seconds[WARM_UP_STEPS:] or seconds),
         step_peak_bytes=step_peak,
+        held_bytes=held,
         loss_peak_bytes=loss_peak,
         held_out_loss=held_out_loss,
     )

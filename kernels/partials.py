@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
-from parallel_lce.core.partials import NOBODY
+from parallel_lce.core.partials import NOBODY, TRAILER
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-# Sentinel: no argmax, since a logit is NaN or the shards leave a gap or overlap.
+# Sentinel: no argmax, since a logit is NaN or the trailers do not match.
 _NOBODY = tl.constexpr(NOBODY)
 # Merge of windows: tokens per program (whole 64-byte sectors, and enough programs for few tokens), windows per step.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
@@ -95,10 +95,11 @@ def store_partials(z, position, shift, partials, MASKED: tl.constexpr, HAS_SHIFT
 
 
 @triton.jit
-def _shards(bounds, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
-    """Number of real entries of each rank's shard; whether the shards cover [0, V) without gap or overlap."""
+def _shards(trailers, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
+    """Number of real entries of each rank's shard; whether the trailers match
+    (:func:`parallel_lce.core.partials.matching`)."""
     p = tl.arange(0, BLOCK_W)
-    here = bounds + p.to(tl.int64) * stride
+    here = trailers + p.to(tl.int64) * stride
     starts = tl.load(here, mask=p < ranks, other=0).to(tl.int64)
     sizes = tl.load(here + 1, mask=p < ranks, other=0).to(tl.int64)
     real = sizes
@@ -111,7 +112,9 @@ def _shards(bounds, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
     covered = tl.sum(((begin != starts) & (sizes > 0)).to(tl.int32), 0) == 0
     if vocab_size is not None:
         covered &= tl.sum(sizes, 0) >= vocab_size
-    return real, covered
+    digests = tl.load(here + 2, mask=p < ranks, other=0)
+    others = (digests != tl.load(trailers + 2)) & (p < ranks)
+    return real, covered & (tl.sum(others.to(tl.int32), 0) == 0)
 
 
 def _merge_name(specialization) -> str:
@@ -127,7 +130,7 @@ def _merge_kernel(
     softmax_shift,
     on_shift,
     wanted,
-    bounds,
+    trailers,
     vocab_size,
     rows,
     num_slices,
@@ -170,8 +173,8 @@ def _merge_kernel(
     argmax = tl.full((BLOCK_R,), _NOBODY, tl.int32)
     nan = 0.0
     if RANKS:
-        real, covered = _shards(bounds, num_slices, stride, entries, BLOCK_W)
-        nan = tl.where(covered, 0.0, float("nan"))
+        real, matching = _shards(trailers, num_slices, stride, entries, BLOCK_W)
+        nan = tl.where(matching, 0.0, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(vocab_size, tl.sum(real, 0))
     # Windows whose maximum is the token's: the exponential of that maximum, and the number of these windows.
@@ -250,7 +253,7 @@ def _merge_kernel(
     if slices.argmax is not None:
         argmax = tl.where(broken, _NOBODY, argmax)
         if RANKS:
-            argmax = tl.where(covered, argmax, _NOBODY)
+            argmax = tl.where(matching, argmax, _NOBODY)
         tl.store(merged.argmax + r, argmax.to(tl.float32, bitcast=True), mask=valid)
     if softmax_shift is not None:
         tl.store(on_shift + r, (off_shift == 0).to(tl.uint8), mask=valid)
@@ -322,7 +325,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
     # Views of the first rank's columns. The kernel adds rank * stride to their pointers.
     own = packed[0, : columns.count * rows].view(columns.count, rows)
-    bounds = packed.view(torch.int32)[0, -2:]
+    trailers = packed.view(torch.int32)[0, -TRAILER:]
     with on_device_of(packed):
         # At least one program: it writes V.
         _merge_kernel.launch(
@@ -332,7 +335,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             None,
             None,
             None,
-            bounds,
+            trailers,
             size,
             rows,
             ranks,

@@ -96,14 +96,14 @@ def divergence(
     Returns:
         fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. For 'mean' and 'sum' gradients
         are formed in forward, except in fp16, and kept until backward, dW in fp32. A second backward forms them again.
-        Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN. A graph of
-        torch.compile breaks at this call.
+        Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN, as do options
+        that differ between ranks. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group`` alone, for each block of R tokens in this order; P ranks:
 
     1. Under sequence parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E
        elements per rank, each started a block ahead.
-    2. An all-gather of 4 R + 2 elements per rank, and one of 2 R, fp32 (fp64 for fp64).
+    2. An all-gather of 4 R + 3 elements per rank, and one of 2 R, fp32 (fp64 for fp64).
     3. If gradients are formed in forward: an all-reduce, or reduce-scatter, of dX, R * D elements of ``reduce_dtype``,
        beside dW. None with ``reduce_hidden_grad=False``.
 

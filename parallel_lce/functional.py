@@ -119,7 +119,7 @@ def linear_cross_entropy(
     ===========  ========================  ==============================  ===========================================
     forward, SP  all-gather of hidden      N/P * D                         projection of the previous block
                  states
-    forward      all-gather of partials    C * N + 2, fp32                 nothing
+    forward      all-gather of partials    C * N + 3, fp32                 nothing
     backward,    B all-gathers of hidden   N/P * D; none if forward saved  the first: dX of its own block; the others:
     SP           states                    them, within the budget         the previous block
     backward     B all-reduces of dX       N * D of ``reduce_dtype``       dW of the block's last slice
@@ -134,7 +134,7 @@ def linear_cross_entropy(
     ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
-    partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
+    partials (C * R + 3 elements), and reduces its dX after the next block's gather of partials. Backward then has no
     collective; a second backward repeats those of forward.
 
     **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
@@ -148,10 +148,10 @@ def linear_cross_entropy(
     shards the weight. Before the call DTensor redistributes values per token, and hidden states in unequal parts.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
-    NaN, and so does a vocabulary without any row. If shards have unequal rows and no ``vocab_start``, a collective may
-    fail or hang: each rank computes its size from its own rows. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error
-    for such shards, targets out of range, and arguments that differ between ranks; it synchronises the host with the
-    device. Meta and fake tensors give the shapes of results.
+    NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
+    no ``vocab_start``, a collective may fail or hang: each rank computes its size from its own rows.
+    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, targets out of range, and arguments that
+    differ between ranks; it synchronises the host with the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
@@ -256,7 +256,7 @@ def token_statistics(
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
         identical on every rank bit for bit.
 
-    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
+    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 3
     elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
     for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one

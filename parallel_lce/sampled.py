@@ -73,8 +73,8 @@ def sampled_linear_cross_entropy(
     Collectives, on ``process_group``, in this order; P ranks, N tokens, M' = M rounded up to a multiple of P. SP: under
     sequence parallelism.
 
-    - Forward: SP, an all-gather of the hidden states, N/P * D elements per rank. An all-gather of N + 2 fp32 elements
-      per rank; of N * (M + 1) + 2 for ``sampled [..., M]``. For shared samples also: a reduce-scatter of M' * D
+    - Forward: SP, an all-gather of the hidden states, N/P * D elements per rank. An all-gather of N + 3 fp32 elements
+      per rank; of N * (M + 1) + 3 for ``sampled [..., M]``. For shared samples also: a reduce-scatter of M' * D
       elements of the weight's dtype; one of 2 M' fp32 elements; SP, the gather of the hidden states again, in blocks;
       an all-gather of N fp32 elements per rank.
     - Backward: an all-reduce (SP: a reduce-scatter) of dX, N * D elements; SP, a gather of the hidden states. For

@@ -14,10 +14,10 @@ from parallel_lce.call.call import Call, flattened
 from parallel_lce.call.checks import refuse_unknown
 from parallel_lce.call.prepare import prepare
 from parallel_lce.call.selection import ids_and_offsets
-from parallel_lce.core.collectives import gather_hidden, gather_with_bounds
+from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors, apart
-from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
@@ -56,11 +56,11 @@ def selected_log_probs(
 
     Returns:
         ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
-        if shards leave a gap or overlap, or if the offsets are invalid. dW is dense, 0 in rows that no token selects. A
-        graph of torch.compile breaks at this call.
+        if shards leave a gap or overlap, if options differ between ranks, or if the offsets are invalid. dW is dense, 0
+        in rows that no token selects. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
-    states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: an
+    states, N/P * D elements per rank; an all-gather of the logits, E + 3 elements of fp32 per rank. Backward: an
     all-reduce of dX, N * D elements of ``reduce_dtype``, or under sequence parallelism a reduce-scatter, unless
     ``reduce_hidden_grad=False``; under sequence parallelism the hidden states are gathered again for dW.
 
@@ -136,12 +136,12 @@ def gathered_logits(
     count, dtype = selected.count, accumulation_dtype(weight.dtype)
     with device_without_autocast(weight):
         x = gather_hidden(flattened(hidden), whole, layout).wait()
-        # A row is a rank's logits, 0 for other ranks' ids, and its shard's first id and number of rows.
-        packed = x.new_zeros(layout.ranks, count + 2, dtype=dtype)
+        # A row is a rank's logits, 0 for other ranks' ids, and its trailer.
+        packed = x.new_zeros(layout.ranks, count + TRAILER, dtype=dtype)
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)
         call.backend.selected_logits(projection, x, selected.of_block(layout, whole, shard.start), own[:count])
-        vocab_size, wrong = gather_with_bounds(packed, shard, layout)
+        vocab_size, wrong = gather_with_trailer(packed, shard, layout)
         broken = selected.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong

@@ -12,7 +12,7 @@ from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind
-from parallel_lce.core.collectives import Layout, PartialsGather, Shard
+from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.options import as_float, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
@@ -44,7 +44,7 @@ def vocab_parallel_cross_entropy(
     ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
     single process.
 
-    Collectives: forward, one all-gather of 3 N + 2 fp32 (fp64) elements per rank; backward, none. The upstream gradient
+    Collectives: forward, one all-gather of 3 N + 3 fp32 (fp64) elements per rank; backward, none. The upstream gradient
     must be the same on all ranks.
 
     Raises:
@@ -125,7 +125,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         start, columns = layout.rank * entries, Columns(shifted=label_smoothing > 0)
         target, ids = target - start, target
         partial = logits.new_empty(columns.count, len(target), dtype=accumulation_dtype(logits.dtype))
-        gather = PartialsGather(partial, len(target), Shard(start, entries, None), Columns(), layout)
+        digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, label_smoothing) if layout.ranks > 1 else 0
+        gather = PartialsGather(partial, len(target), Shard(start, entries, None, digest), Columns(), layout)
         with on_device_of(logits):
             backend.logits_partial(logits, target, columns.shifted, partial)
             gather.local.copy_(partial[:SHIFTED])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import parallel_lce
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
-from parallel_lce.core.partials import Columns
+from parallel_lce.core.partials import TRAILER, Columns
 from parallel_lce.distillation import divergence
 from parallel_lce.kernels import partials
 from parallel_lce.kernels.filter import windows
@@ -61,7 +61,7 @@ def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -
     for ranks, tokens in ((2, 1), (8, 300))[few:]:
         for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
             plain = columns == Columns()
-            gathered = torch.ones(ranks, columns.count * tokens + 2, device=device)
+            gathered = torch.ones(ranks, columns.count * tokens + TRAILER, device=device)
             yield plain, partial(partials.merge_ranks, gathered, columns, tokens, None if plain else 77)
     for tokens in (1, 5)[few:]:
         for group in groups:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import parallel_lce
 from cases import DTYPES, Case, make, part
 from parallel_lce.core import collectives
+from parallel_lce.distillation import divergence
 from tools import arguments_to, chosen_backend, on_ranks, recorded, shrunk, started
 from world import Member
 
@@ -99,12 +100,12 @@ def expected(call: Call) -> tuple[list, list]:
         B if "input" not in call.frozen else 0
     )
     if call.strategy == "accumulate":
-        partials = [("all_gather", columns * (tokens // B) + 2, wide, True)] * B
+        partials = [("all_gather", columns * (tokens // B) + 3, wide, True)] * B
         return hidden + partials + reduce, []
     needs = call.frozen != "input weight" and call.strategy != "evaluation"
     # Where nothing is kept, all hidden states of so few tokens are gathered at once.
     whole = [("all_gather", tokens // P * D, low, True)] * call.sequence_parallel
-    forward = whole + [("all_gather", columns * tokens + 2, wide, True)]
+    forward = whole + [("all_gather", columns * tokens + 3, wide, True)]
     again = [] if call.strategy == "save" else hidden
     return forward, (again + reduce if needs else [])
 
@@ -180,7 +181,7 @@ def test_statistics_gather_what_was_asked_for(member):
         with recorded(member.group) as events:
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)
         columns = 3 + number.bit_count() + (number & 1)
-        assert events == [("all_gather", columns * N + 2, "float32", True)]
+        assert events == [("all_gather", columns * N + 3, "float32", True)]
 
 
 def _statistics(x, weight, target, **options):
@@ -218,6 +219,61 @@ def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
             allocate = leftover(getattr(torch.Tensor, name))
             stack.enter_context(mock.patch.object(torch.Tensor, name, allocate))
         assert loss().isnan().all()
+
+
+def _log_probs(x, weight, target, **options):
+    return parallel_lce.token_statistics(x, weight, target, **options).target_log_prob
+
+
+def _of_logits(x, weight, target, process_group, **options):
+    return parallel_lce.vocab_parallel_cross_entropy(x @ weight.T, target, **options, tp_group=process_group)
+
+
+def _divergence(x, weight, target, **options):
+    return divergence(x, weight, x.detach(), weight.detach(), **options)
+
+
+def _low(x, weight, target, dtype, **options):
+    return parallel_lce.linear_cross_entropy(x.to(dtype), weight.to(dtype), target, **options)
+
+
+LOSS = parallel_lce.linear_cross_entropy
+# The functions that rank 0 and rank 1 call, and their options. The messages are of the same size.
+DIFFERENT = {
+    "z_loss": ((LOSS, {}), (LOSS, dict(z_loss=1e-3))),
+    "reduction": ((LOSS, {}), (LOSS, dict(reduction="sum"))),
+    "reduction in blocks": ((LOSS, dict(logits_budget=0)), (LOSS, dict(logits_budget=0, reduction="sum"))),
+    "logit_scale": ((LOSS, {}), (LOSS, dict(logit_scale=0.5))),
+    "logit_softcap": ((LOSS, dict(logit_softcap=30.0)), (LOSS, dict(logit_softcap=31))),
+    "temperature": ((LOSS, {}), (LOSS, dict(temperature=2.0))),
+    "ignore_index": ((LOSS, {}), (LOSS, dict(ignore_index=-1))),
+    "dtype": ((_low, dict(dtype=torch.bfloat16)), (_low, dict(dtype=torch.float16))),
+    "function": ((LOSS, dict(reduction="none")), (_log_probs, {})),
+    "selected": ((_selected, {}), (_selected, dict(temperature=2.0))),
+    "logits": ((_of_logits, {}), (_of_logits, dict(label_smoothing=0.1))),
+    "divergence": ((_divergence, dict(beta=0.0)), (_divergence, dict(beta=1.0))),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_ranks(2)
+def test_calls_that_differ_give_nan(member, name, backend):
+    """On every rank, without debug mode. The next calls, which agree, are right."""
+    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
+    function, options = DIFFERENT[name][member.rank]
+    assert function(t.x, t.weight, t.target, process_group=member.group, **options).isnan().all()
+    function, options = DIFFERENT[name][0]
+    loss = function(t.x, t.weight, t.target, process_group=member.group, **options)
+    assert loss.isfinite().all()
+    loss.sum().backward()
+
+
+@on_ranks(2)
+def test_equal_arguments_of_other_types_agree(member, backend):
+    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
+    options = dict(temperature=1, logit_softcap=30, logits_budget=1 << 20) if member.rank else dict(logit_softcap=30.0)
+    loss = LOSS(t.x, t.weight, t.target, process_group=member.group, reduction="none", **options)
+    assert loss.isfinite().all()
 
 
 @on_ranks(2)

@@ -248,7 +248,7 @@ def test_collectives_are_those_of_the_docstring(member, sequence_parallel):
     x, w = x.detach().requires_grad_(), w.requires_grad_()
     gathers = [("all_gather", N // 2 * D), ("all_gather", N // 2 * E)] if sequence_parallel else []
     reduction = [("reduce_scatter" if sequence_parallel else "all_reduce", N * D)]
-    sums = [("all_gather", 4 * N + 2), ("all_gather", 2 * N)]
+    sums = [("all_gather", 4 * N + 3), ("all_gather", 2 * N)]
     expected = {"mean": (gathers + sums + reduction, []), "none": (gathers + sums, gathers + reduction)}
     for name, (in_forward, in_backward) in expected.items():
         options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduction=name)

@@ -120,7 +120,7 @@ def test_collectives_and_bits(member, split):
             )  # fmt: skip
         assert [(c.kind, c.size) for c in found] == [
             *gathers,
-            ("all_gather", N + 2),
+            ("all_gather", N + 3),
             ("reduce_scatter", 2 * part * D),
             ("reduce_scatter", 2 * part * 2),
             *gathers,

@@ -1,6 +1,8 @@
 """``token_statistics`` beside the same-dtype dense path. The fuzz compares every value and gradient of it, and of
 ``selected_log_probs``, with float64 in all configurations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,15 @@ from cases import DTYPES
 from measures import assert_no_worse, error, size, smallest_steps
 from parallel_lce import backends
 from parallel_lce.core.collectives import Shard
-from parallel_lce.core.partials import TARGET, Columns, accumulation_dtype, empty_partial, integer_view, tile_partial
+from parallel_lce.core.partials import (
+    TARGET,
+    TRAILER,
+    Columns,
+    accumulation_dtype,
+    empty_partial,
+    integer_view,
+    tile_partial,
+)
 from tools import DIFFERENTIABLE, fields, on_ranks, shrunk, small, statistics
 
 FIELDS = *DIFFERENTIABLE, "selected_log_prob"
@@ -118,10 +128,10 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
     columns, tokens, V = Columns(*[True] * 5), 4, sum(sizes) if vocab_size is None else vocab_size
     z = torch.randn(V, tokens, generator=torch.Generator().manual_seed(1)).to(device)
     z[3:5, 1], z[:, 2], z[7] = -torch.inf, -torch.inf, z[7] + 3
-    packed = z.new_empty(len(starts), columns.count * tokens + 2)
+    packed = z.new_empty(len(starts), columns.count * tokens + TRAILER)
     rows = [
         (z, 0, empty_partial(columns, tokens, z.dtype, z.device)),
-        *((z[a : a + n], a, packed[rank, :-2].view(-1, tokens)) for rank, (a, n) in enumerate(zip(starts, sizes))),
+        *((z[a : a + n], a, row[:-TRAILER].view(-1, tokens)) for row, a, n in zip(packed, starts, sizes)),
     ]
     for logits, start, partial in rows:
         empty_partial(columns, tokens, z.dtype, z.device, partial)
@@ -130,7 +140,7 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
             partial[TARGET] += start
     for rank, (start, number) in enumerate(zip(starts, sizes)):
         shard = Shard(start, number, vocab_size)
-        shard.write_bounds(packed[rank : rank + 1])
+        shard.write_trailer(packed[rank : rank + 1])
         assert not whole or shard.real_rows == len(z[start : start + number])
     merged, real = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
     ids, floats = integer_view(merged[columns["argmax"]]), merged[: columns["argmax"]]
@@ -141,3 +151,6 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
         assert torch.equal(ids, integer_view(expected[columns["argmax"]])) and real == V
     else:
         assert floats.isnan().all() and (ids == torch.iinfo(ids.dtype).max).all()
+    replace(shard, digest=1).write_trailer(packed[-1:])  # of another call
+    merged, _ = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
+    assert merged[: columns["argmax"]].isnan().all()

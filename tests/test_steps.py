@@ -229,7 +229,7 @@ def spoil(step: Step) -> None:
     for tensor in step.tensors:
         tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
     (N, rows, D), P = SIZES[step.x.device.type], step.member.ranks
-    numbers = (step.x.numel(), N * D, step.weight.numel(), N * rows, P * (4 * N + 2), N)
+    numbers = (step.x.numel(), N * D, step.weight.numel(), N * rows, P * (4 * N + 3), N)
     held = [
         torch.full((n // parts,), torch.nan, dtype=dtype, device=step.x.device)
         for n in numbers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_tensors
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
-from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
@@ -181,6 +182,8 @@ def _planned(
     scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
+    if layout.ranks > 1:
+        shard = replace(shard, digest=_digest(options, tensors, shape))
     call = Call(options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE)
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
@@ -223,6 +226,14 @@ def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
     rows = weight.shape[0]
     start = layout.rank * rows if options.vocab_start is None else options.vocab_start
     return Shard(start, rows, options.vocab_size)
+
+
+def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
+    """Of what all ranks must share, without the seed, which differs from call to call, and the budget, which may depend
+    on a rank's memory."""
+    values = agreed(options._replace(sample_seed=None, logits_budget=None))
+    per_token = tensors.logit_scale is not None, tensors.temperature is not None
+    return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
 
 
 def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:

@@ -6,6 +6,7 @@ the same order. All collectives are asynchronous. On NCCL a wait orders streams 
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import Columns, accumulation_dtype, bounds_of, covered
+from parallel_lce.core.partials import TRAILER, Columns, accumulation_dtype, matching, trailer_of
 from parallel_lce.core.plan import Block
 
 # torch 2.13 renamed these two. With ``async_op=True`` they return a Work to every rank of the group.
@@ -171,6 +172,8 @@ class Shard:
     rows: int
     # V; None: the sum of all ranks' rows
     vocab_size: int | None
+    # Of the arguments that all ranks must share: digest_of
+    digest: int = 0
 
     @property
     def real_rows(self) -> int:
@@ -179,37 +182,47 @@ class Shard:
             return self.rows
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
-    def write_bounds(self, packed: Tensor) -> None:
-        """Write ``start`` and ``rows`` to the last two elements of every row of ``packed [P, n]``. The gather replaces
+    def write_trailer(self, packed: Tensor, first: int = 0) -> None:
+        """Write ``start``, ``rows`` and ``digest`` to the end of every row of ``packed [P, n]``. The gather replaces
         those of the other ranks. A rank whose message is too short to do so, which gloo accepts, overlaps this shard
-        and so gives NaN, whatever an earlier call has left in the memory."""
-        start, rows = bounds_of(packed).unbind(1)
+        and so gives NaN, whatever an earlier call has left in the memory. ``first``: the first token of the message's
+        block, which the digest covers too."""
+        start, rows, digest = trailer_of(packed).unbind(1)
         start.fill_(self.start)
         rows.fill_(self.rows)
+        digest.fill_((self.digest + first) % _DIGESTS)
 
 
-def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
-    """All-gather ``packed [P, n + 2]``, and wait for it. This rank has written the first n elements of its row. This
-    function writes the shard's bounds to the last two.
+_DIGESTS = 2**31
 
-    Returns V, and a 0-dimensional flag that is true if the shards are no partition of the vocabulary. A single rank
-    gathers nothing; its flag is None.
+
+def digest_of(*arguments: object) -> int:
+    """A digest of the arguments' texts, the same in every process: CRC-32 without its highest bit."""
+    return zlib.crc32(repr(arguments).encode()) % _DIGESTS
+
+
+def gather_with_trailer(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
+    """All-gather ``packed [P, n + 3]``, and wait for it. This rank has written the first n elements of its row. This
+    function writes the trailer.
+
+    Returns V, and a 0-dimensional flag that is true if the ranks' trailers do not match. A single rank gathers nothing;
+    its flag is None.
     """
     if layout.ranks == 1:
         return shard.real_rows, None
     own = packed[layout.rank]
-    shard.write_bounds(packed)
+    shard.write_trailer(packed)
     gather_whole(packed, own, layout)
-    starts, sizes = bounds_of(packed).long().unbind(1)
-    vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
-    return vocab_size, ~covered(starts, sizes, shard.vocab_size)
+    trailers = trailer_of(packed).long()
+    vocab_size = trailers[:, 1].sum() if shard.vocab_size is None else shard.vocab_size
+    return vocab_size, ~matching(trailers, shard.vocab_size)
 
 
 class PartialsGather:
     """Merges partials ``[C, R]`` over the ranks.
 
     The caller writes this rank's partials to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all ranks'.
-    One all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input), in place; none for a single rank. The
+    One all-gather of C * R + 3 elements per rank (fp32, or fp64 for fp64 input), in place; none for a single rank. The
     merge runs in rank order, so all ranks hold the same bits. Further ``extra`` elements may be sent with the partials:
     each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
@@ -226,23 +239,24 @@ class PartialsGather:
             self.extra = self.extras
             return
         size = columns.count * rows
-        self._packed = like.new_empty(layout.ranks, size + (extra or 0) + 2, dtype=dtype)
+        self._packed = like.new_empty(layout.ranks, size + (extra or 0) + TRAILER, dtype=dtype)
         self._own = self._packed[layout.rank]
         # [P, extra], and this rank's [1, extra]; None without extra elements
-        self.extras = None if extra is None else self._packed[:, size:-2]
-        self.extra = None if extra is None else self._own[size:-2].unsqueeze(0)
+        self.extras = None if extra is None else self._packed[:, size:-TRAILER]
+        self.extra = None if extra is None else self._own[size:-TRAILER].unsqueeze(0)
         self.local = self._own[:size].view(columns.count, rows)
 
-    def start(self) -> None:
+    def start(self, first: int = 0) -> None:
+        """``first``: the first token of the partials' block."""
         if self._layout.ranks == 1:
             return
-        self._shard.write_bounds(self._packed)
+        self._shard.write_trailer(self._packed, first)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def of_ranks(self) -> tuple[Tensor, Tensor]:
         """The partials of all ranks ``[P, C, R]``, and their shards' first ids ``[P]``, after :meth:`finish`."""
         partials = self._packed[:, : self._columns.count * self._rows].unflatten(1, (self._columns.count, self._rows))
-        return partials, bounds_of(self._packed)[:, 0].long()
+        return partials, trailer_of(self._packed)[:, 0].long()
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
         """The partial merged by a backend's ``merge_ranks``, and V: 0-dimensional int64, or an int on a single rank."""

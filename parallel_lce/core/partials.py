@@ -219,40 +219,45 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
     return merged
 
 
-def bounds_of(packed: Tensor) -> Tensor:
-    """The shards' bounds (first id, rows) ``[..., 2]`` in packed partials, as integers."""
-    return integer_view(packed[..., -2:])
+TRAILER = 3
+"""Numbers at the end of a rank's message: its shard's first id and rows, and a digest of its call."""
+
+
+def trailer_of(packed: Tensor) -> Tensor:
+    """The last ``TRAILER`` numbers of each row of packed partials ``[P, n]``, as integers ``[P, TRAILER]``."""
+    return integer_view(packed[:, -TRAILER:])
 
 
 def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the ranks' packed partials ``[P, >= C * R + 2]``, in rank order. Each row begins with a partial ``[C, R]``
-    and ends with the bounds of the rank's shard, bit-cast.
+    """Merge the ranks' packed partials ``[P, >= C * R + 3]``, in rank order. Each row begins with a partial ``[C, R]``
+    and ends with the rank's trailer, bit-cast.
 
     Returns the merged partial ``[C, R]`` and V, the number of real entries, 0-dimensional int64. Entries from
-    ``vocab_size`` on are padding. Where the shards leave a gap or overlap, the columns are NaN and the argmax is the
-    largest integer.
+    ``vocab_size`` on are padding. If the trailers do not match (:func:`matching`), the columns are NaN, and the argmax
+    is the largest integer.
     """
-    starts, sizes = bounds_of(packed).long().unbind(1)
-    real = sizes
+    trailers = trailer_of(packed).long()
+    starts, real, _ = trailers.unbind(1)
     if vocab_size is not None:
-        real = (vocab_size - starts).clamp(min=0).minimum(sizes)
+        real = (vocab_size - starts).clamp(min=0).minimum(real)
     partials = packed[:, : columns.count * rows].unflatten(1, (columns.count, rows))
     merged = merge(partials, real, columns)
-    whole = covered(starts, sizes, vocab_size)
-    merged[: columns["argmax"]].masked_fill_(~whole, torch.nan)
+    valid = matching(trailers, vocab_size)
+    merged[: columns["argmax"]].masked_fill_(~valid, torch.nan)
     if columns.argmax:
         ids = integer_view(merged[columns["argmax"]])
-        ids.masked_fill_(~whole, torch.iinfo(ids.dtype).max)
+        ids.masked_fill_(~valid, torch.iinfo(ids.dtype).max)
     return merged, real.sum()
 
 
-def covered(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
-    """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order. Every non-empty
-    shard must start at the sum of the sizes of the shards before it. Without ``vocab_size``, V is the sum of all
-    sizes."""
+def matching(trailers: Tensor, vocab_size: int | None) -> Tensor:
+    """Whether the ranks' ``trailers [P, TRAILER]`` int64 are of one call: all digests are equal, and the shards
+    ``[start, start + size)`` cover [0, V) without gap or overlap, in any order. Every non-empty shard must start at the
+    sum of the sizes of the shards before it. Without ``vocab_size``, V is the sum of all sizes."""
+    starts, sizes, digests = trailers.unbind(1)
     place = torch.arange(len(starts), device=starts.device)
     before = starts < starts.unsqueeze(1)
     before |= (starts == starts.unsqueeze(1)) & (place < place.unsqueeze(1))
     covered = ((before * sizes).sum(1) == starts) | (sizes == 0)
-    covered = covered.all()
+    covered = covered.all() & (digests == digests[0]).all()
     return covered if vocab_size is None else covered & (sizes.sum() >= vocab_size)

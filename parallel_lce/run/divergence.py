@@ -18,7 +18,7 @@ each token the backward projects both again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ from parallel_lce.backends.interface import LogitsGradient, Pair, power_of_two_n
 from parallel_lce.backends.torch_logits import aligned
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
 from parallel_lce.core import plan
-from parallel_lce.core.collectives import Layout, Shard, gather_whole, gather_with_bounds
+from parallel_lce.core.collectives import Layout, Shard, digest_of, gather_whole, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
-from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers, GradientSums
@@ -80,6 +80,8 @@ class _Pass:
         # On CPUs low-precision products are slower, and no more exact.
         self.gradient_dtype = self.hidden.dtype if self.hidden.is_cuda else self.projection.dtype
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
+        shard = task.student.shard
+        self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest, task.beta))
         self.known = numbers
         self.losses = self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype)
         self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers
@@ -120,7 +122,7 @@ class _Pass:
         teacher = task.teacher.backend.block_logits(self.teacher, y)
         logits, partials = zip(student, teacher)
         if self.known is None:
-            layout.put(self.numbers[:4], block, _normalizers(partials, task.student.shard, layout))
+            layout.put(self.numbers[:4], block, _normalizers(partials, self._shard, layout))
         numbers = layout.take(self.numbers[:4], block).contiguous()
         return Pair(*logits, numbers[:2], numbers[2:], task.beta)
 
@@ -140,13 +142,13 @@ class _Pass:
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
     """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
-    all ranks, from this rank's ``partials [>= 2, R]`` of both. NaN where the shards leave a gap or overlap."""
+    all ranks, from this rank's ``partials [>= 2, R]`` of both. NaN where the ranks' trailers do not match."""
     rows = partials[0].shape[1]
-    packed = partials[0].new_empty(layout.ranks, 4 * rows + 2)
+    packed = partials[0].new_empty(layout.ranks, 4 * rows + TRAILER)
     own = packed[layout.rank]
     for packed_rows, partial in zip(own[: 4 * rows].view(2, 2, rows), partials):
         packed_rows.copy_(partial[:2])
-    _, broken = gather_with_bounds(packed, shard, layout)
+    _, broken = gather_with_trailer(packed, shard, layout)
     maxima, sums = packed[:, : 4 * rows].view(layout.ranks, 2, 2, rows).unbind(2)
     largest = maxima.amax(0)
     numbers = torch.stack([largest, (sums * (maxima - largest).exp()).sum(0).log()], 1).view(4, rows)

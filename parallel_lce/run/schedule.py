@@ -385,7 +385,7 @@ def accumulate(
                 out=partials.local,
             )
             _, saved = backend.block_forward(task)
-            partials.start()
+            partials.start(block.start)
             waiting.append(_Waiting(block, x, partials, saved))
             if len(waiting) > ahead:
                 complete(waiting.popleft())

@@ -44,7 +44,7 @@ from .timing import clock, interleaved, ratios, spread
 
 GB, GIB = 10**9, 2**30
 RATIO = "{:.2f} ({:.2f}–{:.2f})"
-TORCH, OURS = "torch", "ours-per-token"
+TORCH, OURS = "torch", "ours"
 LABELS = {TORCH: "torch", OURS: "parallel_lce"}  # of lines in pictures
 
 # V, and by N: milliseconds of the canonical loss and of the paper's, MiB of either (the paper writes MB).

@@ -7,6 +7,7 @@ shard [V/P, D], and target has the ids [N] of the whole sequence.
 The GEMM-only baseline is the three matrix products that every loss needs, without a loss. Speeds are relative to it.
 """
 
+import importlib
 import importlib.util
 import re
 from collections.abc import Callable
@@ -40,17 +41,19 @@ class Peer:
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     settings: tuple[str, ...] = (ONE,)
-    needs: str = ""  # a module that `build` imports
+    needs: str = ""  # what `build` imports: a module, or module:name
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
     @property
     def missing(self) -> str:
         """The reason why it cannot run in this environment, or ''."""
+        module, _, name = self.needs.partition(":")
         try:
-            exists = not self.needs or importlib.util.find_spec(self.needs) is not None
+            exists = not module or importlib.util.find_spec(module) is not None
         except ImportError:  # the parent package is missing
             exists = False
-        return "" if exists else f"no module {self.needs}"
+        exists = exists and (not name or hasattr(importlib.import_module(module), name))
+        return "" if exists else f"no {self.needs}"
 
 
 OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that returns the loss)}
@@ -61,6 +64,7 @@ OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that re
     "ours-replay": (ANY, ours.replay),
 }
 UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
+_TORCH = "torch.nn.functional", "linear_cross_entropy"  # of torch 2.13 and later
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
@@ -68,8 +72,8 @@ OTHERS = (
     Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", settings=BOTH),
     Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", settings=(RANKS,)),
     Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
-    Peer("torch-lce", ANY, CPU_AND_CUDA, library("torch.nn.functional", "linear_cross_entropy")),
-    Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked),
+    Peer("torch-lce", ANY, CPU_AND_CUDA, library(*_TORCH), needs=":".join(_TORCH)),
+    Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked, needs=":".join(_TORCH)),
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),

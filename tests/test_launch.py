@@ -180,7 +180,7 @@ MISTAKES = [
     ("bench", "--rounds 0", "--rounds must be at least 1, got 0"),
     ("bench", "--peers ours@5tons", "KiB, MiB or GiB, or all, got '5tons'"),
     ("bench", "--peers none-such", "no such peer: none-such"),
-    ("bench", "--peers gone", "cannot run here: gone (no module no_such_module.of_mine)"),
+    ("bench", "--peers gone", "cannot run here: gone (no no_such_module.of_mine)"),
     ("bench", "--plot p.foo", "--plot: the suffix must be one of "),
     ("bench", "--json FOLDER", "--json: FOLDER is a folder"),
     ("bench", "--trace FOLDER/list", "--trace=FOLDER/list cannot be made a folder"),

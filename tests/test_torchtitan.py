@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -22,7 +23,10 @@ from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, P
 from world import mesh_of
 
 B, S, D, V, COUNT = 2, 5, 6, 11, 7
-KINDS = ("plain", "vocabulary", "tokens", "fsdp one", "fsdp resharded")
+# Without DataParallelMeshDims torchtitan cannot be imported. FSDP of such a PyTorch, 2.11, crashes if norm and lm_head
+# share a parameter group: it frees the weight of the norm before the norm's backward.
+NEWER = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torchtitan needs a newer PyTorch")
+KINDS = {"plain": [], "vocabulary": [], "tokens": [], "fsdp one": [NEWER], "fsdp resharded": []}
 
 
 class Decoder(nn.Module):
@@ -46,7 +50,9 @@ def plain(lm_head: nn.Linear, rank: int, ranks: int, spmd_type="R") -> nn.Linear
 
 
 @pytest.mark.parametrize("inner", ["CrossEntropyLoss", "PolicyLoss"])
-@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), *((kind, 2) for kind in KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("plain", 1), *(pytest.param(kind, 2, marks=marks) for kind, marks in KINDS.items())]
+)
 @on_ranks()
 def test_equals_whole_logits(member, kind, inner):
     """Of two microbatches, and without gradients: all equals that of one process with whole logits in float64."""

@@ -283,7 +283,8 @@ def test_a_group_destroyed_between_forward_and_backward(member, sequence_paralle
     loss = of_call("save", t, group, sequence_parallel=sequence_parallel)
     dist.destroy_process_group(group)
     if member.device.type == "cuda":
-        with pytest.raises(dist.DistBackendError, match="NCCL communicator was aborted"):
+        # The reason is the abort; the message is that of PyTorch's log of errors, which asks for the group.
+        with pytest.raises((ValueError, dist.DistBackendError), match="not initialized|communicator was aborted"):
             torch.autograd.grad(loss, [t.x, t.weight])
     else:
         assert same(torch.autograd.grad(loss, [t.x, t.weight]), expected[1:])

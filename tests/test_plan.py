@@ -77,6 +77,17 @@ def assert_tiled(call: dict, blocks) -> None:
     assert ends[-1] == call["tokens"] // call["sp_size"]
 
 
+def square_of(call: dict) -> int:
+    """Rows of each part of a block with as many tokens as a recomputed slice has entries."""
+    return math.isqrt(SMALLEST_BLOCK // call["itemsize"]) // call["sp_size"]
+
+
+def too_few(call: dict, rows: int, saves: bool) -> bool:
+    """Whether blocks of these ``rows`` would add to dW too often. ``saves``: a block's exponentials fit the budget."""
+    enough = square_of(call) if call["ranks"] == 1 and not saves else square_of(call) / 4
+    return call["gradients"].weight and rows < min(enough, call["tokens"] // call["sp_size"])
+
+
 # One rank, whose blocks of rows are a quarter as many as the entries that are recomputed at a time.
 NARROW = dict(tokens=8192, shard_rows=23172, hidden_size=64, itemsize=2, budget=0, sp_size=1, ranks=1)
 
@@ -100,10 +111,10 @@ def test_blocks_are_few_and_balanced(call):
         limit = max(limit, sizes.saved)
         del blocks[0]
     per_part = sum(b.stop - b.start for b in blocks)
-    most, square = max(1, limit // sizes.rows), math.isqrt(SMALLEST_BLOCK // call["itemsize"])
-    nothing_saved = not found.accumulate and not found.blocks[0].saved
-    if nothing_saved and call["ranks"] == 1 and most < square <= 4 * most:
-        most = square  # as many tokens as entries are recomputed at a time
+    most = max(1, limit // sizes.rows)
+    fitting = max(0, call["budget"] - found.scratch_bytes) // sizes.rows if call.get("savable", True) else 0
+    if not found.accumulate and not found.blocks[0].saved and too_few(call, max(most, fitting), fitting > 0):
+        most = square_of(call)
     assert len(blocks) == -(-per_part // most)
     rows = [b.stop - b.start for b in blocks]
     even = -(-per_part // max(1, len(blocks)))
@@ -141,10 +152,12 @@ def test_strategy(call):
         assert alive + dw * max(4, call["itemsize"]) <= sizes.whole + dw_new
     else:
         assert sizes.saved < sizes.whole
-        # What fits beside the scratch is saved, but for less than a row of each part or a column.
+        # What fits beside the scratch is saved, but for less than a row of each part or a column, and but for rows that
+        # are too few for a block.
         room = call["budget"] - found.scratch_bytes
         piece = sizes.rows if len(found.blocks) > 1 else call["tokens"] * call["itemsize"]
-        assert room - piece < sizes.saved <= max(0, room)
+        fitting = max(room, SMALLEST_BLOCK) // sizes.rows
+        assert room - piece < sizes.saved <= max(0, room) or (not sizes.saved and too_few(call, fitting, room > piece))
         assert found.scratch_bytes <= SMALLEST_BLOCK
         if len(found.blocks) > 1:
             first, *others = found.blocks
@@ -167,12 +180,13 @@ CHOICES = {
     "by vocabulary": [
         (AXIS, {}, True),
         (AXIS, dict(tokens=65536, shard_rows=4096), False),
-        (AXIS, dict(gradients=MAIN_GRAD), False),  # an fp32 main_grad takes dW for nothing
+        (AXIS, dict(tokens=8192, gradients=MAIN_GRAD), False),  # an fp32 main_grad takes dW for nothing
         # Neither needs one: the first in the list, on several ranks blocks of rows.
-        (AXIS, dict(itemsize=4, gradients=FP32, ranks=1), True),
-        (AXIS, dict(itemsize=4, gradients=FP32), False),
-        (AXIS, dict(tokens=128255), True),
-        (AXIS, dict(tokens=128257), False),  # a block's dX is no accumulator
+        (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32, ranks=1), True),
+        (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32), False),
+        # Blocks of 5792 rows sum dX too.
+        (AXIS, dict(tokens=128255 + 5792), True),
+        (AXIS, dict(tokens=128257 + 5792), False),
         # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
         (ONE, {}, True),
         (ONE, dict(ranks=2), False),

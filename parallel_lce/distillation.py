@@ -115,11 +115,11 @@ def divergence(
     if unknown:
         refuse_unknown(divergence, unknown, process_group)
     beta, temperature = as_float(beta), as_float(temperature)
-    ignore_index = -100 if ignore_index is None else ignore_index
-    # Debug mode compares the name between ranks, and so these settings. The call itself reduces and ignores nothing.
-    name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
+    ignored: int = -100 if ignore_index is None else as_number(ignore_index)
+    # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
+    name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
     options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
-    numbers = partial(_check_numbers, beta, reduction, ignore_index)
+    numbers = partial(_check_numbers, beta, reduction, ignored)
     given = Tensors(student_hidden, student_weight, target, student_bias)
     teachers = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
     with _naming("student"):
@@ -140,7 +140,7 @@ def divergence(
         result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
     else:
         task = Divergence.of(student, teacher, beta, dtype)
-        factor = _factor(student, inputs[0], reduction, ignore_index)
+        factor = _factor(student, inputs[0], reduction, ignored)
         if reduction != "none" and any(student.needs) and dtype != torch.float16:
             result = divergences(task, inputs, teacher_inputs, factor)
         else:

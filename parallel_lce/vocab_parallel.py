@@ -77,7 +77,9 @@ def vocab_parallel_cross_entropy(
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
     ids = in_memory(target).reshape(-1).long().contiguous()
-    loss = _LogitsCrossEntropy.apply(logits, ids, float(label_smoothing), layout, backend)
+    smoothing = float(label_smoothing)
+    digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
+    loss = _LogitsCrossEntropy.apply(logits, ids, smoothing, layout, digest, backend)
     return loss.view(target.shape)
 
 
@@ -120,13 +122,15 @@ def _megatron_group() -> dist.ProcessGroup | None:
 
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, backend: Backend):
+    def forward(
+        ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, digest: int, backend: Backend
+    ):
         entries = logits.shape[1]
         start, columns = layout.rank * entries, Columns(shifted=label_smoothing > 0)
         target, ids = target - start, target
         partial = logits.new_empty(columns.count, len(target), dtype=accumulation_dtype(logits.dtype))
-        digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, label_smoothing) if layout.ranks > 1 else 0
-        gather = PartialsGather(partial, len(target), Shard(start, entries, None, digest), Columns(), layout)
+        shard = Shard(start, entries, None, digest)
+        gather = PartialsGather(partial, len(target), shard, Columns(), layout)
         with on_device_of(logits):
             backend.logits_partial(logits, target, columns.shifted, partial)
             gather.local.copy_(partial[:SHIFTED])
@@ -151,4 +155,4 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         coefficients = torch.stack([upstream, upstream * (1 - ctx.smoothing), of_others])
         with on_device_of(logits):
             gradient = ctx.backend.logits_gradient(logits, target, merged.contiguous(), coefficients)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None

@@ -1,11 +1,12 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
 import itertools
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -196,7 +197,7 @@ def _selected(x, weight, target, **options):
 @on_ranks(2)
 def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
     """gloo accepts a shorter message than the buffer has room for, from a rank that calls with fewer tokens. The rest
-    of the buffer then is what an earlier call has left there: bounds of all shards."""
+    of the buffer then is what an earlier call has left there: trailers of all ranks."""
     t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
     loss = lambda: function(t.x, t.weight, t.target, process_group=member.group)  # noqa: E731
     with arguments_to(collectives, "all_gather") as gathers:
@@ -233,6 +234,10 @@ def _divergence(x, weight, target, **options):
     return divergence(x, weight, x.detach(), weight.detach(), **options)
 
 
+def _sampled(x, weight, target, **options):
+    return parallel_lce.sampled_linear_cross_entropy(x, weight, target, torch.arange(9, device=x.device), **options)
+
+
 def _low(x, weight, target, dtype, **options):
     return parallel_lce.linear_cross_entropy(x.to(dtype), weight.to(dtype), target, **options)
 
@@ -252,6 +257,7 @@ DIFFERENT = {
     "selected": ((_selected, {}), (_selected, dict(temperature=2.0))),
     "logits": ((_of_logits, {}), (_of_logits, dict(label_smoothing=0.1))),
     "divergence": ((_divergence, dict(beta=0.0)), (_divergence, dict(beta=1.0))),
+    "sampled": ((_sampled, {}), (_sampled, dict(reduction="sum"))),
 }
 
 
@@ -261,7 +267,8 @@ def test_calls_that_differ_give_nan(member, name, backend):
     """On every rank, without debug mode. The next calls, which agree, are right."""
     t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
     function, options = DIFFERENT[name][member.rank]
-    assert function(t.x, t.weight, t.target, process_group=member.group, **options).isnan().all()
+    with shrunk(ROWS * 4 * 8) if "blocks" in name else nullcontext():
+        assert function(t.x, t.weight, t.target, process_group=member.group, **options).isnan().all()
     function, options = DIFFERENT[name][0]
     loss = function(t.x, t.weight, t.target, process_group=member.group, **options)
     assert loss.isfinite().all()
@@ -269,11 +276,25 @@ def test_calls_that_differ_give_nan(member, name, backend):
 
 
 @on_ranks(2)
-def test_equal_arguments_of_other_types_agree(member, backend):
+def test_equal_arguments_agree(member, backend):
+    """Numbers of other types, and what may differ between ranks."""
     t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
-    options = dict(temperature=1, logit_softcap=30, logits_budget=1 << 20) if member.rank else dict(logit_softcap=30.0)
-    loss = LOSS(t.x, t.weight, t.target, process_group=member.group, reduction="none", **options)
-    assert loss.isfinite().all()
+    for one, other in (
+        (dict(logit_softcap=30.0), dict(logit_softcap=30, temperature=1, logits_budget=1 << 20)),
+        (dict(ignore_index=-100, z_loss=0.0), dict(ignore_index=np.int64(-100), z_loss=-0.0)),
+        (dict(reduce_dtype=None), dict(reduce_dtype=torch.float32)),
+        (dict(vocab_start=0, vocab_size=2 * ROWS), dict(vocab_start=ROWS, vocab_size=2 * ROWS)),
+        (dict(vocab_size=2 * ROWS), dict(vocab_start=ROWS, vocab_size=2 * ROWS)),
+    ):
+        options = (one, other)[member.rank]
+        for reduction in ("none", "mean"):
+            loss = LOSS(t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options)
+            assert loss.isfinite().all(), options
+    for needs in (False, True):  # of a gradient, on one rank
+        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
+        with torch.set_grad_enabled(needs or member.rank == 0):
+            loss = LOSS(t.x, t.weight, t.target, process_group=member.group, token_weight=token_weight)
+        assert loss.isfinite()
 
 
 @on_ranks(2)

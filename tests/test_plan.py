@@ -61,13 +61,15 @@ def calls(draw):
 
 
 def sizes_of(call: dict, found) -> SimpleNamespace:
-    """Bytes: of the logits of one token, of a token of each part, of all; of what is saved from forward to backward, or
-    of all blocks when accumulating; and of the hidden states of all ranks."""
+    """Bytes: of the logits of one token, of a token of each part, of an entry of all tokens, of all; of what is saved
+    from forward to backward, or of all blocks when accumulating; and of the hidden states of all ranks."""
     parts, itemsize = call["sp_size"], call["itemsize"]
-    row = call["shard_rows"] * itemsize
+    row, token = call["shard_rows"] * itemsize, call["tokens"] * itemsize
     saved = sum((b.stop - b.start) * parts * b.saved * itemsize for b in found.blocks)
     gathered = call["tokens"] * call["hidden_size"] * itemsize
-    return SimpleNamespace(row=row, rows=parts * row, whole=call["tokens"] * row, saved=saved, gathered=gathered)
+    return SimpleNamespace(
+        row=row, rows=parts * row, token=token, whole=call["tokens"] * row, saved=saved, gathered=gathered
+    )
 
 
 def assert_tiled(call: dict, blocks) -> None:
@@ -85,7 +87,7 @@ def square_of(call: dict) -> int:
 def too_few(call: dict, rows: int, saves: bool) -> bool:
     """Whether blocks of these ``rows`` would add to dW too often. ``saves``: a block's exponentials fit the budget."""
     enough = square_of(call) if call["ranks"] == 1 and not saves else square_of(call) / 4
-    return call["gradients"].weight and rows < min(enough, call["tokens"] // call["sp_size"])
+    return call["gradients"].weight and rows < enough and call["tokens"] // call["sp_size"] > square_of(call)
 
 
 # One rank, whose blocks of rows are a quarter as many as the entries that are recomputed at a time.
@@ -122,12 +124,15 @@ def test_blocks_are_few_and_balanced(call):
     assert all(size % 128 == 0 or size == even for size in rows[:-1])
 
 
+# Three quarters of the vocabulary rows fit the budget, of all tokens.
+MOST = dict(tokens=1500, shard_rows=128256, hidden_size=4096, itemsize=2, budget=340 * 2**20, gradients=BF16)
 # One row fits the budget.
 SINGLE = dict(tokens=1024, shard_rows=128256, hidden_size=64, itemsize=2, budget=SMALLEST_BLOCK + 2 * 128256)
 
 
 @RELAXED
 @example(SINGLE | dict(sp_size=1, ranks=2, gradients=MAIN_GRAD, savable=True))
+@example(MOST | dict(sp_size=1, ranks=2, savable=True))
 @given(calls())
 def test_strategy(call):
     found = plan(**call)
@@ -152,6 +157,8 @@ def test_strategy(call):
         assert alive + dw * max(4, call["itemsize"]) <= sizes.whole + dw_new
     else:
         assert sizes.saved < sizes.whole
+        if len(found.blocks) == 1:  # all vocabulary rows that fit
+            assert found.blocks[0].saved == max(0, call["budget"] - found.scratch_bytes) // sizes.token
         # What fits beside the scratch is saved, but for less than a row of each part or a column, and but for rows that
         # are too few for a block.
         room = call["budget"] - found.scratch_bytes
@@ -184,6 +191,7 @@ CHOICES = {
         # Neither needs one: the first in the list, on several ranks blocks of rows.
         (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32, ranks=1), True),
         (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32), False),
+        (AXIS, dict(tokens=1500, budget=340 * MiB), True),  # three quarters of it are saved
         # Blocks of 5792 rows sum dX too.
         (AXIS, dict(tokens=128255 + 5792), True),
         (AXIS, dict(tokens=128257 + 5792), False),

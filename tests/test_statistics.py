@@ -151,6 +151,7 @@ def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, dev
         assert torch.equal(ids, integer_view(expected[columns["argmax"]])) and real == V
     else:
         assert floats.isnan().all() and (ids == torch.iinfo(ids.dtype).max).all()
-    replace(shard, digest=1).write_trailer(packed[-1:])  # of another call
-    merged, _ = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
-    assert merged[: columns["argmax"]].isnan().all()
+    for call, first in ((1, 0), (0, 128)) if whole else ():  # the last rank's message is of another call, or block
+        replace(shard, digest=call).write_trailer(packed[-1:], first)
+        merged, _ = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
+        assert merged[: columns["argmax"]].isnan().all()

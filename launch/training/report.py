@@ -48,7 +48,7 @@ class Metrics(BaseModel):
     step_seconds: list[float]  # of each step
     median_step_seconds: float  # of the steps after the warm-up
     step_peak_bytes: int | None  # largest of all ranks, after the warm-up; None on a CPU
-    held_bytes: list[int]  # by tensors of rank 0, after each step; empty on a CPU
+    held_bytes: list[int] = []  # by tensors of rank 0, after each step; empty on a CPU
     loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
     held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
 
@@ -217,7 +217,7 @@ def _summary_table(comparison: Comparison) -> str:
         ("difference from stock's losses, largest", ".2e", [largest for _, largest in distances]),
         (f"step of {tokens} tokens, median, ms", ".1f", [1e3 * run.median_step_seconds for run in runs]),
         ("peak memory of a step, MiB per rank", ".1f", [size and size / 2**20 for size in step_peaks]),
-        ("memory held after step 10, MiB on rank 0", ".3f", [_held(run.held_bytes[:10]) for run in runs]),
+        ("memory held after step 10, MiB on rank 0", ".3f", [_held(run.held_bytes[9:10]) for run in runs]),
         ("memory held after the last step, MiB on rank 0", ".3f", [_held(run.held_bytes) for run in runs]),
         (f"peak memory of the loss, measured at {measured} tokens, MiB per rank", ".1f",
          [size and size / 2**20 for size in loss_peaks]),

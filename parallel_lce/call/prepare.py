@@ -172,6 +172,8 @@ def _planned(
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
     options = options._replace(logits_budget=budget)
     shard = _shard(options, weight, layout)
+    if layout.ranks > 1:
+        shard = replace(shard, digest=_digest(options, tensors, shape))
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     if debug.enabled() and not valueless(weight):
@@ -182,8 +184,6 @@ def _planned(
     scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
-    if layout.ranks > 1:
-        shard = replace(shard, digest=_digest(options, tensors, shape))
     call = Call(options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE)
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
@@ -229,9 +229,12 @@ def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
 
 
 def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Of what all ranks must share, without the seed, which differs from call to call, and the budget, which may depend
-    on a rank's memory."""
-    values = agreed(options._replace(sample_seed=None, logits_budget=None))
+    """Of what all ranks must share for the loss. Without the seed, which differs from call to call, without the budget,
+    which may depend on a rank's memory, and without settings of the gradients, which a rank may not form."""
+    start = options.vocab_start if options.vocab_size is None else None
+    options = options._replace(sample_seed=None, logits_budget=None, reduce_dtype=None, vocab_start=start)
+    values = agreed(options._replace(token_weight_gradient=False))
+    values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
     per_token = tensors.logit_scale is not None, tensors.temperature is not None
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
 

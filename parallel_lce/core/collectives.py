@@ -184,9 +184,9 @@ class Shard:
 
     def write_trailer(self, packed: Tensor, first: int = 0) -> None:
         """Write ``start``, ``rows`` and ``digest`` to the end of every row of ``packed [P, n]``. The gather replaces
-        those of the other ranks. A rank whose message is too short to do so, which gloo accepts, overlaps this shard
-        and so gives NaN, whatever an earlier call has left in the memory. ``first``: the first token of the message's
-        block, which the digest covers too."""
+        those of the other ranks. A rank whose message is too short to do so, which gloo accepts, overlaps this shard,
+        unless this is empty, and so gives NaN, whatever an earlier call has left in the memory. ``first``: the first
+        token of the message's block, which the digest covers too."""
         start, rows, digest = trailer_of(packed).unbind(1)
         start.fill_(self.start)
         rows.fill_(self.rows)
@@ -199,6 +199,10 @@ _DIGESTS = 2**31
 def digest_of(*arguments: object) -> int:
     """A digest of the arguments' texts, the same in every process: CRC-32 without its highest bit."""
     return zlib.crc32(repr(arguments).encode()) % _DIGESTS
+
+
+# torch.compile calls it while it traces.
+digest_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def gather_with_trailer(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:

@@ -81,7 +81,7 @@ class _Pass:
         self.gradient_dtype = self.hidden.dtype if self.hidden.is_cuda else self.projection.dtype
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
         shard = task.student.shard
-        self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest, task.beta))
+        self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest))
         self.known = numbers
         self.losses = self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype)
         self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers

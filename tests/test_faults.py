@@ -270,6 +270,18 @@ def test_debug_mode_names_calls_in_another_order(member):
             of_call("save", t, member.group)
 
 
+@pytest.mark.parametrize("name", ["save", "recompute"])
+@on_ranks(2)
+def test_debug_mode_names_backwards_in_another_order(member, name):
+    calls = [part(make(Case(N, V, D, ignored="none", seed=seed), member.device), member) for seed in (0, 1)]
+    with debug_mode():
+        losses = [of_call(name, t, member.group) for t in calls]
+        with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
+            losses[member.rank].backward()
+        for loss in [of_call(name, t, member.group) for t in calls]:
+            loss.backward()
+
+
 # --- groups that are destroyed -----------------------------------------------------------------------
 
 

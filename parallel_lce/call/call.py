@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Projection, softcap_slope
+from parallel_lce.call import debug
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
@@ -54,6 +55,8 @@ class Call:
     position: Tensor | None = None
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
+    # In debug mode, the number of the call among those of its group.
+    number: int | None = None
 
     def replaced(self, **changes: Any) -> Call:
         """As ``dataclasses.replace``, but much faster."""
@@ -96,6 +99,8 @@ class Call:
         return replace(projection, token_scale=self.layout.take(self.token_scale, block), softcap=softcap)
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
+        if self.number is not None and self.reduced_over.ranks > 1:
+            debug.agree_about_backward(self.layout, self.number)
         return HiddenReduction(hidden, self.reduced_over, self.options.reduce_dtype)
 
     @property

@@ -2,7 +2,7 @@
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
 begins with an exchange: each rank sends its arguments or, if it refuses them, its reason. Every rank raises if a rank
-refused, or if the arguments differ.
+refused, or if the arguments differ. So does every backward that reduces dX: its ranks send the number of its call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch import Tensor
 from parallel_lce.core.collectives import Layout
 
 T = TypeVar("T")
+
+# Calls in debug mode so far, by the group's name.
+_CALLS: dict[str, int] = {}
 
 # Largest allowed difference of a token's hidden states between ranks, relative to their norm: an all-reduce may round
 # them differently on each rank.
@@ -95,6 +98,22 @@ def agree(
         ]
         raise ValueError(f"the ranks of process_group disagree about {'; '.join(differences)}")
     return [m.shard for m in messages]
+
+
+def next_call(layout: Layout) -> int | None:
+    """The number of this call among those of the group, the same on all ranks, which have just agreed. None: no group
+    of several ranks."""
+    if layout.group is None:
+        return None
+    name = layout.group.group_name
+    _CALLS[name] = _CALLS.get(name, 0) + 1
+    return _CALLS[name]
+
+
+def agree_about_backward(layout: Layout, call: int) -> None:
+    """Raise ``ValueError`` on every rank unless all run the backward of the call of this number. Collectives: those of
+    :func:`agree`."""
+    agree(layout, {"the call whose backward runs": call}, {}, (0, 0))
 
 
 def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:

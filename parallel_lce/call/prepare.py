@@ -176,15 +176,19 @@ def _planned(
         shard = replace(shard, digest=_digest(options, tensors, shape))
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
+    number = None
     if debug.enabled() and not valueless(weight):
         chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
         check_together(options, tensors, layout, chosen)
+        number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
     scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
-    call = Call(options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE)
+    call = Call(
+        options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE, number=number
+    )
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
     return call

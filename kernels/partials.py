@@ -109,12 +109,11 @@ def _shards(trailers, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
     before = starts[None, :] < starts[:, None]
     before |= (starts[None, :] == starts[:, None]) & (p[None, :] < p[:, None])
     begin = tl.sum(tl.where(before, sizes[None, :], 0), 1)
-    covered = tl.sum(((begin != starts) & (sizes > 0)).to(tl.int32), 0) == 0
+    others = (tl.load(here + 2, mask=p < ranks, other=0) != tl.load(trailers + 2)) & (p < ranks)
+    matching = tl.sum((((begin != starts) & (sizes > 0)) | others).to(tl.int32), 0) == 0
     if vocab_size is not None:
-        covered &= tl.sum(sizes, 0) >= vocab_size
-    digests = tl.load(here + 2, mask=p < ranks, other=0)
-    others = (digests != tl.load(trailers + 2)) & (p < ranks)
-    return real, covered & (tl.sum(others.to(tl.int32), 0) == 0)
+        matching &= tl.sum(sizes, 0) >= vocab_size
+    return real, matching
 
 
 def _merge_name(specialization) -> str:

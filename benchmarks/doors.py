@@ -36,6 +36,7 @@ from .options import DEFAULT_DTYPE
 from .peak_memory import peak_memory
 from .report import (
     NONE,
+    RATIO,
     machine,
     mebibytes,
     milliseconds,
@@ -304,7 +305,7 @@ def table(title: str, rows: list[dict]):
             made.add_row(f"{row['way']}, {row['refused']}", *[NONE] * 5)
             continue
         ms = "{} ({}–{})".format(*map(milliseconds, spread(row["seconds"])))
-        speed = spread_text(ratios(first, row["seconds"]) if first else None, "{:.2f} ({:.2f}–{:.2f})")
+        speed = spread_text(ratios(first, row["seconds"]) if first else None, RATIO)
         made.add_row(row["way"], ms, speed, mebibytes(row["bytes"]), f"{row['loss']:.6f}", f"{row['gradient_off']:.1e}")
     return made
 

@@ -28,6 +28,7 @@ from .problem import Problem, Shape, make_problem
 from .report import (
     MIB,
     NONE,
+    RATIO,
     machine,
     milliseconds,
     new_parser,
@@ -43,7 +44,6 @@ from .team import NotMeasured, Team
 from .timing import clock, interleaved, ratios, spread
 
 GB, GIB = 10**9, 2**30
-RATIO = "{:.2f} ({:.2f}–{:.2f})"
 TORCH, OURS = "torch", "ours"
 LABELS = {TORCH: "torch", OURS: "parallel_lce"}  # of lines in pictures
 

@@ -129,6 +129,9 @@ def mebibytes(size: int) -> str:
     return f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"
 
 
+RATIO = "{:.2f} ({:.2f}–{:.2f})"  # a form of spread_text
+
+
 def spread_text(values: tuple[float, float, float] | None, form: str = "{:.3f} ({:.3f}–{:.3f})") -> str:
     """'median (min–max)'"""
     return form.format(*values) if values else NONE

@@ -290,6 +290,8 @@ def test_equal_arguments_agree(member, backend):
         for reduction in ("none", "mean"):
             loss = LOSS(t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options)
             assert loss.isfinite().all(), options
+    found = parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, sample_seed=member.rank)
+    assert found.target_log_prob.isfinite().all()  # the drawn ids need one seed, the other statistics none
     for needs in (False, True):  # of a gradient, on one rank
         token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
         with torch.set_grad_enabled(needs or member.rank == 0):

@@ -236,8 +236,8 @@ def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
     """Of what all ranks must share for the loss. Without the seed, which differs from call to call, without the budget,
     which may depend on a rank's memory, and without settings of the gradients, which a rank may not form."""
     start = options.vocab_start if options.vocab_size is None else None
-    options = options._replace(sample_seed=None, logits_budget=None, reduce_dtype=None, vocab_start=start)
-    values = agreed(options._replace(token_weight_gradient=False))
+    shared = dict(sample_seed=None, logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
+    values = agreed(options._replace(vocab_start=start, **shared))
     values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
     per_token = tensors.logit_scale is not None, tensors.temperature is not None
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)

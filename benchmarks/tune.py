@@ -29,7 +29,7 @@ from .timing import ratios, timer
 
 # Tile(rows, entries, elements of the K dimension per step, warps, stages)
 SPECIALIZED = [
-    Tile(*size, 64, 8, stages, warp_specialized=True)
+    Tile(*size, 64, 4, stages, warp_specialized=True)
     for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
 _SIZES = [(128, 256), (128, 128), (64, 128)]

@@ -328,7 +328,8 @@ class Product:
             x = descriptor(x, tile.rows, tile.k, tile.warp_specialized)
             weight = descriptor(weight, tile.entries, tile.k, tile.warp_specialized)
         out_tma = out is not None and tma and addressable(out)
-        destination = descriptor(out, tile.rows, tile.entries, tile.warp_specialized) if out_tma else out
+        stored = tile.rows // 2 if tile.warp_specialized else tile.rows
+        destination = descriptor(out, stored, tile.entries, tile.warp_specialized) if out_tma else out
         strides: tuple[int, ...] = ()
         if tile.warp_specialized:
             from parallel_lce.kernels.hopper import projection as kernel

@@ -26,6 +26,7 @@ class Tile:
     entries: int
     # elements of the K dimension per step
     k: int
+    # of the program or, if it is warp-specialized, of each of the two halves of its rows
     warps: int
     stages: int
     # Run by parallel_lce.kernels.hopper, which uses one stage less if it stores.
@@ -37,7 +38,7 @@ class Measured:
     """Constants measured on an H200. Other GPUs use the same numbers."""
 
     # Tiles of 16-bit operands that TMA loads: in the mainloop for Hopper, by benchmarks.tune, and in the plain one.
-    hopper_tile: Tile = Tile(128, 256, 64, 8, 4, warp_specialized=True)
+    hopper_tile: Tile = Tile(128, 256, 64, 4, 4, warp_specialized=True)
     tma_tile: Tile = Tile(128, 256, 64, 8, 3)
     # Row blocks of one launch: around 16, the middle of the three numbers that benchmarks.tune compares.
     row_blocks: range = range(12, 21)

@@ -65,7 +65,7 @@ PLANTED = {  # {name: (tool, file, {text: another})}
             ),
             "    steps = gl.cdiv(k_size, BLOCK_K)\n    count = 0\n": (
                 "    steps = gl.cdiv(k_size, BLOCK_K)\n    count = 0\n"
-                "    mine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])\n"
+                "    mine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])\n"
                 "    ring[0].index(0).store(gl.full([BLOCK_M, BLOCK_K], 1, ring[0].dtype, mine))\n"
             ),
         },

@@ -51,13 +51,16 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize(("wanted", "ranks", "count"), [("any", 2, 40), ("any", 3, 40), ("batch first", 2, 20)])
+@pytest.mark.parametrize(("wanted", "ranks", "count"), [("any", 2, 30), ("any", 3, 30), ("batch first", 2, 20)])
 def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
     run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731
     _hold(SETTINGS, ranks, count, WANTED[wanted], run)
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 10), (2, 4), pytest.param(4, 5, marks=pytest.mark.slow)])
+SLOW_COUNTS = [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 12), (4, 5))]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 6), (2, 3), *SLOW_COUNTS])
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
 def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):
@@ -99,7 +102,7 @@ FAULTS = {"wide": (("fp64", "fp32"), 0.01, 0.95), "fp16": (("fp16",), 0.01, 0.8)
 def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
     dtypes, by, share = FAULTS[precision]
     several = _configurations(
-        40,
+        24,
         kind=("loss", "statistics", "divergence"),
         dtype=dtypes,
         autocast=("",),

@@ -48,12 +48,11 @@ FEW_BYTES = 16
 ADDED_BYTES = 256
 
 
-def compiled(capability: int, cache: Path, release: str | None, few: bool = False, **variables: str) -> list[dict]:
-    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one, and with these
-    environment variables."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
+def compiled(capability: int, cache: Path, release: str | None, few: bool) -> list[dict]:
+    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(HERE.parent), *([str(folder_of("triton", release))] if release else [])]
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)} | variables
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, str(HERE / "compile_kernels.py"), str(capability), *["few"] * few],
         env=environment,
@@ -96,13 +95,6 @@ def test_every_launch_compiles(capability, release, few, tmp_path):
         few = FEW_BYTES if (version, capability, name) in FEW else 0
         few = ADDED_BYTES if (capability, name) == (100, "lce_backward_sparse_product") else few
         assert kernel["stack"] <= few or spills, kernel
-
-
-@pytest.mark.slow
-def test_machine_code_does_not_depend_on_the_default_of_fp_fusion(tmp_path):
-    """Triton 3.10 changes the default."""
-    one, other = (compiled(90, tmp_path / v, TRITON[-1], few=True, TRITON_DEFAULT_FP_FUSION=v) for v in ("0", "1"))
-    assert one == other
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,7 @@ def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
     _hold(SETTINGS, ranks, count, WANTED[wanted], run)
 
 
-SLOW_COUNTS = [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 12), (4, 5))]
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(1, 6), (2, 3), *SLOW_COUNTS])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 6), (2, 3), pytest.param(4, 5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
 def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):

@@ -32,6 +32,14 @@ TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 # Shared memory of a block: of Hopper and Blackwell, and the least of any device since Ampere.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# The newest release compiles every call for Hopper. Others compile each kernel for some calls, and those between the
+# oldest and the newest for Hopper alone. None: the installed release.
+SLOW = [
+    (capability, None if release == installed("triton") else release, (capability, release) != (90, TRITON[-1]))
+    for release in TRITON
+    for capability in SHARED
+    if capability == 90 or release in (TRITON[0], TRITON[-1])
+]
 # Kernels that spill registers where they are asked for everything at once, by capability.
 SPILLS = {
     80: set(),
@@ -68,17 +76,7 @@ def compiled(capability: int, cache: Path, release: str | None, few: bool) -> li
 
 @pytest.mark.parametrize(
     ("capability", "release", "few"),
-    [
-        (90, None, True),
-        # The newest release compiles every call for Hopper. Others compile each kernel for some calls.
-        *(
-            pytest.param(capability, release, few, marks=pytest.mark.slow)
-            for release in (None, *(v for v in TRITON if v != installed("triton")))
-            for capability in SHARED
-            for few in [(release or installed("triton"), capability) != (TRITON[-1], 90)]
-            if (capability, release, few) != (90, None, True)
-        ),
-    ],
+    [(90, None, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each != (90, None, True))],
 )
 def test_every_launch_compiles(capability, release, few, tmp_path):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled

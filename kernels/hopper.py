@@ -3,12 +3,13 @@
 The loads run ahead across tile boundaries through a ring of ``STAGES`` slots. All tiles take the same time whatever the
 data. The programs therefore stay in step, and their loads of the same operands hit the L2 cache.
 
-The warpgroups are partitions of their own, and wait for loads alone, not for each other. A slot is free once both have
-read it, so one warpgroup may be up to ``STAGES`` slots ahead. Its epilogue then overlaps the other's product.
+The warpgroups are partitions of their own, without a barrier between them. A slot is free once both have read it, so
+one warpgroup may be up to ``STAGES`` slots ahead. Its epilogue then overlaps up to ``STAGES`` steps of the other's
+product.
 
 Warpgroups that took turns, each with a tile of its own, would need smaller tiles, which read more from the L2 cache.
-Pairs of programs that share the loads of the weight (clusters, TMA multicast, from Triton 3.8 on) save no energy that
-can be measured: 8.77 J per product against 8.79 J at N, D, V = 8192, 4096, 128256, where the power limit decides.
+Clusters of two programs that share the loads of the weight (TMA multicast, from Triton 3.8 on) gain nothing: see "The
+projection" in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from parallel_lce.kernels.projection import CHANGING, finish_tile, projection_name, tile_count, tile_rows, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer.
+# Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the
+# first warpgroup.
 _WARPS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(4), gl.constexpr(240), gl.constexpr(24)
 # Triton 3.8 renamed both functions. 3.9 has only the new names.
 _async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

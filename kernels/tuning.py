@@ -111,8 +111,8 @@ def _has_gluon() -> bool:
     first, last = (".".join(map(str, version)) for version in _GLUON)
     warnings.warn(
         f"Triton {triton.__version__}: parallel_lce runs its plain mainloop on this GPU, since the one for Hopper "
-        f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. The projection of small "
-        "problems takes up to 8 % longer, that of large ones the same time.",
+        f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. The projection "
+        "takes up to 10 % longer.",
         stacklevel=2,
     )
     return False

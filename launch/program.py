@@ -50,7 +50,7 @@ def run(name: str, argv: list[str]) -> int:
     """Runs a command; its exit status. Raises a Refusal for a user's mistake."""
     if name == "test":
         os.chdir(ROOT)
-        _become([sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", *argv], KEPT_MEMORY)
+        _become([sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", *argv], KEPT_MEMORY | os.environ)
     first, last = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (None, argv)
     if name == "bench":
         return _bench(first, last)

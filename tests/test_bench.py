@@ -530,7 +530,7 @@ def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys, mo
     paths = [written(tmp_path / f"{name}.safetensors", 40, 60, 16) for name in ("step-20", "step-9", "other [x]")]
     bad = written(tmp_path / "bad.safetensors", weight=None)
     figures, picture = tmp_path / "new" / "figures.json", tmp_path / "pictures" / "p.png"
-    arguments = ["--device", "cpu", "--rounds", "1", "--json", str(figures), "--plot", str(picture)]
+    arguments = ["--device", "cpu", "--rounds", "2", "--json", str(figures), "--plot", str(picture)]
     assert gradient_filter.main([bad, *paths, *arguments]) == 2  # for one that cannot be measured
     monkeypatch.undo()
     said = capsys.readouterr()

@@ -46,11 +46,12 @@ SPILLS = {
     90: {"lce_backward_projection", "lce_forward_projection"},
     100: {"lce_backward_projection", "lce_forward_merge_ranks", "lce_forward_projection"},
 }
-# What else is spilled, a few registers of releases beside the usual ones. For the windows of a single token, which lie
-# side by side, Triton lets a thread load 16 at once.
-FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.6.0", "3.8.0", "3.9.0") for gpu in (80, 90)}
-FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
-FEW.add(("3.7.1", 80, "lce_backward_scan"))
+# Bytes of their stack, over both warpgroups on Hopper.
+MOST_SPILLED = 2048
+# What else is spilled, a few registers of some releases. For the windows of a single token, which lie side by side,
+# Triton lets a thread load 16 at once.
+FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.6.0", "3.9.0") for gpu in (80, 90)}
+FEW |= {("3.9.0", gpu, "lce_backward_token_gradients") for gpu in (90, 100)}
 FEW_BYTES = 16
 # Spilled on Blackwell where the product is added to dX, whose tile is in registers beside the sum.
 ADDED_BYTES = 256
@@ -90,9 +91,9 @@ def test_every_launch_compiles(capability, release, few, tmp_path):
         name = kernel["name"]
         assert kernel["shared"] <= SHARED[capability], kernel
         spills = name in SPILLS[capability] and not kernel["plain"]
-        few = FEW_BYTES if (version, capability, name) in FEW else 0
-        few = ADDED_BYTES if (capability, name) == (100, "lce_backward_sparse_product") else few
-        assert kernel["stack"] <= few or spills, kernel
+        most = MOST_SPILLED if spills else FEW_BYTES if (version, capability, name) in FEW else 0
+        most = ADDED_BYTES if (capability, name) == (100, "lce_backward_sparse_product") else most
+        assert kernel["stack"] <= most, kernel
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_which_mainloop_runs_on_hopper(version, runs, monkeypatch):
             assert tuning.tile_of(weight, tma=True).warp_specialized == runs
     tuning._has_gluon.cache_clear()
     words = [re.findall(r"Triton [\d.]+[+\w]*|plain mainloop|up to \d+ % longer", str(w.message)) for w in caught]
-    assert words == ([] if runs else [[f"Triton {version}", "plain mainloop", "Triton 3.6", "up to 8 % longer"]])
+    assert words == ([] if runs else [[f"Triton {version}", "plain mainloop", "Triton 3.6", "up to 10 % longer"]])
 
 
 # --- launches of the same compiled kernel, without a GPU ----------------------------------------------

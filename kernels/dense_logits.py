@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponential_from, finite_base, scaled, softcapped
+from parallel_lce.kernels.arithmetic import (
+    exact_logit,
+    exponential,
+    exponential_from,
+    finite_base,
+    scaled,
+    slope_at,
+    softcapped,
+)
 from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -191,7 +199,7 @@ def lce_backward_dense(
         if SHIFTED:
             g -= tl.load(coefficients + 2 * rows + row)
         if CAPPED:
-            g *= 1.0 - (z / cap) * (z / cap)
+            g *= slope_at(z, cap)
         tl.store(gradient + column, (g * upstream).to(gradient.dtype.element_ty), mask=inside)
 
 

@@ -39,6 +39,7 @@ from parallel_lce.kernels.arithmetic import (
     finite_base,
     loaded,
     scaled,
+    slope_at,
     softcapped,
 )
 from parallel_lce.kernels.draws import Draw, store_draw
@@ -181,7 +182,7 @@ def _gradient(z, row_values, epilogue, cap):
     if epilogue.gamma is not None:
         g -= gamma[:, None]
     if cap is not None:
-        g *= 1.0 - (z / cap) * (z / cap)
+        g *= slope_at(z, cap)
     return g
 
 

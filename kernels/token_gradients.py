@@ -64,6 +64,7 @@ from parallel_lce.kernels.arithmetic import (
     loaded,
     logit_above,
     scales_of,
+    slope_at,
     softcap_slope,
     window_shift,
 )
@@ -284,10 +285,9 @@ def rewrite_row(
         reference = finite_base(top)
         if HAS_SHIFT:
             reference = window_shift(top, shift)
-        rebase = exponential_from(reference, base)
-        # In a window of only -inf the factor may be infinite, and 0 times infinity is NaN.
-        empty = (top == -float("inf"))[:, None] & (e == 0.0)
-        rebased = tl.where(empty, 0.0, e * rebase[:, None])
+        # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
+        rebase = tl.where(top == -float("inf"), 0.0, exponential_from(reference, base))
+        rebased = e * rebase[:, None]
         alone = rebased > least
         rebased = tl.where(alone, 1.0, rebased)
         moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
@@ -295,7 +295,7 @@ def rewrite_row(
         cap = terms.scaling.cap
         if cap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
-            g *= 1.0 - (z / cap) * (z / cap)
+            g *= slope_at(z, cap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
 

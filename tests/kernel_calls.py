@@ -52,12 +52,14 @@ def prepare() -> None:
 
 
 def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:
-    """``(plain, call)``: plain is without bias, soft-cap, logits that are stored, and statistics beside those of the
-    loss. ``few``: calls that launch each kernel."""
+    """``(plain, call)``: plain is without bias, logits that are stored, and statistics beside those of the loss; a
+    soft-cap is its only option of the logits. ``few``: calls that launch each kernel."""
     for arguments in CALLS[2:4] if few else CALLS:
         yield from of_sizes(*arguments, torch.bfloat16, device)
     for arguments in () if few else CALLS[1:3]:
         yield from of_sizes(*arguments, torch.float16, device)
+    for saved in () if few else (0, 1000):
+        yield True, partial(capped, saved, device)
     for ranks, tokens in ((2, 1), (8, 300))[few:]:
         for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
             plain = columns == Columns()
@@ -110,6 +112,13 @@ def of_sizes(tokens, entries, depth, saved, everything, dtype, device) -> Iterat
     for plain, call in ((not everything, statistics if everything else losses), (not everything, selections)):
         yield plain, _in_blocks(tokens, call)
     yield False, _in_blocks(tokens, others)
+
+
+def capped(saved: int, device: str) -> None:
+    """Losses of soft-capped logits, recomputed or all saved."""
+    x, weight = operands(300, 1000, 64, torch.bfloat16, device)
+    target, options = torch.zeros(300, dtype=torch.int64, device=device), dict(reduction="none", logit_softcap=5.0)
+    parallel_lce.linear_cross_entropy(x, weight, target, logits_budget=saved * 600, **options).sum().backward()
 
 
 def _in_blocks(tokens: int, call: Callable) -> Callable:

@@ -16,6 +16,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+import triton.language as tl
+from triton import jit
+
 from blocks import block_backward, block_forward, launches
 from cases import DTYPES, normal
 from parallel_lce import linear_cross_entropy
@@ -24,7 +27,7 @@ from parallel_lce.backends.interface import GradBuffers, Projection, Scratch
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.partials import SUM_EXP, TARGET, Coefficients, Columns, integer_view
 from parallel_lce.kernels import projection as mainloop
-from parallel_lce.kernels.arithmetic import REACH
+from parallel_lce.kernels.arithmetic import REACH, logit_above, softcapped
 from tools import chosen_backend, shrunk, small
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -261,3 +264,25 @@ def test_slices_that_are_projected_again(N, D, budget, block, slices, device, mo
         loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget)
         loss.sum().backward()
     assert [each.given["entries"] for each in found if each.of_gradient] == slices
+
+
+@jit
+def _values(x, cap, capped, logarithm, n, BLOCK: tl.constexpr):
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + here, mask=here < n, other=1.0)
+    tl.store(capped + here, softcapped(value, cap), mask=here < n)
+    tl.store(logarithm + here, logit_above(tl.abs(value), 0.0, 0.0), mask=here < n)
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e4, 1e30])
+def test_soft_caps_and_logarithms_keep_their_digits(cap, device):
+    """On a GPU both use approximate instructions."""
+    near, far = torch.linspace(-12, 12, 20_001), torch.logspace(-30, 2, 10_000)
+    x = (torch.cat([near, far]).double() * cap).float().to(device)
+    x = x[x.abs() >= 2.0**-126]
+    capped, logarithm = torch.empty_like(x), torch.empty_like(x)
+    _values[(-(-len(x) // 1024),)](x, cap, capped, logarithm, len(x), BLOCK=1024)
+    exact = cap * torch.tanh(x.double() / cap)
+    assert ((capped - exact) / exact).abs().max() <= 8 * 2.0**-24
+    exact = x.double().abs().log()
+    assert ((logarithm - exact).abs() / (1 + exact.abs())).max() <= 2.0**-22

@@ -87,6 +87,16 @@ class _LargeOperations(TorchDispatchMode):
         return result
 
 
+def test_rocm_has_no_kernels(choose, monkeypatch):
+    """Its devices are named cuda, too."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    choose("")
+    assert backends._name(torch.device("cuda"), torch.bfloat16, (torch.bfloat16,)) == "torch"
+    choose("triton")
+    with pytest.raises(ValueError, match="triton on cuda: kernels run on CUDA devices"):
+        backends._name(torch.device("cuda"), torch.bfloat16, (torch.bfloat16,))
+
+
 @pytest.mark.parametrize(("budget", "reduction", "most"), [(None, "mean", 11), (None, "none", 11), (0, "none", 16)])
 def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
     """On a CPU each waits for the slowest thread, which beside a busy process may not be running: many small ones took

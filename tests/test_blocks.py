@@ -27,7 +27,7 @@ from parallel_lce.backends.interface import GradBuffers, Projection, Scratch
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.partials import SUM_EXP, TARGET, Coefficients, Columns, integer_view
 from parallel_lce.kernels import projection as mainloop
-from parallel_lce.kernels.arithmetic import REACH, logit_above, softcapped
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, logit_above, slope_at, softcapped
 from tools import chosen_backend, shrunk, small
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -267,22 +267,41 @@ def test_slices_that_are_projected_again(N, D, budget, block, slices, device, mo
 
 
 @jit
-def _values(x, cap, capped, logarithm, n, BLOCK: tl.constexpr):
+def _values(x, cap, capped, slope, logarithm, n, BLOCK: tl.constexpr):
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + here, mask=here < n, other=1.0)
-    tl.store(capped + here, softcapped(value, cap), mask=here < n)
+    z = softcapped(value, cap)
+    tl.store(capped + here, z, mask=here < n)
+    tl.store(slope + here, slope_at(z, cap), mask=here < n)
     tl.store(logarithm + here, logit_above(tl.abs(value), 0.0, 0.0), mask=here < n)
 
 
-@pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e4, 1e30])
+def _capped(x, cap) -> tuple[torch.Tensor, ...]:
+    """``softcapped(x)``, its derivative, and log |x|."""
+    found = [torch.empty_like(x) for _ in range(3)]
+    _values[(-(-len(x) // 1024),)](x, cap, *found, len(x), BLOCK=1024)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-3, 1.0, 30.0, 1e4, 1e30])
 def test_soft_caps_and_logarithms_keep_their_digits(cap, device):
     """On a GPU both use approximate instructions."""
     near, far = torch.linspace(-12, 12, 20_001), torch.logspace(-30, 2, 10_000)
     x = (torch.cat([near, far]).double() * cap).float().to(device)
     x = x[x.abs() >= 2.0**-126]
-    capped, logarithm = torch.empty_like(x), torch.empty_like(x)
-    _values[(-(-len(x) // 1024),)](x, cap, capped, logarithm, len(x), BLOCK=1024)
+    capped, slope, logarithm = _capped(x, cap)
     exact = cap * torch.tanh(x.double() / cap)
     assert ((capped - exact) / exact).abs().max() <= 8 * 2.0**-24
+    assert (slope - (1 - (exact / cap) ** 2)).abs().max() <= 16 * 2.0**-24
     exact = x.double().abs().log()
     assert ((logarithm - exact).abs() / (1 + exact.abs())).max() <= 2.0**-22
+
+
+@pytest.mark.parametrize("cap", [1e-40, 2.0**-126, 30.0, 3e38])
+def test_soft_caps_of_numbers_beyond_all_others(cap, device):
+    x = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")], device=device)
+    capped, slope, logarithm = _capped(x, cap)
+    assert capped[0] == 0 and slope[0] == 1 and logarithm[0] == LOWEST_SHIFT.value
+    cap = torch.tensor(cap).item()
+    assert capped[1:3].tolist() == [cap, -cap] and slope[1:3].abs().max() <= (1 if cap < 2.0**-126 else 16 * 2.0**-24)
+    assert capped[3].isnan() and slope[3].isnan()

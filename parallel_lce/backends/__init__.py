@@ -58,20 +58,19 @@ def check_choice() -> str:
 
 
 def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype, ...]) -> str:
-    asked = check_choice()
+    asked, on_cuda = check_choice(), device.type == "cuda" and torch.version.hip is None
     if asked == "torch" or dtype == torch.float64:
         return "torch"
     if asked == "triton":
         if not _triton_installed():
             raise ValueError(f"{VARIABLE}=triton, but the package triton is not installed")
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        if not on_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
             raise ValueError(
                 f"{VARIABLE}=triton on {device}: kernels run on CUDA devices, and elsewhere only "
                 "under TRITON_INTERPRET=1"
             )
         return "triton"
-    suits = device.type == "cuda" and torch.version.hip is None
-    if suits and dtype in suitable and _triton_installed() and _capability(device) >= (8, 0):
+    if on_cuda and dtype in suitable and _triton_installed() and _capability(device) >= (8, 0):
         return "triton"
     return "torch"
 

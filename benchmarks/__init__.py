@@ -5,7 +5,8 @@ GPU is a team of one rank. Each module uses only the modules above it:
 
 team.py         the ranks of a team
 problem.py      a shape and its tensors
-timing.py       the time of one call;  peak_memory.py  its peak memory;  profiles.py  its profile and its timeline
+timing.py       the time of one call;  energy.py  its joules
+peak_memory.py  its peak memory;  profiles.py  its profile and its timeline
 libraries.py    the losses of PyTorch and other libraries;  ours.py  the losses of parallel_lce
 peers.py        the list of peers;  passes.py  a peer's two calls: forward, and forward + backward
 accuracy.py     the check of a peer's errors before it is timed
@@ -13,5 +14,5 @@ measure.py      accuracy, memory and time of all peers, interleaved
 report.py       functions of all commands: arguments, console, JSON;  tables.py, plots.py  tables and pictures
 options.py      the suites and the command line;  __main__.py  the benchmark
 snapshots.py    functions of the reports on a trained model
-parity.py, gradient_filter.py, distillation.py, doors.py, tune.py  reports, each with its own command
+parity.py, gradient_filter.py, distillation.py, doors.py, papers.py, tune.py  reports, each with its own command
 """

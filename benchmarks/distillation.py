@@ -1,4 +1,4 @@
-"""`python -m benchmarks.distillation`: divergences of a student from a teacher, forward + backward.
+"""`python -m benchmarks.distillation`: divergences between a teacher's and a student's softmax, forward + backward.
 
 They are compared with four bare matrix products and with a dense implementation. The products are the student's
 forward, dX and dW, and the teacher's forward, in the input's dtype, without collectives. The dense implementation makes

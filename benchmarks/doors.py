@@ -3,7 +3,7 @@
 A step is forward and backward, without an optimizer. Weights and tokens are random. On a GPU the models have the shapes
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
-llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss alone
+llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton

@@ -94,8 +94,8 @@ def logit_above(e, shift, base):
 def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
     """The maximum ``top`` if ``logit`` can only belong to the largest entry (:data:`ALONE`), else ``logit``.
 
-    ``logit`` was computed by other operations than the logits in ``sum_exp``. The difference would be an error of
-    1 - p. It is at most ``ROUNDINGS`` times the maximum.
+    ``logit`` and the logits in ``sum_exp`` come from different operations. They differ by at most ``ROUNDINGS |top|``.
+    For p near 1 this difference would be an error of 1 - p.
     """
     near = tl.maximum(_NEAR, tl.abs(top) * ROUNDINGS)
     return tl.where((sum_exp < _ALONE) & (logit > top - near), top, logit)

@@ -1,4 +1,5 @@
-"""The id at a token's place on the line of its exponentials: first its window, then the entry in that window.
+"""Inverse transform sampling. A token's *place* is a random point in the running sum of its exponentials. First the
+window that contains the place is found, then the entry in that window.
 
 See :mod:`parallel_lce.call.draws`. A forward's window partials tell the window. One tile of logits per window and row
 block is then formed again, for tokens that are sorted by their windows.

@@ -202,7 +202,7 @@ def _merge_kernel(
         # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
         if not RANKS:
-            # The largest exponentials are added last: their roundings would hide all others if these sum to only 1e-6.
+            # The largest exponentials are added last: small terms, added to them one by one, would be rounded away.
             highest = (m == top[None, :]) & (missing == 0)
             s = tl.where(highest, s - largest[None, :], s)
             number += tl.sum(highest.to(tl.float32), 0)

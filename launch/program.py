@@ -106,7 +106,7 @@ def _check_written(options: Namespace) -> None:
 
 
 def _demo(training: "Training") -> int:
-    """Trains all runs; 1 if one fails. Ends the program where another host has their results."""
+    """Trains all runs; 1 if one fails, else 0. Exits with 0 on a host without rank 0, which has the results."""
     from training.report import RUNS, folders_of, remove_results
 
     training.prepare()

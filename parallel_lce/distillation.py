@@ -1,4 +1,4 @@
-"""Distillation: divergences of a teacher's softmax from a student's, without storing all logits of either.
+"""Distillation: divergences between a teacher's softmax and a student's, without storing all logits of either.
 
 The teacher is an output layer (:func:`divergence`), or its stored largest log-probabilities (:func:`top_k_divergence`).
 """

@@ -40,8 +40,8 @@ class TileLists(NamedTuple):
 
 
 class ActiveTiles(NamedTuple):
-    """The active tiles of a gradient, and the estimates of the others. A *window* is a tile, or the tiles of one of the
-    forward's windows."""
+    """The active tiles of a gradient, and the estimates of the others. A *window* is the unit that is skipped: one tile
+    or, if logits are recomputed, the one or two tiles of a window of the forward."""
 
     # For each row block, the active tiles.
     of_rows: TileLists

@@ -1,4 +1,5 @@
-"""Active windows, found before they are projected, and the entries' shares q in the masses of the other windows.
+"""Finds the active windows from the forward's partials, before any logit is projected again, and computes each entry's
+share q of the mass of a skipped window.
 
 For dX, a sample of the tokens is projected in full. An entry's share is its sum over the sampled tokens whose window is
 skipped. For dW, the errors of a share add up over all tokens, and a sample would be too noisy. The shares for dW are

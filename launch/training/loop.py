@@ -161,8 +161,10 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
 
 
 def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
-    """Bytes that the output layer and the loss add on this rank, at the peak of one forward and backward, within
-    `no_sync` of the data-parallel wrapper of `gpt`, the whole model, which cannot be trained afterwards.
+    """Peak bytes of the output layer and the loss on this rank, in one forward and backward.
+
+    `gpt`: the whole model. Call this within `no_sync` of its data-parallel wrapper. It replaces the decoder's forward:
+    do not train `gpt` afterwards.
 
     The last hidden states, as a leaf tensor, replace the decoder's output, so that only the output layer and the loss
     run. The peak includes the gradient of the hidden states. The weight's is added to its `main_grad`, which exists

@@ -54,7 +54,7 @@ class Metrics(BaseModel):
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """The run's metrics. Raises a Refusal if there are none or if they are not what a run writes."""
+    """The run's metrics. Raises a Refusal if metrics.json is missing or malformed."""
     path = folder / "metrics.json"
     try:
         return Metrics.model_validate_json(path.read_bytes())
@@ -71,7 +71,7 @@ def snapshots_in(folder: str | Path) -> list[Path]:
 
 
 def is_trained(config: Config) -> bool:
-    """Whether the output folder holds all snapshots of this configuration. Raises a Refusal if they are of another."""
+    """Whether the output folder has all snapshots of this configuration. Raises a Refusal for those of another."""
     if config.snapshots is None:
         raise Refusal("snapshots=None: the report needs some, as configs/snapshots.yaml has them")
     if not Path(config.output, "metrics.json").exists():

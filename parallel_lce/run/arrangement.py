@@ -23,7 +23,7 @@ from parallel_lce.call.checks import as_group, is_dtensor, refuse
 from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
-# Words of a mesh dimension's name. If it has no others, and one of the first two, its ranks have the same tokens.
+# The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
 _TENSOR_PARALLEL = {"tp", "tensor", "model", "parallel"}
 _SHARDED_PARAMETER = (
     "If fully_shard (FSDP2) sharded it, call the loss inside the forward of the module that fully_shard wraps, where "
@@ -34,9 +34,9 @@ _SHARDED_PARAMETER = (
 def arranged(
     options: Options, tensors: Tensors, group: Any, reduction: str | None = None, also: Any = None
 ) -> tuple[Options, Tensors, dist.ProcessGroup | None, Arrangement | None]:
-    """The call's options, plain tensors and group. The arrangement puts the results back; None: they stay as they are.
-    ``reduction``: of the result, if it is not the options'. ``also``: a further value per token, which the caller
-    passes to :meth:`Arrangement.per_token`.
+    """The call's options, plain tensors and group. The arrangement restores order and placements of the results;
+    None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options. ``also``: a
+    further value per token, which the caller passes to :meth:`Arrangement.per_token`.
 
     Raises:
         ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
@@ -57,7 +57,8 @@ class Arrangement:
     """How a call's tokens and results are placed, from the placements of its tensors.
 
     Attributes, complete after :meth:`enter`:
-        options: with the sequence parallelism, and for uneven shards the ids, that the placements tell.
+        options: the call's, with ``sequence_parallel`` and, for uneven shards, ``vocab_start`` and ``vocab_size`` of
+            the placements.
         group: the given process group, or the one of the mesh dimension that shards the weight.
         mesh: of the DTensors; None for plain tensors.
         parts: P if the sequence is sharded along the second dimension, else 1.

@@ -1,4 +1,4 @@
-"""The divergence of a teacher's softmax from a student's, in blocks of tokens.
+"""The divergence between a teacher's softmax and a student's, in blocks of tokens.
 
 Per token, with p the student's softmax, q the teacher's (each of logits times a scale, 1 / temperature), and the
 reference r = beta q + (1 - beta) p:

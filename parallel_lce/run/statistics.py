@@ -46,15 +46,15 @@ class TokenStatistics:
     lse: Tensor
     # 0 for a target outside [0, V).
     target_logit: Tensor | None = field(metadata={"column": "target"})
-    # ``target_logit - lse``, computed without that difference.
+    # ``target_logit - lse``, summed relative to the maximum: large logits do not cancel.
     target_log_prob: Tensor | None = field(metadata={"column": "target"})
     # Mean over the V real entries.
     mean_logit: Tensor | None = field(metadata={"column": "total"})
-    # ``mean_logit - lse``, computed without that difference.
+    # ``mean_logit - lse``, summed relative to the maximum: large logits do not cancel.
     mean_log_prob: Tensor | None = field(metadata={"column": "shifted"})
     # Sum of p z.
     expected_logit: Tensor | None = field(metadata={"column": "weighted"})
-    # ``lse - expected_logit``, computed without that difference.
+    # ``lse - expected_logit``, summed relative to the maximum: large logits do not cancel.
     entropy: Tensor | None = field(metadata={"column": "weighted"})
     # Sum of p^2: the probability that two independent samples are equal.
     sum_p_squared: Tensor | None = field(metadata={"column": "squared"})

@@ -26,6 +26,12 @@ def _configurations(count: int, **wanted):
     return [*itertools.islice(fits, count)]
 
 
+@pytest.fixture
+def draws(pytestconfig):
+    """The number of configurations: half as many again with ``--all``."""
+    return lambda count: count * 3 // 2 if pytestconfig.option.all else count
+
+
 def _hold(settings, ranks, count, wanted, run) -> None:
     """The first ``count`` configurations over ``ranks`` that are wanted have no finding."""
     drawn = ((index, settings.draw(ranks, index)) for index in itertools.count())
@@ -52,19 +58,19 @@ WANTED = {
 
 
 @pytest.mark.parametrize(("wanted", "ranks", "count"), [("any", 2, 30), ("any", 3, 30), ("batch first", 2, 20)])
-def test_configurations_over_ranks_hold(wanted, ranks, count, worlds):
+def test_configurations_over_ranks_hold(wanted, ranks, count, worlds, draws):
     run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731
-    _hold(SETTINGS, ranks, count, WANTED[wanted], run)
+    _hold(SETTINGS, ranks, draws(count), WANTED[wanted], run)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 6), (2, 3), pytest.param(4, 5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
-def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):
+def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device, draws):
     """More of what few draws have."""
     settings = fuzz.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
-    _hold(settings, ranks, count, lambda c: c.kind == kind and WANTED[wanted](c), run)
+    _hold(settings, ranks, draws(count), lambda c: c.kind == kind and WANTED[wanted](c), run)
 
 
 def _findings(monkeypatch, name: str, fault, configurations):

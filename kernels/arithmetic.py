@@ -157,6 +157,7 @@ def softcapped(u, cap):
     an odd polynomial of degree 11 is used: the minimax polynomial (Remez), of relative error 4.4e-9.
     """
     ratio = u * _inverse(cap)
+    # exponential(-2 |ratio|), with one product less.
     e = tl.exp2(tl.abs(ratio) * (-2.0 * _LOG2_E))
     magnitude = cap * _quotient(1.0 - e, 1.0 + e)
     far = tl.where(ratio < 0.0, -magnitude, magnitude)

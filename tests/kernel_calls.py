@@ -58,7 +58,7 @@ def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -
         yield from of_sizes(*arguments, torch.bfloat16, device)
     for arguments in () if few else CALLS[1:3]:
         yield from of_sizes(*arguments, torch.float16, device)
-    for saved in () if few else (0, 1000):
+    for saved in (1000, 0)[few:]:
         yield True, partial(capped, saved, device)
     for ranks, tokens in ((2, 1), (8, 300))[few:]:
         for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):

@@ -48,8 +48,7 @@ SPILLS = {
 }
 # Bytes of their stack, over both warpgroups on Hopper.
 MOST_SPILLED = 2048
-# What else is spilled, a few registers of some releases. For the windows of a single token, which lie side by side,
-# Triton lets a thread load 16 at once.
+# What else is spilled, a few registers of some releases.
 FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.6.0", "3.9.0") for gpu in (80, 90)}
 FEW |= {("3.9.0", gpu, "lce_backward_token_gradients") for gpu in (90, 100)}
 FEW_BYTES = 16

@@ -29,10 +29,10 @@ from parallel_lce.kernels.relaunch import Relaunched
 
 # Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the
 # first warpgroup.
-_WARPS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(4), gl.constexpr(240), gl.constexpr(24)
+WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(4), gl.constexpr(240), gl.constexpr(24)
 # Triton 3.8 renamed both functions. 3.9 has only the new names.
-_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -52,13 +52,13 @@ def _produce(x, weight, ring, listed, sizes):
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
-            _async_load(x, [row, k], arrived, x_slots.index(slot))
-            _async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
+            async_load(x, [row, k], arrived, x_slots.index(slot))
+            async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
             count += 1
 
 
 @gluon.jit
-def _new_ring(x, weight, STAGES: gl.constexpr):
+def new_ring(x, weight, STAGES: gl.constexpr):
     """``STAGES`` slots for a tile of ``x`` and a tile of ``weight``, and two barriers per slot: full, and empty."""
     OF_X: gl.constexpr = [STAGES] + x.block_type.shape
     OF_WEIGHT: gl.constexpr = [STAGES] + weight.block_type.shape
@@ -76,17 +76,32 @@ def _new_ring(x, weight, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(z, ring, count, steps, first_row: gl.constexpr):
-    """The product of ``steps`` slots of the ring, from slot ``count % STAGES`` on, in the registers of ``z``: of the
-    rows of x from ``first_row`` on."""
+def multiply(
+    z,
+    ring,
+    count,
+    steps,
+    first_row: gl.constexpr,
+    X_TRANSPOSED: gl.constexpr,
+    WEIGHT_TRANSPOSED: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """The product of ``steps`` slots of the ring, at least one, from slot ``count % STAGES`` on, in the registers of
+    ``z``; with ``ADD`` it is added to ``z``. Of x the rows from ``first_row`` on. ``X_TRANSPOSED``: the slots hold x.T.
+    ``WEIGHT_TRANSPOSED``: they hold the second factor's transpose."""
     x_slots, weight_slots, full, empty = ring
     STAGES: gl.constexpr = x_slots.shape[0]
     last = count % STAGES
     for k in range(0, steps):
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        rows = x_slots.index(slot).slice(first_row, z.shape[0])
-        token = warpgroup_mma(rows, weight_slots.index(slot).permute((1, 0)), z, use_acc=k > 0, is_async=True)
+        x, weight = x_slots.index(slot), weight_slots.index(slot)
+        if X_TRANSPOSED:
+            x = x.permute((1, 0))
+        if WEIGHT_TRANSPOSED:
+            weight = weight.permute((1, 0))
+        rows = x.slice(first_row, z.shape[0])
+        token = warpgroup_mma(rows, weight, z, use_acc=ADD or k > 0, is_async=True)
         z = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
         last = slot
@@ -110,7 +125,7 @@ def _consume(
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
     HALF: gl.constexpr = BLOCK_M // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
@@ -123,7 +138,7 @@ def _consume(
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
         z = gl.zeros((HALF, BLOCK_N), gl.float32, layout)
-        z = _multiply(z, ring, count, steps, WARPGROUP * HALF)
+        z = multiply(z, ring, count, steps, WARPGROUP * HALF, False, True, False)
         count += steps
         position = (r, c, window, rows, entries)
         z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
@@ -131,7 +146,7 @@ def _consume(
             tma.store_wait(0)
             staged.index(WARPGROUP).store(z.to(out.dtype))
             fence_async_shared()
-            _async_store(out, [row, first], staged.index(WARPGROUP))
+            async_store(out, [row, first], staged.index(WARPGROUP))
     if out is not None:
         tma.store_wait(0)
 
@@ -159,7 +174,7 @@ def projection(
 ):
     """As ``kernels.projection._projection``. ``x``, ``weight`` and ``out`` are TMA descriptors; a block of ``out`` has
     half the rows of a tile."""
-    ring = _new_ring(x, weight, STAGES)
+    ring = new_ring(x, weight, STAGES)
     staged = ring[0]
     if out is not None:
         HALVES: gl.constexpr = [2] + out.block_type.shape
@@ -172,6 +187,6 @@ def projection(
             (_consume, (operands, 1, GRADIENT, SCALED, MASKED, SAVED_SCALE)),
             (_produce, (x, weight, ring, listed, sizes)),
         ],
-        [_WARPS, 1],
-        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        [WARPS, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

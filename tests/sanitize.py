@@ -39,15 +39,15 @@ class Excuse(NamedTuple):
 EXCUSED = (
     Excuse(
         "racecheck",
-        r"lce_(forward|backward)_projection|lce_control_two_partitions",
-        r"gl\.warp_specialize\(|^@Relaunched|^@gluon\.jit|^def (projection|two_partitions)\(",
+        r"lce_(forward|backward)_projection|lce_backward_sparse_product|lce_control_two_partitions",
+        r"gl\.warp_specialize\(|^@Relaunched|^@gluon\.jit|^def (projection|lce_\w+|two_partitions)\(",
         "warps",
         "Triton starts and ends the partitions of gl.warp_specialize through a byte of shared memory, behind barriers "
         "that the tool does not follow.",
     ),
 )
 CONTROLS = {"warps": "racecheck"}
-FILES = ("kernels/hopper.py", "tests/sanitizer_controls.py")
+FILES = ("kernels/hopper.py", "kernels/filter/hopper_products.py", "tests/sanitizer_controls.py")
 PLANTED = {  # {name: (tool, file, {text: another})}
     "read": (
         "memcheck",

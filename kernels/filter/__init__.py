@@ -19,7 +19,7 @@ Both products with m have at most 1/128 of the full products' size, and cuBLAS c
 A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
 tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
 with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
-(:mod:`.products`).
+(:mod:`.products`; on Hopper :mod:`.hopper_products`).
 
 If a slice was not saved, the backward projects only its active windows again (:mod:`.windows`). The forward keeps the
 maximum and the sum of exponentials of each token's windows. They give a window's largest probability and its mass.

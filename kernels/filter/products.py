@@ -2,7 +2,8 @@
 
 G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. A program forms
 one tile of the result from its list. The longest lists come first, so that all programs end at about the same time.
-Operands are loaded by TMA where it can address them and hidden sizes are multiples of 16, else by pointers.
+Operands are loaded by TMA where it can address them and hidden sizes are multiples of 16, else by pointers. On Hopper
+TMA loads for the mainloop of :mod:`.hopper_products`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import addressable, descriptor
+from parallel_lce.kernels.tuning import addressable, descriptor, num_sms, runs_gluon
 
-# Hidden elements per program, terms of the sum per step, and stages: with loads by pointers and by TMA.
-_POINTERS, _TMA = (64, 32, 3), (256, 64, 3)
+# Hidden elements of a result's tile, terms of the sum per step, and stages: with loads by pointers, by TMA, and with
+# Hopper's mainloop, which has one stage less if it stages the result.
+_POINTERS, _TMA, _GLUON = (64, 32, 3), (256, 64, 3), (256, 64, 4)
 # Blocks of hidden elements that are formed together, so that the tiles of G they share stay in the L2 cache.
 _TOGETHER = tl.constexpr(4)
 
 
 @triton.jit
-def _result_tile(number, order, blocks, hidden_blocks):
+def result_tile(number, order, blocks, hidden_blocks):
     """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
     first = number // (blocks * _TOGETHER) * _TOGETHER
     width = tl.minimum(hidden_blocks - first, _TOGETHER)
@@ -59,7 +61,7 @@ def lce_backward_sparse_product(
     sums. ``TILES``: tiles per window."""
     numbers, counts, order = lists
     shares, spread = rank_one
-    block, hidden_block = _result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
+    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
@@ -117,12 +119,24 @@ def sparse_product(
     tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
     # Else the result's mask takes a predicate per element, and the large tile spills registers.
     tma = tma and hidden_size % 16 == 0
-    hidden, step, stages = _TMA if tma else _POINTERS
+    gluon = tma and runs_gluon(gradient)
+    hidden, step, stages = _GLUON if gluon else _TMA if tma else _POINTERS
     if tma:
         block = (step, TILE) if transposed else (TILE, step)
-        operands = descriptor(gradient, *block, False), descriptor(other, step, hidden, False)
+        operands = descriptor(gradient, *block, gluon), descriptor(other, step, hidden, gluon)
+    options = dict(TRANSPOSED=transposed, ADD=add, TILES=width // TILE)
+    results = blocks * -(-hidden_size // hidden)
+    if gluon:
+        from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
+
+        staged = not add and total.dtype == gradient.dtype and addressable(total)
+        out = descriptor(total, TILE // 2, hidden, True) if staged else total
+        sizes = rows, hidden_size, blocks, places, total.stride(0)
+        options |= dict(STAGED=staged, STAGES=stages - staged, num_warps=4)
+        kernel.launch((min(results, num_sms(total.device)),), *operands, out, ordered, added, *sizes, **options)
+        return
     lce_backward_sparse_product.launch(
-        (blocks * -(-hidden_size // hidden),),
+        (results,),
         *operands,
         total,
         ordered,
@@ -135,9 +149,7 @@ def sparse_product(
         gradient.stride(0),
         other.stride(0),
         total.stride(0),
-        TRANSPOSED=transposed,
-        ADD=add,
-        TILES=width // TILE,
+        **options,
         TILE=TILE,
         BLOCK_N=hidden,
         BLOCK_K=step,

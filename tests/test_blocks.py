@@ -23,7 +23,7 @@ from blocks import block_backward, block_forward, launches
 from cases import DTYPES, normal
 from parallel_lce import linear_cross_entropy
 from parallel_lce.backends import torch_backend, triton, triton_backward
-from parallel_lce.backends.interface import GradBuffers, Projection, Scratch
+from parallel_lce.backends.interface import GradBuffers, HiddenGrad, Projection, Scratch
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.partials import SUM_EXP, TARGET, Coefficients, Columns, integer_view
 from parallel_lce.kernels import projection as mainloop
@@ -45,6 +45,7 @@ CASES = {
     "every coefficient": EVERY,
     "every coefficient, recomputed": EVERY | dict(save=0, bias=True),
     "a gradient of the bias": dict(bias=True),
+    "recomputed, dX last": dict(save=0, scratch=40_000, last=True),
     "rows in pieces": dict(R=600, V=700, D=72, save=0, scratch=2 * 512 * 512),
     "hidden states that arrive after dX": dict(late=True),
     "several launches": dict(R=300, D=72, row_blocks=2),
@@ -209,13 +210,19 @@ def test_a_block(choice, dtype, device, monkeypatch):
 
         def ready() -> None:
             announced.append(dx.clone())
-            assert backend is not triton or V not in closed, "dW of the last slice is formed beside the sum of dX"
+            # dW of the last slice is formed beside the sum of dX.
+            assert backend is not triton or (V in closed) == ("last" in case and dtype != "fp32")
             if case.get("late"):
                 late.copy_(t.x)
 
         dweight = Watched(weight, V, 1, dtype=torch.float32)
         dbias = GradBuffer(projection.bias, V, 1) if case.get("bias") else None
-        grads = GradBuffers(dx, dweight, dbias)
+
+        def new_dx() -> torch.Tensor:
+            assert "last" not in case or dtype == "fp32" or scratch._memory is None, "its bytes hold logits"
+            return dx
+
+        grads = GradBuffers(HiddenGrad(new_dx, last="last" in case), dweight, dbias)
         if case.get("late"):
             late.fill_(torch.nan)
         some = late if case.get("late") and save == V else t.x
@@ -247,6 +254,7 @@ def test_a_block(choice, dtype, device, monkeypatch):
 
 
 SLICES = {
+    "with the bytes of dX too": (600, 128, 0, 2 * 600 * 128, [256, 256, 188]),
     "in the memory of two windows that were saved": (40, 16, 40 * 512 * 2 + 256, 256, [188]),
     "in that of an earlier block": (100, 256, 90_000, 256, [700]),
     "of pieces of rows, where those of all would be narrow": (600, 16, 0, 2 * 512 * 512, [512, 512, 188, 188]),
@@ -255,14 +263,18 @@ SLICES = {
 
 @pytest.mark.parametrize(("N", "D", "budget", "block", "slices"), SLICES.values(), ids=SLICES)
 def test_slices_that_are_projected_again(N, D, budget, block, slices, device, monkeypatch):
-    """A budget is one buffer, not two, and slices are as large as it."""
+    """A budget is one buffer, not two, and slices are as large as it. On one rank they also take the bytes in which dX
+    is written at the end."""
     if N == 40:
         monkeypatch.setattr(Scratch, "borrow", lambda *_: pytest.fail("more memory than what was saved"))
     t = small(device, N=N, V=700, D=D, dtype="bf16")
     t.weight.requires_grad_(N != 100)  # else columns would be saved, not rows
+    freed = mock.Mock(wraps=Scratch.release)
+    monkeypatch.setattr(Scratch, "release", lambda scratch: freed(scratch))
     with chosen_backend("triton"), shrunk(block), launches() as found:
         loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget)
         loss.sum().backward()
+    assert freed.called == (N == 600)  # nothing was saved
     assert [each.given["entries"] for each in found if each.of_gradient] == slices
 
 

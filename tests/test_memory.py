@@ -155,6 +155,16 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     assert peak - alive < V * D * 4 / 4
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_recomputed_logits_take_the_memory_of_dx_until_it_is_written(device):
+    """Beyond the gradients there are the block, and dX in fp32. On a CPU operands are also copied to fp32."""
+    N, V, D, block = 1024, 16384, 1024, 4 * MiB
+    peak, alive = measured(alone(device), (N, V, D), dtype="bf16", block=block)
+    dx = N * D * 2
+    assert alive >= dx + V * D * 2
+    assert peak - alive <= block + 2 * dx + MiB < block + 3 * dx
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @on_ranks(2)
 def test_sequence_parallel_chunks_are_let_go(member, backward):

@@ -5,8 +5,9 @@ one. The caller runs it on the weight's device and without autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -122,12 +123,24 @@ class SelectedLogits(NamedTuple):
     out: Tensor
 
 
+class HiddenGrad:
+    """Memory for a block's dX. ``new``: allocates it, when it is first asked for. ``last``: nothing waits for dX, so it
+    may be formed after dW. Until then its bytes may hold logits."""
+
+    def __init__(self, new: Callable[[], Tensor], last: bool = False) -> None:
+        self._new, self.last = new, last
+
+    @cached_property
+    def memory(self) -> Tensor:
+        """``[R, D]``, written once"""
+        return self._new()
+
+
 @dataclass(frozen=True)
 class GradBuffers:
     """Memory for a block's gradients; None for one that is not needed."""
 
-    # [R, D], written once
-    dx: Tensor | None
+    dx: HiddenGrad | None
     # The block's gradients are added to these.
     dweight: GradBuffer | None
     dbias: GradBuffer | None
@@ -148,6 +161,10 @@ class Scratch:
         if given > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+
+    def release(self) -> None:
+        """Free the memory. The next :meth:`borrow` allocates anew."""
+        self._memory = None
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements that :meth:`borrow` can give."""

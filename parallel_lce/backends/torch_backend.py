@@ -229,7 +229,7 @@ class BlockBackward:
         """Form dX, and dW and dbias of all tiles but the last."""
         projection, grads, dtype = self._projection, self._grads, self._projection.dtype
         self._x = operand(self._x)
-        dx, total = grads.dx, grads.dx
+        dx = total = None if grads.dx is None else grads.dx.memory
         if dx is not None and dx.dtype != dtype:
             total = dx.new_empty(dx.shape, dtype=dtype)
         if total is not None and not self._windows:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import put
-from parallel_lce.backends.interface import BackwardTask
+from parallel_lce.backends.interface import BackwardTask, HiddenGrad
 from parallel_lce.backends.triton_filter import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.backends.triton_gradient import Piece, Slice, tiling
 from parallel_lce.backends.triton_operands import dense, product_of
@@ -33,9 +33,10 @@ PRODUCT_BYTES = MEASURED.product_bytes
 
 class BlockBackward:
     """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
-    complete before the last slice's dW product starts. Peak memory beside the exponentials and ``scratch``: fp32
-    products of at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. Where only active
-    windows are projected again ``scratch`` has ``WINDOWED_BYTES``."""
+    complete before the last slice's dW product starts, unless it may be formed last: recomputed slices then take its
+    bytes too. Peak memory beside the exponentials and ``scratch``: fp32 products of at most 128 MiB, or of dX's size
+    where several slices add to it, and a copy of x. Where only active windows are projected again ``scratch`` has
+    ``WINDOWED_BYTES``."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection = task.projection
@@ -44,6 +45,8 @@ class BlockBackward:
         # The last slice, whose dW is formed by weight_grad.
         self._last: tuple[Piece, Slice] | None = None
         self._dx_written = False
+        # Whether recomputed slices take dX's bytes, so that dX is formed after dW.
+        self._dx_last = False
         # By gradient buffer: the sum of the current range of entries, to which all pieces add.
         self._sums: dict[GradBuffer, tuple[Tensor, bool]] = {}
         # Set by hidden_grad.
@@ -60,12 +63,21 @@ class BlockBackward:
         x, saved = dense(self._task.x), self._saved
         task = self._task._replace(x=x)
         held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
-        capacity = max(held, task.scratch.capacity(x.dtype))
+        dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
         windows = self._active_windows(x)
         if windows is not None:
             capacity = max(capacity, WINDOWED_BYTES // x.element_size())
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
-        ranges, cut = tiling(self._projection, x, self._saved_entries, capacity, widest)
+
+        def cut_for(capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
+            return tiling(self._projection, x, self._saved_entries, capacity, widest)
+
+        ranges, cut = cut_for(capacity)
+        # Several ranges are added to an fp32 sum of dX.
+        if dx is not None and dx.last and held == 0 and capacity == task.scratch.size // x.element_size():
+            wider = cut_for(capacity + x.numel())
+            self._dx_last = x.dtype != self._projection.dtype and len(wider[0]) > 1
+            ranges, cut = wider if self._dx_last else (ranges, cut)
         pieces = []
         for rows in cut:
             some = task if len(cut) == 1 else task.of_rows(rows)
@@ -88,7 +100,7 @@ class BlockBackward:
         dx, real = self._grads.dx, self._projection.real_rows
         if self._empty:
             if dx is not None:
-                dx.zero_()
+                dx.memory.zero_()
             return
         total: Tensor | None = None
         self._ranges, self._pieces = self._cut()
@@ -98,18 +110,21 @@ class BlockBackward:
                 if dx is None:
                     pass
                 elif len(self._ranges) == 1:
-                    self._form_hidden(piece, vocab_slice, dx)
+                    self._form_hidden(piece, vocab_slice, dx.memory)
                 else:
                     total = self._add_hidden(piece, vocab_slice, dx, total)
-                if stop == real and piece is self._pieces[-1]:
+                if stop == real and piece is self._pieces[-1] and not self._dx_last:
                     self._last = piece, vocab_slice
                 else:
                     self._add_weight(piece, vocab_slice)
+                del vocab_slice
+        if self._dx_last:
+            self._task.scratch.release()
         if dx is not None and total is not None:
             for piece in self._pieces:
-                if total is not dx or piece.has_targets or piece.fp16_unscale is not None:
+                if total is not dx.memory or piece.has_targets or piece.fp16_unscale is not None:
                     rows = total[piece.rows]
-                    piece.finish_rows(rows, None, (0, len(rows)), dx[piece.rows])
+                    piece.finish_rows(rows, None, (0, len(rows)), dx.memory[piece.rows])
         self._dx_written = True
 
     def weight_grad(self) -> None:
@@ -136,12 +151,12 @@ class BlockBackward:
             piece.finish_rows(product, vocab_slice.dx_factor, (start, stop), some_rows(dx, start, stop))
             del product  # before the next one is allocated
 
-    def _add_hidden(self, piece: Piece, vocab_slice: Slice, dx: Tensor, total: Tensor | None) -> Tensor:
+    def _add_hidden(self, piece: Piece, vocab_slice: Slice, dx: HiddenGrad, total: Tensor | None) -> Tensor:
         """The fp32 sum of dX over the slices so far, in dX's memory if that is fp32. The first slice starts it."""
         dtype = self._projection.dtype
         if total is None:
-            total = dx if dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
-            self._dx_written = total is dx
+            self._dx_written = not self._dx_last and dx.memory.dtype == dtype
+            total = dx.memory if self._dx_written else self._task.x.new_empty(self._task.x.shape, dtype=dtype)
         rows = total[piece.rows]
         vocab_slice.add_hidden(
             rows, self._weight_of(vocab_slice), slice(0, len(rows)), overwrite=vocab_slice.start == 0
@@ -209,7 +224,7 @@ class BlockBackward:
         """``c x [R, D]``, in dX's memory if dX is not written yet."""
         if vocab_slice.dw_factor is None:
             return piece.x
-        memory = self._grads.dx
-        if memory is None or self._dx_written or memory.dtype != piece.x.dtype or not memory.is_contiguous():
+        memory = None if self._grads.dx is None or self._dx_written else self._grads.dx.memory
+        if memory is None or memory.dtype != piece.x.dtype or not memory.is_contiguous():
             memory = torch.empty_like(piece.x)
         return scale_and_add_targets(piece.x, vocab_slice.dw_factor, None, memory)

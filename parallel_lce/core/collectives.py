@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -119,10 +120,14 @@ class HiddenReduction:
     """
 
     def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:
-        self._total, self._layout = hidden.new_empty(hidden.shape), layout
-        self.ranks = layout.ranks
+        self._like, self._layout, self.ranks = hidden, layout, layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
         self._started: deque[_Reduction] = deque()
+
+    @cached_property
+    def _total(self) -> Tensor:
+        """Allocated with the first block."""
+        return self._like.new_empty(self._like.shape)
 
     def open_block(self, block: Block) -> Tensor:
         """Memory for the local dX ``[R, D]`` of the next block."""

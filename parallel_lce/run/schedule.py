@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial as partial_of
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from parallel_lce.backends.interface import (
     Coefficients,
     ForwardTask,
     GradBuffers,
+    HiddenGrad,
     Projection,
     Saved,
     Scratch,
@@ -221,7 +223,10 @@ class _BlockGradients(GradientSums):
         if self._selected is not None and call.selected is not None:
             of_block = call.selected.of_block(call.layout, block, call.shard.start)
             selected = SelectedGradient(of_block, *self._selected)
-        dx = None if reduction is None else reduction.open_block(block)
+        dx = None
+        if reduction is not None:
+            alone = reduction.ranks == 1 and len(call.plan.blocks) == 1
+            dx = HiddenGrad(partial_of(reduction.open_block, block), last=alone)
         task = BackwardTask(
             call.of_block(self.projection, block),
             x.tensor,
@@ -239,7 +244,7 @@ class _BlockGradients(GradientSums):
             x.wait()
         work.hidden_grad()
         if reduction is not None and dx is not None:
-            reduction.start(block, dx)
+            reduction.start(block, dx.memory)
         if not x.arrived:
             # Even if this block did not read x: the gather must end before its buffer is freed.
             x.wait()

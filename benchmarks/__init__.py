@@ -5,7 +5,7 @@ GPU is a team of one rank. Each module uses only the modules above it:
 
 team.py         the ranks of a team
 problem.py      a shape and its tensors
-timing.py       the time of one call;  energy.py  its joules
+timing.py       the time of one call;  energy.py  its joules, and time at the power limit
 peak_memory.py  its peak memory;  profiles.py  its profile and its timeline
 libraries.py    the losses of PyTorch and other libraries;  ours.py  the losses of parallel_lce
 peers.py        the list of peers;  passes.py  a peer's two calls: forward, and forward + backward

@@ -1,4 +1,5 @@
-"""Energy of a call, in joules. A GPU at its power limit needs time in proportion to energy."""
+"""Energy of a call, in joules, and its time in seconds of nothing else. A GPU at its power limit needs time in
+proportion to energy."""
 
 import math
 import time
@@ -10,8 +11,8 @@ SECONDS = 2.0  # of calls: NVML updates its counter about ten times a second, an
 WARM_UP = 0.5  # seconds
 
 
-def joules(call: Callable, device: torch.device) -> float:
-    """Joules of the whole GPU per call, by NVML's counter of energy (package nvidia-ml-py)."""
+def sustained(call: Callable, device: torch.device) -> tuple[float, float]:
+    """Joules of the whole GPU per call, by NVML's counter of energy (package nvidia-ml-py), and seconds per call."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -27,6 +28,7 @@ def joules(call: Callable, device: torch.device) -> float:
         for _ in range(calls):
             call()
         torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - start) / calls
         if warm:
-            calls = max(1, math.ceil(calls * SECONDS / (time.perf_counter() - start)))
-    return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3 / calls
+            calls = max(1, math.ceil(SECONDS / seconds))
+    return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3 / calls, seconds

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from .accuracy import Judge
-from .energy import joules
+from .energy import sustained
 from .passes import calls_of
 from .peak_memory import peak_memory
 from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
@@ -93,7 +93,8 @@ def measure(
             for kind, call in calls[peer].items() if host and team.device.type == "cuda" else ():
                 entry[kind]["profile"] = team.agree(partial(profile_of, call, team))
             for kind, call in calls[peer].items() if energy else ():
-                entry[kind]["joules"] = team.agree(partial(joules, call, team.device))
+                joules, seconds = team.agree(partial(sustained, call, team.device))
+                entry[kind] |= dict(joules=joules, sustained_seconds=seconds)
             after(peer, calls[peer][FORWARD_BACKWARD])
     gc.unfreeze()
     cell = {

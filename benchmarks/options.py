@@ -98,7 +98,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     add("--plot", metavar="PATH", type=picture, help=words)
     words = "write the timeline of one forward + backward call of ours and of the baseline with collectives"
     add("--trace", metavar="DIR", help=words)
-    add("--energy", action="store_true", help="joules of a call, from the GPU's counter; needs nvidia-ml-py")
+    add("--energy", action="store_true", help="joules and time of a call in two seconds of calls; needs nvidia-ml-py")
     options = parse(parser, arguments, ranks_here)
     if options.energy and (options.device != "cuda" or ranks or importlib.util.find_spec("pynvml") is None):
         parser.error("--energy needs --device cuda, a single process and the package nvidia-ml-py")

@@ -24,7 +24,10 @@ HOST_CAPTION = (
     "host ms: from call to return, with the GPU idle before the call; medians (min–max over the rounds). GPU "
     "operations: kernels, copies and fills of one call; GPU ms: their time."
 )
-ENERGY_CAPTION = "Joules of the whole GPU per call, over two seconds of calls; relative to the bare products' joules."
+ENERGY_CAPTION = (
+    "Joules of the whole GPU and milliseconds per call, over two seconds of calls without a pause. of GEMM-only: "
+    "joules of the bare products / joules of the call, and the same of milliseconds."
+)
 
 
 def cell_table(cell: dict):
@@ -78,19 +81,19 @@ def host_output(cell: dict) -> Iterator:
 def energy_output(cell: dict) -> Iterator:
     """The table of joules, if they were measured."""
     rows = [
-        (entry, kind, entry[kind]["joules"])
+        (entry, kind, (entry[kind]["joules"], entry[kind]["sustained_seconds"]))
         for entry in cell["peers"]
         for kind in PASSES
         if "joules" in entry.get(kind, ())
     ]
     if rows:
-        bare = {kind: of_call for entry, kind, of_call in rows if entry["name"] == GEMM_ONLY}
-        table = new_table(
-            f"{cell['problem']}, {cell['dtype']}: energy", ENERGY_CAPTION, ["peer", "pass"], ["joules", "× GEMM-only"]
-        )
-        for entry, kind, of_call in rows:
-            times = f"{of_call / bare[kind]:.2f}" if kind in bare else NONE
-            table.add_row(entry["name"], SHORT[kind], f"{of_call:.2f}", times, style=_style(entry))
+        bare = {kind: values for entry, kind, values in rows if entry["name"] == GEMM_ONLY}
+        columns = ["joules", "of GEMM-only", "ms", "of GEMM-only"]
+        table = new_table(f"{cell['problem']}, {cell['dtype']}: energy", ENERGY_CAPTION, ["peer", "pass"], columns)
+        for entry, kind, (joules, seconds) in rows:
+            of_bare = [f"{a / b:.3f}" for a, b in zip(bare[kind], (joules, seconds))] if kind in bare else [NONE] * 2
+            row = f"{joules:.2f}", of_bare[0], milliseconds(seconds), of_bare[1]
+            table.add_row(entry["name"], SHORT[kind], *row, style=_style(entry))
         yield table
 
 

@@ -45,15 +45,7 @@ from parallel_lce.kernels.arithmetic import (
 from parallel_lce.kernels.draws import Draw, store_draw
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import (
-    Tile,
-    addressable,
-    blocks_per_launch,
-    descriptor,
-    num_sms,
-    tile_of,
-    windows_per_slice,
-)
+from parallel_lce.kernels.tuning import Tile, addressable, blocks_per_launch, descriptor, num_sms, tile_of
 
 
 class ForwardEpilogue(NamedTuple):
@@ -317,17 +309,6 @@ class Product:
     def row_blocks(self) -> int:
         return -(-self.x.shape[0] // self.tile.rows)
 
-    @property
-    def _block_bytes(self) -> int:
-        """Bytes of the hidden states of a row block."""
-        return self.tile.rows * self.x.shape[1] * self.x.element_size()
-
-    def slice_entries(self, most: int) -> int:
-        """Entries of a slice in which to recompute this product, at most ``most`` or one window."""
-        windows, programs = max(1, most // self.tile.entries), num_sms(self.x.device)
-        found = windows_per_slice(self.row_blocks, self.windows, windows, programs, self._block_bytes)
-        return found * self.tile.entries
-
     def launch(
         self, out: torch.Tensor | None, epilogue: ForwardEpilogue | BackwardEpilogue, listed: torch.Tensor | None = None
     ) -> None:
@@ -369,7 +350,7 @@ class Product:
             }
         row_blocks, windows = self.row_blocks, self.windows
         programs = num_sms(self.x.device)
-        step = blocks_per_launch(row_blocks, windows, programs, self._block_bytes)
+        step = blocks_per_launch(row_blocks, windows, programs, tile.rows * k_size * self.x.element_size())
         step = step if listed is None else max(1, row_blocks)
         for first in range(0, row_blocks, step):
             number = min(step, row_blocks - first)

@@ -42,9 +42,6 @@ class Measured:
     tma_tile: Tile = Tile(128, 256, 64, 8, 3)
     # Row blocks of one launch: around 16, the middle of the three numbers that benchmarks.tune compares.
     row_blocks: range = range(12, 21)
-    # Cost of one more slice of recomputed logits, in waves of programs: the fp32 dX is read and written once more, and
-    # the last waves of the slice's products are not full.
-    slice_waves: int = 2
     # Upper bounds for a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in L2.
     most_row_blocks: int = 33
     most_waves: int = 32
@@ -168,24 +165,6 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
         return waves, whole + (rest > 0), abs(blocks - 16)
 
     return min(candidates, key=cost)
-
-
-def waves(row_blocks: int, windows: int, programs: int, block_bytes: int) -> int:
-    """Waves of programs of all launches over these windows."""
-    step = blocks_per_launch(row_blocks, windows, programs, block_bytes)
-    launched = [min(step, row_blocks - first) for first in range(0, row_blocks, step)]
-    return sum(-(-number * windows // programs) for number in launched)
-
-
-@functools.cache
-def windows_per_slice(row_blocks: int, windows: int, most: int, programs: int, block_bytes: int) -> int:
-    """Windows of each slice but the last, at most ``most``: few slices, whose last waves are nearly full."""
-
-    def cost(step: int) -> tuple[int, int]:
-        sizes = [step] * (windows // step) + [windows % step] * (windows % step > 0)
-        return sum(waves(row_blocks, size, programs, block_bytes) + MEASURED.slice_waves for size in sizes), -step
-
-    return min(range(max(1, most // 2), most + 1), key=cost) if most < windows else windows
 
 
 def addressable(*tensors: torch.Tensor) -> bool:

@@ -50,14 +50,14 @@ def tiling(
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
     if start == real:
         return [], [slice(0, rows)]
-    product = product_of(projection, x, start, real)
-    width = product.tile.entries
+    width = product_of(projection, x, start, real).tile.entries
     fitting, height = max(width, capacity // rows // width * width), rows
     wide = max(width, min(MEASURED.long_sum, math.isqrt(capacity), widest) // width * width)
     if fitting < min(wide, real) and not saved_entries:
         fitting, height = wide, capacity // wide // _MULTIPLE * _MULTIPLE or capacity // wide
-    pieces, number = -(-rows // height), -(-(real - start) // fitting)
-    step = product.slice_entries(fitting) if pieces == 1 else -(-(real - start) // (number * width)) * width
+    number = -(-(real - start) // fitting)
+    step = -(-(real - start) // (number * width)) * width
+    pieces = -(-rows // height)
     height = min(rows, -(-rows // (pieces * _MULTIPLE)) * _MULTIPLE)
     return (
         [(a, min(a + step, real)) for a in range(start, real, step)],

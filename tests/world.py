@@ -40,8 +40,8 @@ class Member:
 _TIDY_UP = "tidy up"
 
 
-def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None, backend: str, jobs, results) -> None:
-    os.environ[backends.VARIABLE] = backend
+def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None, chosen: str, jobs, results) -> None:
+    os.environ[backends.VARIABLE] = chosen
     if path is not None:
         sys.path[:0] = path.split(os.pathsep)
     # CUDA asks for this before its first use if cuBLAS is to be deterministic.
@@ -49,15 +49,14 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before
     configure()
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
+        gpus = torch.cuda.device_count()
+        # NCCL refuses two ranks on one GPU.
+        device, backend = torch.device("cuda", rank % gpus), "nccl" if ranks <= gpus else "gloo"
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUT),
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )
     member = Member(rank, ranks, device, dist.group.WORLD)
     while (job := jobs.get()) is not None:
@@ -137,7 +136,8 @@ def forkserver():
 
 
 class World:
-    """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs.
+    """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs. On fewer GPUs they share these,
+    over gloo.
 
     ``path``: a folder, or several joined by ``os.pathsep``, that they import from before any other.
     """

@@ -61,6 +61,9 @@ class Measured:
     # K dimension from which adding a product to a sum in memory takes almost no time. With fp32 sums of 4096 columns
     # the product takes 1.6 times as long as without a sum for K=1024, 1.3 for 2048, 1.05 for 4096.
     long_sum: int = 4096
+    # Entries of a recomputed slice from which a larger one saves at most 1 %. With 4096 the three products and the
+    # projection of N=8192, V=128256, D=4096 take 2 % longer.
+    longest_slice: int = 8192
     # Bytes of a slice in which only active windows are projected. A smaller slice has too few to fill the GPU.
     windowed_bytes: int = 256 << 20
     # Fewest flops of a slice's products that are filtered. For smaller slices, as at D=1024 with logits_budget=0, the

@@ -75,7 +75,8 @@ class BlockBackward:
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.
         if dx is not None and dx.last and held == 0 and capacity == task.scratch.size // x.element_size():
-            wider = cut_for(capacity + x.numel())
+            longest = len(x) * MEASURED.longest_slice
+            wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
             self._dx_last = x.dtype != self._projection.dtype and len(wider[0]) > 1
             ranges, cut = wider if self._dx_last else (ranges, cut)
         pieces = []

@@ -1,5 +1,5 @@
-"""Energy of a call, in joules, and its time in seconds of nothing else. A GPU at its power limit needs time in
-proportion to energy."""
+"""Joules of a call, and its time, over two seconds of calls. At its power limit a GPU is the slower, the more joules a
+call takes."""
 
 import math
 import time

@@ -32,8 +32,8 @@ def measure(
 
     First each peer is checked and its memory measured. Then all peers are timed round by round, A B C A B C. With
     `host` the host time is measured too, and on a GPU the calls are profiled at the end; with `energy` the joules of a
-    call are measured. `say` gets messages about the progress. At the end `after(peer, call)` gets forward + backward of
-    every peer that was timed.
+    call are measured, and its time over two seconds. `say` gets messages about the progress. At the end
+    `after(peer, call)` gets forward + backward of every peer that was timed.
     """
     problem, team = judge.problem, judge.problem.team
     entries, losses, calls, readers = {}, {}, {}, {}

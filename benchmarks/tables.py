@@ -25,8 +25,8 @@ HOST_CAPTION = (
     "operations: kernels, copies and fills of one call; GPU ms: their time."
 )
 ENERGY_CAPTION = (
-    "Joules of the whole GPU and milliseconds per call, over two seconds of calls without a pause. of GEMM-only: "
-    "joules of the bare products / joules of the call, and the same of milliseconds."
+    "Joules of the whole GPU and milliseconds per call, over two seconds of calls without a pause; those of the "
+    "bare products, divided by the call's."
 )
 
 
@@ -79,7 +79,7 @@ def host_output(cell: dict) -> Iterator:
 
 
 def energy_output(cell: dict) -> Iterator:
-    """The table of joules, if they were measured."""
+    """The table of joules and of times at the power limit, if they were measured."""
     rows = [
         (entry, kind, (entry[kind]["joules"], entry[kind]["sustained_seconds"]))
         for entry in cell["peers"]
@@ -88,7 +88,7 @@ def energy_output(cell: dict) -> Iterator:
     ]
     if rows:
         bare = {kind: values for entry, kind, values in rows if entry["name"] == GEMM_ONLY}
-        columns = ["joules", "of GEMM-only", "ms", "of GEMM-only"]
+        columns = ["joules", "GEMM-only / joules", "ms", "GEMM-only / ms"]
         table = new_table(f"{cell['problem']}, {cell['dtype']}: energy", ENERGY_CAPTION, ["peer", "pass"], columns)
         for entry, kind, (joules, seconds) in rows:
             of_bare = [f"{a / b:.3f}" for a, b in zip(bare[kind], (joules, seconds))] if kind in bare else [NONE] * 2

@@ -61,8 +61,8 @@ class Measured:
     # K dimension from which adding a product to a sum in memory takes almost no time. With fp32 sums of 4096 columns
     # the product takes 1.6 times as long as without a sum for K=1024, 1.3 for 2048, 1.05 for 4096.
     long_sum: int = 4096
-    # Entries of a recomputed slice from which a larger one saves at most 1 %. With 4096 the three products and the
-    # projection of N=8192, V=128256, D=4096 take 2 % longer.
+    # dX's bytes lengthen recomputed slices up to this number of entries. Longer slices save at most 1 % of forward +
+    # backward; slices of 4096 entries take 2 % longer.
     longest_slice: int = 8192
     # Bytes of a slice in which only active windows are projected. A smaller slice has too few to fill the GPU.
     windowed_bytes: int = 256 << 20
@@ -115,7 +115,7 @@ def _has_gluon() -> bool:
     warnings.warn(
         f"Triton {triton.__version__}: parallel_lce runs its plain mainloop on this GPU, since the one for Hopper "
         f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. The projection "
-        "takes up to 10 % longer.",
+        "takes up to 10 % longer, a product with a gradient_filter a third.",
         stacklevel=2,
     )
     return False

@@ -22,6 +22,7 @@ from world import World, configure
 
 configure()
 
+SHARED_GPU = os.environ.get("PARALLEL_LCE_TEST_SHARED_GPU") == "1"
 SLOW = "slow: --all runs them"
 PAIRS = "combinations in which every pair of values occurs in another test; -m thinned runs all"
 NO_GPU = "need a GPU, and there is none"
@@ -126,7 +127,7 @@ def worlds(_worlds, device):
     """
 
     def get(ranks: int, path: str | None = None) -> World:
-        if device == "cuda" and ranks > torch.cuda.device_count() and "PARALLEL_LCE_TEST_SHARED_GPU" not in os.environ:
+        if device == "cuda" and ranks > torch.cuda.device_count() and not SHARED_GPU:
             pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
         for key in list(_worlds):
             if key[2] not in (None, path):

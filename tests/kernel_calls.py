@@ -21,7 +21,7 @@ from parallel_lce.backends import triton_filter
 from parallel_lce.core.partials import TRAILER, Columns
 from parallel_lce.distillation import divergence
 from parallel_lce.kernels import partials
-from parallel_lce.kernels.filter import windows
+from parallel_lce.kernels.filter import products, windows
 from tools import shrunk
 
 NAMES = {
@@ -46,9 +46,10 @@ CALLS = [
 
 
 def prepare() -> None:
-    """Filter small problems too; three row blocks are enough for a sample."""
+    """Filter small problems too; three row blocks are enough for a sample. Programs form several tiles of dW."""
     triton_filter.SMALLEST_FILTERED = 0
     windows.FEWEST_SAMPLED = 1
+    products.num_sms = lambda device: 3
 
 
 def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:

@@ -47,6 +47,7 @@ CASES = {
     "a gradient of the bias": dict(bias=True),
     "recomputed, dX last": dict(save=0, scratch=40_000, last=True),
     "rows in pieces": dict(R=600, V=700, D=72, save=0, scratch=2 * 512 * 512),
+    "rows in pieces, dX last": dict(R=600, V=700, D=72, save=0, scratch=2 * 512 * 512, last=True, bias=True),
     "hidden states that arrive after dX": dict(late=True),
     "several launches": dict(R=300, D=72, row_blocks=2),
     "logits far from 0": dict(far=304.0),

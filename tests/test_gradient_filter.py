@@ -15,8 +15,9 @@ from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from parallel_lce.backends import triton_backward, triton_filter
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.kernels.filter import windows
-from parallel_lce.kernels.filter.tiles import TILE
+from parallel_lce.kernels.filter import products, windows
+from parallel_lce.kernels.filter.products import sparse_product
+from parallel_lce.kernels.filter.tiles import TILE, list_tiles
 from tools import chosen_backend, on_ranks, results_of, shrunk, small
 
 EPS = 2**-7
@@ -120,6 +121,43 @@ def test_the_gradient_of_the_bias_is_not_filtered(device):
     assert torch.equal(found[2], exact[2]) and not torch.equal(found[1], exact[1])
 
 
+KINDS = {
+    "dX": dict(transposed=False, add=True),
+    "dW": dict(transposed=True, add=False),
+    "dW of pairs of tiles": dict(transposed=True, add=False, width=2 * TILE),
+    "dW in fp32": dict(transposed=True, add=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned
+def test_products_of_listed_tiles(kind, dtype, device, monkeypatch):
+    """More tiles of the result than programs, ragged ones, and some whose lists are empty."""
+    monkeypatch.setattr(products, "num_sms", lambda device: 3)
+    R, C, D, options = 700, 900, 528, {"width": TILE} | KINDS[kind]
+    gradient, x, weight = (normal(*size, seed=i).to(device, DTYPES[dtype]) for i, size in enumerate(SIZES))
+    gradient = gradient[:, :C]
+    largest = (normal(-(-R // TILE), -(-C // options["width"]), seed=3) > 0).float().to(device)
+    largest[1::3], largest[:, 2] = 0.0, 0.0
+    listed = list_tiles(largest, 0.5, C, options["width"])[options["transposed"]]
+    active = largest.repeat_interleave(TILE, 0).repeat_interleave(options["width"], 1)[:R, :C]
+    g, other = gradient.double() * active, weight
+    if options["transposed"]:
+        g, other = g.t(), x
+        shares, spread = (v.float().to(device) for v in (normal(C, seed=4), normal(largest.shape[1], D, seed=5)))
+        options["rank_one"] = shares, spread
+    # Rows with padding.
+    sums = torch.float32 if options["add"] else DTYPES[dtype]
+    total = normal(len(g), D + 16, seed=6).to(device, sums)[:, :D]
+    exact = g @ other.double() + (total.double() if options["add"] else 0)
+    if options["transposed"]:
+        exact += shares[:, None].double() * spread.double().repeat_interleave(options["width"], 0)[:C]
+    sparse_product(total, gradient, other, listed, **options)
+    assert relative_error(total, exact) < (4e-6 if options["add"] else torch.finfo(sums).eps / 2)
+
+
+SIZES = (700, 904), (700, 528), (900, 528)
 OPTIONS = {
     "none": dict(reduction="none"),
     "sum": dict(reduction="sum"),

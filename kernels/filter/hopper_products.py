@@ -1,5 +1,11 @@
 """The mainloop of :mod:`parallel_lce.kernels.filter.products` for Hopper: that of :mod:`parallel_lce.kernels.hopper`,
-whose steps are the listed tiles of G."""
+whose steps are the listed tiles of G.
+
+dX has few tiles, with long lists, some of which may be empty: those of tokens that are ignored. Each tile gets a
+program of its own, which the GPU starts where another has ended. dW has many tiles, with short lists. There a program
+forms several tiles: the loads for one overlap the end of the one before. Tiles with the same list follow one another,
+so that they read the same tiles of G together.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from parallel_lce.kernels.filter.products import result_tile
+from parallel_lce.kernels.filter.products import grouped_tile
 from parallel_lce.kernels.filter.tiles import TILE
 from parallel_lce.kernels.hopper import (
     CONSUMER_REGISTERS,
@@ -25,13 +31,21 @@ _TILE = gl.constexpr(TILE)
 
 @gluon.jit
 def _turn(first):
-    """The program's result among those from ``first`` on, one for each program. Results come by the lengths of their
-    lists. Every other turn goes backwards, so that no program always gets the longest list."""
+    """The number of the program's tile among those from ``first`` on, one for each program. Tiles come by the lengths
+    of their lists. Every other turn goes backwards, so that the programs' lists have equal lengths in sum."""
     programs, program = gl.num_programs(0), gl.program_id(0)
     number = first + program
     if first // programs % 2 == 1:
         number = first + programs - 1 - program
     return number
+
+
+@gluon.jit
+def _result_tile(number, order, blocks, hidden_blocks, TRANSPOSED: gl.constexpr):
+    if TRANSPOSED:
+        return gl.load(order + number // hidden_blocks).to(gl.int32), number % hidden_blocks
+    else:
+        return grouped_tile(number, order, blocks, hidden_blocks)
 
 
 @gluon.jit
@@ -48,7 +62,7 @@ def _produce(gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr):
     for turn in range(0, results, gl.num_programs(0)):
         result = _turn(turn)
         if result < results:
-            block, hidden_block = result_tile(result, order, blocks, hidden_blocks)
+            block, hidden_block = _result_tile(result, order, blocks, hidden_blocks, TRANSPOSED)
             listed = numbers + block * places
             number = gl.load(listed)
             for place in range(0, gl.load(counts + block)):
@@ -91,7 +105,7 @@ def _consume(
     for turn in range(0, results, gl.num_programs(0)):
         result = _turn(turn)
         if result < results:
-            block, hidden_block = result_tile(result, order, blocks, hidden_blocks)
+            block, hidden_block = _result_tile(result, order, blocks, hidden_blocks, TRANSPOSED)
             row = block * _TILE + WARPGROUP * HALF
             r = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
             h = hidden_block * HIDDEN + gl.arange(0, HIDDEN, gl.SliceLayout(0, layout))

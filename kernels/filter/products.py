@@ -1,7 +1,7 @@
 """Products with listed tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``.
 
-G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. A program forms
-one tile of the result from its list. The longest lists come first, so that all programs end at about the same time.
+G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. Each tile of the
+result has a list. The longest lists come first, so that all programs end at about the same time.
 Operands are loaded by TMA where it can address them and hidden sizes are multiples of 16, else by pointers. On Hopper
 TMA loads for the mainloop of :mod:`.hopper_products`.
 """
@@ -25,7 +25,7 @@ _TOGETHER = tl.constexpr(4)
 
 
 @triton.jit
-def result_tile(number, order, blocks, hidden_blocks):
+def grouped_tile(number, order, blocks, hidden_blocks):
     """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
     first = number // (blocks * _TOGETHER) * _TOGETHER
     width = tl.minimum(hidden_blocks - first, _TOGETHER)
@@ -61,7 +61,7 @@ def lce_backward_sparse_product(
     sums. ``TILES``: tiles per window."""
     numbers, counts, order = lists
     shares, spread = rank_one
-    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
+    block, hidden_block = grouped_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
@@ -133,7 +133,8 @@ def sparse_product(
         out = descriptor(total, TILE // 2, hidden, True) if staged else total
         sizes = rows, hidden_size, blocks, places, total.stride(0)
         options |= dict(STAGED=staged, STAGES=stages - staged, num_warps=4)
-        kernel.launch((min(results, num_sms(total.device)),), *operands, out, ordered, added, *sizes, **options)
+        programs = min(results, num_sms(total.device)) if transposed else results
+        kernel.launch((programs,), *operands, out, ordered, added, *sizes, **options)
         return
     lce_backward_sparse_product.launch(
         (results,),

@@ -125,7 +125,7 @@ class SelectedLogits(NamedTuple):
 
 class HiddenGrad:
     """Memory for a block's dX. ``new``: allocates it, when it is first asked for. ``last``: nothing waits for dX, so it
-    may be formed after dW. Until then its bytes may hold logits."""
+    may be formed after dW. Until then the backend may use as many bytes more for logits."""
 
     def __init__(self, new: Callable[[], Tensor], last: bool = False) -> None:
         self._new, self.last = new, last
@@ -161,6 +161,10 @@ class Scratch:
         if given > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+
+    @property
+    def allocated(self) -> bool:
+        return self._memory is not None
 
     def release(self) -> None:
         """Free the memory. The next :meth:`borrow` allocates anew."""

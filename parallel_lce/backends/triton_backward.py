@@ -33,10 +33,10 @@ PRODUCT_BYTES = MEASURED.product_bytes
 
 class BlockBackward:
     """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
-    complete before the last slice's dW product starts, unless it may be formed last: recomputed slices then take its
-    bytes too. Peak memory beside the exponentials and ``scratch``: fp32 products of at most 128 MiB, or of dX's size
-    where several slices add to it, and a copy of x. Where only active windows are projected again ``scratch`` has
-    ``WINDOWED_BYTES``."""
+    complete before the last slice's dW product starts. If nothing is saved and nothing waits for dX, it is formed last,
+    and recomputed slices may take its bytes, too. Peak memory beside the exponentials and ``scratch``: fp32 products of
+    at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. Where only active windows are
+    projected again ``scratch`` has ``WINDOWED_BYTES``."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection = task.projection
@@ -74,10 +74,11 @@ class BlockBackward:
 
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.
-        if dx is not None and dx.last and held == 0 and capacity == task.scratch.size // x.element_size():
+        summed = dx is not None and len(ranges) > 1 and x.dtype != self._projection.dtype
+        if summed and dx.last and held == 0 and windows is None and not task.scratch.allocated:
             longest = len(x) * MEASURED.longest_slice
             wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
-            self._dx_last = x.dtype != self._projection.dtype and len(wider[0]) > 1
+            self._dx_last = len(wider[0]) > 1
             ranges, cut = wider if self._dx_last else (ranges, cut)
         pieces = []
         for rows in cut:
@@ -97,7 +98,7 @@ class BlockBackward:
         return windows if same and fills_sample(len(x)) else None
 
     def hidden_grad(self) -> None:
-        """Form dX, and dW of all slices but the last."""
+        """Form dX, and dW of all slices but the last; of the last, too, if dX is formed last."""
         dx, real = self._grads.dx, self._projection.real_rows
         if self._empty:
             if dx is not None:

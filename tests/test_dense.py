@@ -57,7 +57,7 @@ def _small(c: Configuration) -> Configuration:
     shards = tuple((sum(rows[:rank]), n) for rank, n in enumerate(rows))
     frozen = ("bias", *(name for name in c.frozen if name != "bias"))[:2]
     V, D = sum(rows) - 8 * (c.size_given and rows[-1] > 8), max(8, c.D // 8 * 8)
-    changes = dict(dtype="bf16", autocast="", counted="", budget=None, block_bytes=None, mode="train")
+    changes = dict(dtype="bf16", autocast="", counted="", budget=None, block_bytes=None)
     return replace(c, V=V, D=D, shards=shards, frozen=frozen, **changes)
 
 
@@ -68,7 +68,7 @@ def _executed(member: Member, c: Configuration) -> dict[str, torch.Tensor]:
     if c.kind == "logits" and c.N and c.layout("input") == "plain":
         assert "lce_forward_dense" in kernels
     if c.kind == "loss" and c.N and c.shards[member.rank][1]:
-        assert "lce_backward_dense" in kernels
+        assert ("lce_backward_dense" if c.mode == "train" else "lce_forward_dense") in kernels
         few = member.ranks == 1 and "checkpoint" not in c.walk
         assert not few or kernels <= {"lce_forward_dense", "lce_forward_mean", "lce_backward_dense"}
     return results
@@ -97,6 +97,23 @@ def test_a_main_grad_is_added_to(dtype, device):
         fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None)).sum().backward()
     assert saved_logits() == (dtype == torch.float32)
     torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_forward_alone_gives_the_loss_of_training(reduction, ranks, worlds, device):
+    everywhere(worlds, device, ranks, _evaluated, reduction)
+
+
+def _evaluated(member: Member, reduction: str) -> None:
+    t = small(member.device, **SHAPE)
+    parts = [v.detach().chunk(member.ranks)[member.rank].clone() for v in (t.x, t.weight)]
+    options = dict(reduction=reduction, process_group=member.group, sequence_parallel=member.ranks > 1)
+    with chosen_backend("dense"), launches() as found:
+        alone = linear_cross_entropy(*parts, t.target, **options)
+        assert saved_logits() and "lce_forward_dense" in {each.kernel for each in found}
+        trained = linear_cross_entropy(*[v.requires_grad_() for v in parts], t.target, **options)
+    assert not alone.requires_grad and torch.equal(alone, trained.detach())
 
 
 @pytest.mark.parametrize("changes", [dict(dtype="fp16"), dict(bias=True), dict(V=207)], ids=str)

@@ -238,12 +238,14 @@ def _dense(p: Problem) -> _Candidate:
     """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
 
     For so few flops the host needs longer to launch a fused projection than the GPU to run it. Dense logits need fewer
-    launches, though the GPU must write and read them. A rank whose shard cannot have dense logits runs the same
-    collectives. It saves exponentials if its backward can work from them, else nothing.
+    launches, though the GPU must write and read them. Forward alone has one product of three, and the host half of the
+    work: its limit is half as high. A rank whose shard cannot have dense logits runs the same collectives. It saves
+    exponentials if its backward can work from them, else nothing.
     """
     saved = _save(p)
     planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
-    small = 6 * p.tokens * p.shard_rows * (p.hidden_size + LOGIT_COLUMNS) <= p.dense_flops
+    most = p.dense_flops if p.gradients else p.dense_flops / 2
+    small = 6 * p.tokens * p.shard_rows * (p.hidden_size + LOGIT_COLUMNS) <= most
     size = 4 * p.tokens * p.shard_rows
     fits = size <= DENSE_BYTES and size + planned.hidden_bytes <= p.budget
     return replace(saved, plan=planned, possible=small and fits)
@@ -339,13 +341,14 @@ def plan(problem: Problem) -> Plan:
     """The plan of the possible candidate with the fewest matrix products. Among equals: a preferred candidate (saving
     all; recomputing by vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first
     in the list."""
+    dense = _dense(problem)
     if (gradients := problem.gradients) is None:
-        return problem.plan(first_rows=0, block_rows=0, saved=0)
+        return dense.plan if dense.possible else problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
     recomputations = _recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)
     if problem.ranks > 1:
         recomputations = recomputations[::-1]
-    candidates = _dense(problem), _save(problem), _accumulate(problem, gradients), *recomputations
+    candidates = dense, _save(problem), _accumulate(problem, gradients), *recomputations
     return min((c for c in candidates if c.possible), key=lambda c: c.cost).plan
 
 

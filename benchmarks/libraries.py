@@ -6,14 +6,21 @@ GPU.
 
 import importlib
 import inspect
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from .problem import IGNORE_INDEX
+
+# Contexts that are never left. That of `loss_parallel` must hold during backward, too. It changes operators on sharded
+# logits alone.
+_ENTERED = ExitStack()
+LIGER_TP = "liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"
 
 
 def library(module, name, **options):
@@ -21,7 +28,7 @@ def library(module, name, **options):
 
     def build(group, sequence_parallel):
         function = getattr(importlib.import_module(module), name)
-        return lambda x, weight, target: function(x, weight, target, ignore_index=IGNORE_INDEX, **options)
+        return lambda *given, **more: function(*given, ignore_index=IGNORE_INDEX, **options, **more)
 
     return build
 
@@ -48,14 +55,66 @@ def torch_lce_chunked(group, sequence_parallel):
 def whole_sequence(group, sequence_parallel):
     """A function from this rank's hidden states to the hidden states of the whole sequence. Its backward sums the
     gradient over the ranks, and scatters it under sequence parallelism."""
-    mesh = DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    placement = Shard(0) if sequence_parallel else Replicate()
+    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+    return lambda x: _gathered(x, mesh, placement).to_local(grad_placements=[Partial()])
 
-    def gathered(x):
-        shared = DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
-        return shared.to_local(grad_placements=[Partial()])
 
-    return gathered
+def mesh_of(group):
+    """The ranks as a mesh, under the name that torchtitan gives to it."""
+    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu", mesh_dim_names=("tp",))
+
+
+def _gathered(x, mesh, placement):
+    return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
+
+
+def vocabulary_shard(weight, mesh):
+    return DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+
+
+def liger_tp(group, sequence_parallel):
+    """Without liger_cute_kernels, its kernels for NVSHMEM, these are Liger's Triton kernels in chunks of 512 tokens. It
+    sums dX over the ranks, and has no sequence parallelism."""
+    function = library(*LIGER_TP)(group, sequence_parallel)
+    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+
+    def loss(x, weight, target):
+        hidden = _gathered(x, mesh, placement).to_local(grad_placements=[Replicate()])
+        return mean_of(function(hidden, weight, target, tp_group=group), target)
+
+    return loss
+
+
+def torch_loss_parallel(group, sequence_parallel):
+    """PyTorch's own loss over a sharded vocabulary: :func:`torch_loss` on DTensors."""
+    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+    _ENTERED.enter_context(loss_parallel())
+    return lambda x, weight, target: torch_loss(
+        _gathered(x, mesh, placement), vocabulary_shard(weight, mesh), target
+    ).to_local()
+
+
+def torchtitan(new_loss, group, sequence_parallel):
+    """A loss of torchtitan on DTensors, as its trainer calls it: the call also runs the backward of the output layer.
+    By default torchtitan's own, in eight chunks of the sequence. `new_loss()` builds another one."""
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")
+    inner = CrossEntropyLoss.Config()
+    chunked = (new_loss or ChunkedLossWrapper.Config)(loss_fn=inner).build()
+    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+
+    def loss(x, weight, target):
+        lm_head = torch.nn.Linear(weight.shape[1], weight.shape[0] * group.size(), bias=False, device="meta")
+        del lm_head.weight  # a parameter; this is a tensor of a graph
+        lm_head.weight = vocabulary_shard(weight, mesh)
+        chunked.set_lm_head(lm_head)
+        count = (target != IGNORE_INDEX).sum()
+        value, _ = chunked(_gathered(x, mesh, placement)[None], target[None], count)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    return loss
 
 
 def megatron(fused, group, sequence_parallel):

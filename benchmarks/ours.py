@@ -6,10 +6,21 @@ backward runs, and the loss still is the mean cross-entropy. Only `masked` and `
 judged.
 """
 
+from functools import partial
+
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
+from parallel_lce import (
+    LinearCrossEntropy,
+    LinearCrossEntropyParallel,
+    linear_cross_entropy,
+    selected_log_probs,
+    token_statistics,
+)
 
+from . import libraries
 from .libraries import mean_of
 from .problem import IGNORE_INDEX
 
@@ -49,6 +60,22 @@ def main_grad(budget, group, sequence_parallel):
         return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
 
     return loss
+
+
+def style(budget, group, sequence_parallel):
+    """The loss as a module that `parallelize_module` has given a style."""
+    mesh, layout = libraries.mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+    module = LinearCrossEntropy(ignore_index=IGNORE_INDEX, logits_budget=budget)
+    parallelize_module(module, mesh, LinearCrossEntropyParallel(input_layouts=layout))
+    return lambda x, weight, target: module(x, libraries.vocabulary_shard(weight, mesh), target)
+
+
+def torchtitan(budget, group, sequence_parallel):
+    """The loss in the place of torchtitan's own."""
+    from parallel_lce.torchtitan import LinearCrossEntropyLoss
+
+    new_loss = partial(LinearCrossEntropyLoss.Config, logits_budget=budget)
+    return libraries.torchtitan(new_loss, group, sequence_parallel)
 
 
 def statistics(asked, budget, group, sequence_parallel):

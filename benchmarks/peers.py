@@ -62,6 +62,9 @@ OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that re
     "ours-main-grad": (ANY, ours.main_grad),
     **{kind: (ANY, partial(ours.statistics, asked)) for kind, asked in ours.ASKED.items()},
     "ours-replay": (ANY, ours.replay),
+    # Over ranks alone.
+    "ours-style": (SCALAR, ours.style),
+    "ours-torchtitan": (SCALAR, ours.torchtitan),
 }
 UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
 _TORCH = "torch.nn.functional", "linear_cross_entropy"  # of torch 2.13 and later
@@ -77,6 +80,9 @@ OTHERS = (
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
+    Peer("liger-tp", ANY, CUDA, libraries.liger_tp, settings=(RANKS,), needs=":".join(libraries.LIGER_TP)),
+    Peer("torch-loss-parallel", ANY, CPU_AND_CUDA, libraries.torch_loss_parallel, settings=(RANKS,)),
+    Peer("torchtitan", SCALAR, CUDA, partial(libraries.torchtitan, None), settings=(RANKS,), needs="torchtitan"),
     Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
     # The environment variable LIGER_KERNEL_IMPL chooses liger's backend.
     Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),

@@ -22,6 +22,7 @@ from matplotlib import pyplot
 from safetensors.torch import save_file
 
 import program  # of launch/
+import torchtitan_training
 from benchmarks import __main__ as command
 from benchmarks import (
     distillation,
@@ -271,6 +272,16 @@ def test_a_run_of_two_processes(tmp_path):
         events = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sum(name == "aten::mm" for name in events) == 3  # one call
     assert any("gather" in name for name in events) and any("reduce_scatter" in name for name in events)
+
+
+@pytest.mark.slow
+def test_torchtitans_loss_is_measured_beside_ours(tmp_path):
+    arguments = "--device cpu --tp 2 --rounds 1 --shape 64,256,16 --peers ours-torchtitan torchtitan --json r.json"
+    environment = {"PYTHONPATH": str(torchtitan_training.release())}
+    done = ran("bash", ROOT / "launch" / "bench.sh", *arguments.split(), cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for cell in json.loads((tmp_path / "r.json").read_text())["cells"]:
+        assert [entry["refused"] for entry in cell["peers"]] == [None] * 4
 
 
 def test_the_suites_of_the_host_and_of_post_training(short, tmp_path, capsys):

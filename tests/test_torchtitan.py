@@ -17,7 +17,6 @@ import torchtitan_standin
 import torchtitan_training
 from cases import normal
 from measures import assert_close
-from releases import folder_of
 from tools import on_ranks
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, installed
 from world import mesh_of
@@ -150,8 +149,6 @@ def test_refused(member):
                 assert ours.linear_cross_entropy(config) is config
 
 
-# Beside torch and what torchtitan_training.py replaces: all that its trainer imports.
-OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
 CASES = [
     *(f"{backend}{more}".strip() for backend in ("", "partial ", "full ")
       for more in ("accumulated", "tp2", "tp2 no-sp", "tp4", "tp4 no-sp", "tp2 dp2 accumulated", "tp2 dp2 no-sp")),
@@ -174,4 +171,4 @@ def device():
 def test_its_trainer_with_the_lines_of_the_page(case, worlds):
     assert torchtitan_training.OURS in torchtitan_training.PAGE
     ranks = math.prod(int(word[-1]) for word in case.split() if word[:2] in ("tp", "cp", "dp"))
-    worlds(ranks, str(folder_of("torchtitan", "0.3.0", others=OTHERS))).run(torchtitan_training.compare, case)
+    worlds(ranks, str(torchtitan_training.release())).run(torchtitan_training.compare, case)

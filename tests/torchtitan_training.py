@@ -19,9 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import debug
 
 from measures import assert_close
-from releases import ROOT
+from releases import ROOT, folder_of
 from world import Member
 
+# Beside torch and what is replaced here: all that its trainer imports.
+OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
 PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
 OURS = "--override.imports parallel_lce.torchtitan.linear_cross_entropy"
 COMMON = """--module llama3 --config llama3_debugmodel --checkpoint.no-enable --validator.enable --validator.steps 1
@@ -54,6 +56,11 @@ class Tokens:
             labels = tokens[:, 1:].masked_fill(tokens[:, 1:] < 400, -100)
             positions = torch.arange(seq_len).expand(labels.shape).contiguous()
             yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, labels
+
+
+def release() -> Path:
+    """The folder to import the release from."""
+    return folder_of("torchtitan", "0.3.0", others=OTHERS)
 
 
 @functools.cache

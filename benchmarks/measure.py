@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from random import Random
 
 import torch
 
@@ -30,10 +31,11 @@ def measure(
 ) -> dict:
     """The problem and one entry per peer, as JSON has them.
 
-    First each peer is checked and its memory measured. Then all peers are timed round by round, A B C A B C. With
-    `host` the host time is measured too, and on a GPU the calls are profiled at the end; with `energy` the joules of a
-    call are measured, and its time over two seconds. `say` gets messages about the progress. At the end
-    `after(peer, call)` gets forward + backward of every peer that was timed.
+    First each peer is checked and its memory measured. Then all peers are timed round by round. Each round has its own
+    order, the same on all ranks: the preceding peer changes the GPU's clock rate. With `host` the host time is measured
+    too, and on a GPU the calls are profiled at the end; with `energy` the joules of a call are measured, and its time
+    over two seconds. `say` gets messages about the progress. At the end `after(peer, call)` gets forward + backward of
+    every peer that was timed.
     """
     problem, team = judge.problem, judge.problem.team
     entries, losses, calls, readers = {}, {}, {}, {}
@@ -84,7 +86,8 @@ def measure(
         say(f"round {number + 1} of {rounds}")
         if team.group is None:  # over ranks the warm-up is short: after a pause the round's first peer would be faster
             gc.collect()
-        for peer, entry in remaining():
+        left = [*remaining()]
+        for peer, entry in Random(number).sample(left, len(left)):
             with refusals(entry):
                 for seconds, read in readers[peer]:
                     seconds.append(read())

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from fuzz_draw import Configuration, draw
 
 _LINES = 6
-_BETWEEN_REPORTS = 500
+_BETWEEN_REPORTS = 100
 
 
 @dataclass(frozen=True)

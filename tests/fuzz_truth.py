@@ -298,7 +298,9 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
         n, other = (c.V, "weight") if name == "dinput" else (c.N, "input")
         (size, rounded), (terms, _) = (of_product(c, o, truth, name, part) for part in ("G", "terms"))
         # Roundings of equal terms all go the same way.
-        found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded + r.tiny * n
+        found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded
+        # A probability that underflows is multiplied by the logits' scale.
+        found[name] += r.tiny * n * max(1.0, o.layer.scale.abs().amax().item() if c.N else 1.0)
         if c.kind == "divergence" and c.reduction != "none":
             # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
             found[name] += r.delivered * truth[name].abs()

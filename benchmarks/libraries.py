@@ -97,12 +97,9 @@ def torch_loss_parallel(group, sequence_parallel):
 def torchtitan(new_loss, group, sequence_parallel):
     """A loss of torchtitan on DTensors, as its trainer calls it: the call also runs the backward of the output layer.
     By default torchtitan's own, in eight chunks of the sequence. `new_loss()` builds another one."""
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    set_spmd_backend("partial_dtensor")
-    inner = CrossEntropyLoss.Config()
-    chunked = (new_loss or ChunkedLossWrapper.Config)(loss_fn=inner).build()
+    losses = importlib.import_module("torchtitan.components.loss")
+    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+    chunked = (new_loss or losses.ChunkedLossWrapper.Config)(loss_fn=losses.CrossEntropyLoss.Config()).build()
     mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
 
     def loss(x, weight, target):

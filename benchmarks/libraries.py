@@ -6,20 +6,15 @@ GPU.
 
 import importlib
 import inspect
-from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 
 from .problem import IGNORE_INDEX
 
-# Contexts that are never left. That of `loss_parallel` must hold during backward, too. It changes operators on sharded
-# logits alone.
-_ENTERED = ExitStack()
 LIGER_TP = "liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"
 
 
@@ -73,8 +68,8 @@ def vocabulary_shard(weight, mesh):
 
 
 def liger_tp(group, sequence_parallel):
-    """Without liger_cute_kernels, its kernels for NVSHMEM, these are Liger's Triton kernels in chunks of 512 tokens. It
-    sums dX over the ranks, and has no sequence parallelism."""
+    """Without liger_cute_kernels, its kernels for NVSHMEM, this is Liger's fallback in plain PyTorch, in chunks of 512
+    tokens. It sums dX over the ranks, and has no sequence parallelism."""
     function = library(*LIGER_TP)(group, sequence_parallel)
     mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
 
@@ -86,9 +81,9 @@ def liger_tp(group, sequence_parallel):
 
 
 def torch_loss_parallel(group, sequence_parallel):
-    """PyTorch's own loss over a sharded vocabulary: :func:`torch_loss` on DTensors."""
+    """PyTorch's own loss over a sharded vocabulary: `torch_loss` on DTensors. Both passes must run in the context
+    `loss_parallel`."""
     mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
-    _ENTERED.enter_context(loss_parallel())
     return lambda x, weight, target: torch_loss(
         _gathered(x, mesh, placement), vocabulary_shard(weight, mesh), target
     ).to_local()

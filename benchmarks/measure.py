@@ -32,7 +32,7 @@ def measure(
     """The problem and one entry per peer, as JSON has them.
 
     First each peer is checked and its memory measured. Then all peers are timed round by round. Each round has its own
-    order, the same on all ranks: the preceding peer changes the GPU's clock rate. With `host` the host time is measured
+    order: the preceding peer changes the GPU's clock rate. With `host` the host time is measured
     too, and on a GPU the calls are profiled at the end; with `energy` the joules of a call are measured, and its time
     over two seconds. `say` gets messages about the progress. At the end `after(peer, call)` gets forward + backward of
     every peer that was timed.
@@ -82,12 +82,13 @@ def measure(
     largest_logit = judge.truth.largest_logit
     del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
+    order = Random(0)  # the same on all ranks
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         if team.group is None:  # over ranks the warm-up is short: after a pause the round's first peer would be faster
             gc.collect()
         left = [*remaining()]
-        for peer, entry in Random(number).sample(left, len(left)):
+        for peer, entry in order.sample(left, len(left)):
             with refusals(entry):
                 for seconds, read in readers[peer]:
                     seconds.append(read())

@@ -58,11 +58,11 @@ SUITES = {
     ),
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
-_OVER_RANKS = (SAVED, "ours", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
+_OVER_RANKS = (SAVED, "ours", "ours-style", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
 DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches of a large model.
     (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED),
     (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token")),
-    (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), (*_OVER_RANKS, "ours-style")),
+    (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), _OVER_RANKS),
     (RANKS, "cuda"): Suite((Shape(8192, 131072, 4096), Shape(32768, 131072, 4096)), _OVER_RANKS),
 }
 

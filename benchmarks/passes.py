@@ -18,25 +18,26 @@ def calls_of(peer: Peer, problem: Problem, loss: Callable | None = None) -> dict
     baseline dX and dW."""
     if peer.family == "gemm-only":
         return _baseline_calls(problem, peer.name == OVERLAPPED)
-    return _loss_calls(loss, problem, peer.main_grad)
+    return _loss_calls(loss, problem, peer)
 
 
-def _loss_calls(loss, problem, main_grad):
+def _loss_calls(loss, problem, peer):
     """As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
     leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
     x, weight, target = problem.x, problem.weight, problem.target
-    buffer = torch.zeros_like(weight, dtype=torch.float32) if main_grad else None
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if peer.main_grad else None
 
     def forward():
-        with torch.no_grad():
+        with torch.no_grad(), peer.context():
             return loss(x, weight, target)
 
     def forward_backward():
         leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         if buffer is not None:
             leaf_weight.main_grad = buffer
-        value = loss(leaf_x, leaf_weight, target)
-        value.backward()
+        with peer.context():
+            value = loss(leaf_x, leaf_weight, target)
+            value.backward()
         return value.detach(), leaf_x.grad, leaf_weight.grad if buffer is None else buffer
 
     return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}

@@ -11,8 +11,11 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+
+from torch.distributed.tensor.parallel import loss_parallel
 
 from . import libraries, ours
 from .libraries import library
@@ -42,6 +45,7 @@ class Peer:
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     settings: tuple[str, ...] = (ONE,)
     needs: str = ""  # what `build` imports: a module, or module:name
+    context: Callable = nullcontext  # in which both passes run
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
     @property
@@ -62,10 +66,10 @@ OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that re
     "ours-main-grad": (ANY, ours.main_grad),
     **{kind: (ANY, partial(ours.statistics, asked)) for kind, asked in ours.ASKED.items()},
     "ours-replay": (ANY, ours.replay),
-    # Over ranks alone.
     "ours-style": (SCALAR, ours.style),
     "ours-torchtitan": (SCALAR, ours.torchtitan),
 }
+DOORS = {"ours-style": "", "ours-torchtitan": "torchtitan"}  # kinds that run over ranks alone: what `build` imports
 UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
 _TORCH = "torch.nn.functional", "linear_cross_entropy"  # of torch 2.13 and later
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
@@ -81,7 +85,14 @@ OTHERS = (
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
     Peer("liger-tp", ANY, CUDA, libraries.liger_tp, settings=(RANKS,), needs=":".join(libraries.LIGER_TP)),
-    Peer("torch-loss-parallel", ANY, CPU_AND_CUDA, libraries.torch_loss_parallel, settings=(RANKS,)),
+    Peer(
+        "torch-loss-parallel",
+        ANY,
+        CPU_AND_CUDA,
+        libraries.torch_loss_parallel,
+        settings=(RANKS,),
+        context=loss_parallel,
+    ),
     Peer("torchtitan", SCALAR, CUDA, partial(libraries.torchtitan, None), settings=(RANKS,), needs="torchtitan"),
     Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
     # The environment variable LIGER_KERNEL_IMPL chooses liger's backend.
@@ -96,14 +107,16 @@ OTHERS = (
 def named(name: str, setting: str) -> Peer:
     """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB. An unknown name: ValueError."""
     kind, at, budget = name.partition("@")
-    if kind in OURS:
+    known = {peer.name: peer for peer in others(setting)}
+    of_ours = [kind for kind in OURS if setting == RANKS or kind not in DOORS]
+    if kind in of_ours:
         upstream, build = OURS[kind]
         build = partial(build, parse_budget(budget) if at else None)
         main_grad, judged = kind == "ours-main-grad", kind not in UNJUDGED
-        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad, BOTH, judged=judged)
-    known = {peer.name: peer for peer in others(setting)}
+        needs = DOORS.get(kind, "")
+        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad, BOTH, needs, judged=judged)
     if name not in known:
-        raise ValueError(f"no such peer: {name}; known: {', '.join([*OURS, *known])}")
+        raise ValueError(f"no such peer: {name}; known: {', '.join([*of_ours, *known])}")
     return known[name]
 
 

@@ -38,13 +38,14 @@ def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]
 
 
 def interleaved(calls: dict, team: Team, rounds: int) -> dict:
-    """`{key: [seconds of its call, one per round]}`. Each round has its own order of calls, the same on all ranks: the
-    preceding call changes the GPU's clock rate."""
+    """`{key: [seconds of its call, one per round]}`. Each round has its own order of calls: the preceding call changes
+    the GPU's clock rate."""
+    order = Random(0)  # the same on all ranks
     readers = {key: timer(call, team) for key, call in calls.items()}
     seconds = {key: [] for key in calls}
-    for number in range(rounds):
+    for _ in range(rounds):
         gc.collect()
-        for key in Random(number).sample(list(calls), len(calls)):
+        for key in order.sample(list(calls), len(calls)):
             seconds[key].append(readers[key]())
     return seconds
 

@@ -8,8 +8,8 @@ one warpgroup may be up to ``STAGES`` slots ahead. Its epilogue then overlaps up
 product.
 
 Warpgroups that took turns, each with a tile of its own, would need smaller tiles, which read more from the L2 cache.
-Three warpgroups, which would read less, do not compile: of 512 threads each has 128 registers, and ptxas needs 154 for
-a product of 64 x 256.
+Three warpgroups, which would read less, do not compile with Triton 3.6: of 512 threads each has 128 registers, and
+ptxas needs 154 for a product of 64 x 256.
 Clusters of two programs that share the loads of the weight (TMA multicast, from Triton 3.8 on) were tried on an H200
 and were not faster.
 """

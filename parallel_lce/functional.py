@@ -85,10 +85,10 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
-            forward to backward, and the working block. Even if the budget is smaller, a call may use 64 MiB, or 256 MiB
-            where a ``gradient_filter`` recomputes logits. If dX is not summed over ranks, recomputed logits may take
-            its bytes, too: it is allocated after them. None means a thirty-second of the GPU's memory
-            (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU; the
+            forward to backward, a small problem's logits, and the working block. Even if the budget is smaller, a call
+            may use 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits. If dX is not summed over ranks,
+            recomputed logits may take its bytes, too: it is allocated after them. None means a thirty-second of the
+            GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU; the
             environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. It must be equal on all ranks, so give it if
             GPUs differ in memory. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in fp16, the
             gradients are formed in forward. A second backward through one graph recomputes everything.

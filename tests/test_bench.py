@@ -94,6 +94,10 @@ def test_a_command_line_chooses_peers_shapes_and_sizes():
     for ranks, expected in ((8, [1, 2, 4, 8]), (1, [1]), (6, [1, 2, 4, 6])):  # the powers of two, and all ranks
         assert parsed("--shape", "96,4800,64", ranks=ranks).tp == expected
     assert parsed("--tp", "8", "2", ranks=8).tp == [2, 8]
+    doors = "--peers ours-style@0 torch-loss-parallel".split()  # over ranks alone
+    assert {*doors[1:]} <= {peer.name for peer in parsed(*doors, ranks=2).chosen}
+    with pytest.raises(SystemExit):
+        parsed(*doors)
 
 
 def test_torchruns_arguments_come_before_ours(monkeypatch):

@@ -181,6 +181,7 @@ SMALL = dict(tokens=8192, shard_rows=32768, hidden_size=2048, itemsize=2, budget
 LONG = dict(tokens=1 << 16, shard_rows=32768, hidden_size=512, itemsize=4, budget=0, gradients=FP32)
 EXISTING = replace(BF16, weight_new=False)
 FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients=BF16, dense_flops=1e12)
+EVALUATED = FEW | dict(gradients=None)
 # Each has a call, what changes of it, and whether the plan then is so.
 CHOICES = {
     # The axis with the smaller accumulator; but one rank sums dX if that takes no more than the budget.
@@ -225,8 +226,13 @@ CHOICES = {
         (FEW, dict(budget=256 * 32768 * 4), True),
         (FEW, dict(budget=256 * 32768 * 4 - 1), False),
         (FEW, dict(savable=False), True),
-        (FEW, dict(gradients=None, dense_flops=1.42e11), True),
-        (FEW, dict(gradients=None, dense_flops=1.40e11), False),
+        # Forward alone: 8 * 2 * 256 * 32768 * (1024 + 656). It keeps no hidden states, and gathers at most 256 MiB.
+        (EVALUATED, dict(dense_flops=2.26e11), True),
+        (EVALUATED, dict(dense_flops=2.25e11), False),
+        (EVALUATED, dict(ranks=4, sp_size=4, budget=256 * 32768 * 4), True),
+        (EVALUATED, dict(budget=256 * 32768 * 4 - 1), False),
+        (EVALUATED, dict(tokens=1 << 17, shard_rows=64, ranks=8, sp_size=8), True),
+        (EVALUATED, dict(tokens=(1 << 17) + 8, shard_rows=64, ranks=8, sp_size=8), False),
         (FEW, dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2)), True),
         (FEW, dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2) - 1), False),
     ],
@@ -243,6 +249,9 @@ def test_choices(name, call, changed, expected):
     if name == "dense" and expected:
         # A rank whose shard cannot have dense logits runs the same collectives, and may use no more memory.
         other = plan(**call | dict(dense_flops=0, budget=DEFAULT_BUDGET))
+        if call["gradients"] is None:
+            assert len(found.forward_blocks) == len(other.forward_blocks) == 1 and not found.saves_hidden
+            return
         assert len(found.blocks) == 1 and found.saves_hidden == other.saves_hidden
         assert found.saved == (0 if changed.get("savable") is False else 32768)
 

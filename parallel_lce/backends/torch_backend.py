@@ -76,7 +76,7 @@ from parallel_lce.core.partials import (
 NAME: str = "torch"
 # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
 SMALLEST_ACCUMULATED: int = 1
-# Most flops of the three products for which a loss saves fp32 logits; 0: never.
+# Most flops of the three products for which a loss makes fp32 logits; 0: never.
 DENSE_FLOPS: float = 0
 # Class of the work on dense logits, one instance for each signature (parallel_lce.backends.triton_dense).
 Dense: None = None

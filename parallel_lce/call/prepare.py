@@ -291,13 +291,14 @@ def _plan(
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
         reuses_saved=backend.REUSES_SAVED,
-        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, tensors, main_grad) else 0,
+        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, tensors, gradients and main_grad) else 0,
     )
     return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
 
 
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
-    """Whether a small loss with a backward may save fp32 logits. Decided by values that all ranks share."""
+    """Whether a small loss may make fp32 logits. ``main_grad``: None without a backward. Decided by values that all
+    ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
     return options.reduction is not None and adds and weight.dtype == torch.bfloat16
@@ -305,7 +306,8 @@ def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None
 
 def _dense(call: Call, tensors: Tensors) -> Any:
     """The backend's ``Dense`` for this rank's shard. None, without tokens or entries, with dbias, or if rows are no
-    multiples of 16 bytes (cuBLAS): this rank saves exponentials if its backward can work from them, else nothing."""
+    multiples of 16 bytes (cuBLAS): this rank runs the fused projection, and for a backward saves exponentials if it can
+    work from them."""
     tokens, entries, options = call.shape.numel(), call.shard.real_rows, call.options
     if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8 or call.needs.bias:
         return None

@@ -29,8 +29,11 @@ LOGIT_COLUMNS = 384
 """Columns of hidden states whose three products take as long as writing and reading the fp32 logits and their
 gradient, 14 bytes for each logit."""
 
+FORWARD_COLUMNS = 656
+"""Columns of hidden states whose one product takes as long as writing and reading the fp32 logits, 8 bytes for each."""
+
 DENSE_BYTES = 256 << 20
-"""Most bytes of fp32 logits that a small problem saves, whatever the budget: its memory stays small."""
+"""Most bytes of fp32 logits of a small problem, whatever the budget: its memory stays small."""
 
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow, since matrix products are tiled so."""
@@ -56,7 +59,7 @@ class Plan:
     part_rows: int
     # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
     first_rows: int
-    # Most rows of the other blocks; 0: there is no backward.
+    # Most rows of the other blocks; 0: there are no blocks, since there is no backward.
     block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
@@ -72,7 +75,7 @@ class Plan:
     hidden_bytes: int
     # Most rows of a forward's block that saves nothing.
     gathered_rows: int
-    # Whether the fp32 logits of the only block are saved, where the rank's shard allows it.
+    # Whether the fp32 logits of the only block are made, and saved for a backward, where the rank's shard allows it.
     dense: bool = False
 
     @cached_property
@@ -180,7 +183,7 @@ class Problem:
     smallest_accumulated: int = 1
     # Whether the backend recomputes logits in the memory of the saved exponentials.
     reuses_saved: bool = False
-    # Most flops of the three products for which fp32 logits are saved.
+    # Most flops of the three products for which fp32 logits are made; an eighth of it for forward alone.
     dense_flops: float = 0
 
     @property
@@ -235,19 +238,23 @@ class Problem:
 
 
 def _dense(p: Problem) -> _Candidate:
-    """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
+    """Make the fp32 logits of a small problem. For a backward they are saved; their gradient is formed in their memory.
 
     For so few flops the host needs longer to launch a fused projection than the GPU to run it. Dense logits need fewer
-    launches, though the GPU must write and read them. Forward alone has one product of three, and the host half of the
-    work: its limit is half as high. A rank whose shard cannot have dense logits runs the same collectives. It saves
+    launches, though the GPU must write and read them. Forward alone has a limit of its own, and gathers hidden states
+    as it does without dense logits. A rank whose shard cannot have dense logits runs the same collectives. It saves
     exponentials if its backward can work from them, else nothing.
     """
     saved = _save(p)
     planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
-    most = p.dense_flops if p.gradients else p.dense_flops / 2
-    small = 6 * p.tokens * p.shard_rows * (p.hidden_size + LOGIT_COLUMNS) <= most
-    size = 4 * p.tokens * p.shard_rows
-    fits = size <= DENSE_BYTES and size + planned.hidden_bytes <= p.budget
+    logits = p.tokens * p.shard_rows
+    if p.gradients is None:
+        planned = replace(planned, hidden_bytes=0)
+        small = 2 * logits * (p.hidden_size + FORWARD_COLUMNS) <= p.dense_flops / 8
+        small = small and p.part_rows <= planned.gathered_rows
+    else:
+        small = 6 * logits * (p.hidden_size + LOGIT_COLUMNS) <= p.dense_flops
+    fits = 4 * logits <= DENSE_BYTES and 4 * logits + planned.hidden_bytes <= p.budget
     return replace(saved, plan=planned, possible=small and fits)
 
 
@@ -340,7 +347,7 @@ def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidat
 def plan(problem: Problem) -> Plan:
     """The plan of the possible candidate with the fewest matrix products. Among equals: a preferred candidate (saving
     all; recomputing by vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first
-    in the list."""
+    in the list. Without gradients: dense logits if possible, else nothing is kept."""
     dense = _dense(problem)
     if (gradients := problem.gradients) is None:
         return dense.plan if dense.possible else problem.plan(first_rows=0, block_rows=0, saved=0)

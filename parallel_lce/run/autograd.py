@@ -4,9 +4,10 @@ The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a l
 Both modules have ``outputs``, which makes the user's results from merged partials, and ``coefficients``, which folds
 upstream gradients into coefficients of the gradient of the logits.
 
-:class:`DenseLoss` saves fp32 logits. The plan chooses it for problems so small that the host needs longer for the
-launches than the GPU for the work. To save host time it does not use :mod:`parallel_lce.run.schedule`, but runs its
-collectives for one block in the same order, between the launches of :mod:`parallel_lce.backends.triton_dense`.
+:class:`DenseLoss` makes fp32 logits, and saves them for a backward. The plan chooses it for problems so small that the
+host needs longer for the launches than the GPU for the work. To save host time it does not use
+:mod:`parallel_lce.run.schedule`, but runs its collectives for one block in the same order, between the launches of
+:mod:`parallel_lce.backends.triton_dense`.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class DenseLoss(torch.autograd.Function):
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
                 value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
-                stacked = torch.cat([partial, *[c[None] for c in each if c is not None]])
+                stacked = torch.cat([partial, *[c[None] for c in each if c is not None]]) if any(call.needs) else None
             if options.reduction == "mean":
                 value, divisor = dense.mean(value, target, weights)
             elif options.reduction == "sum":

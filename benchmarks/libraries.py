@@ -63,6 +63,10 @@ def _gathered(x, mesh, placement):
     return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
 
 
+def _local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def vocabulary_shard(weight, mesh):
     return DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
 
@@ -84,9 +88,9 @@ def torch_loss_parallel(group, sequence_parallel):
     """PyTorch's own loss over a sharded vocabulary: `torch_loss` on DTensors. Both passes must run in the context
     `loss_parallel`."""
     mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
-    return lambda x, weight, target: torch_loss(
-        _gathered(x, mesh, placement), vocabulary_shard(weight, mesh), target
-    ).to_local()
+    return lambda x, weight, target: _local(
+        torch_loss(_gathered(x, mesh, placement), vocabulary_shard(weight, mesh), target)
+    )
 
 
 def torchtitan(new_loss, group, sequence_parallel):
@@ -104,7 +108,7 @@ def torchtitan(new_loss, group, sequence_parallel):
         chunked.set_lm_head(lm_head)
         count = (target != IGNORE_INDEX).sum()
         value, _ = chunked(_gathered(x, mesh, placement)[None], target[None], count)
-        return value.to_local() if isinstance(value, DTensor) else value
+        return _local(value)
 
     return loss
 

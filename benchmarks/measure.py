@@ -32,10 +32,10 @@ def measure(
     """The problem and one entry per peer, as JSON has them.
 
     First each peer is checked and its memory measured. Then all peers are timed round by round. Each round has its own
-    order: the preceding peer changes the GPU's clock rate. With `host` the host time is measured
-    too, and on a GPU the calls are profiled at the end; with `energy` the joules of a call are measured, and its time
-    over two seconds. `say` gets messages about the progress. At the end `after(peer, call)` gets forward + backward of
-    every peer that was timed.
+    order: the preceding peer changes the GPU's clock rate. With `host` the host time is measured too, and on a GPU the
+    calls are profiled at the end; with `energy` the joules of a call are measured, and its time over two seconds. `say`
+    gets messages about the progress. At the end `after(peer, call)` gets forward + backward of every peer that was
+    timed.
     """
     problem, team = judge.problem, judge.problem.team
     entries, losses, calls, readers = {}, {}, {}, {}

@@ -98,6 +98,9 @@ def test_a_main_grad_is_added_to(dtype, device):
     for _ in range(2):
         fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None)).sum().backward()
     assert saved_logits() == (dtype == torch.float32)
+    with torch.no_grad():  # nothing is added
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None))
+    assert saved_logits()
     torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
 
 

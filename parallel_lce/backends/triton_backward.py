@@ -74,8 +74,8 @@ class BlockBackward:
 
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.
-        summed = dx is not None and len(ranges) > 1 and x.dtype != self._projection.dtype
-        if summed and dx.last and held == 0 and windows is None and not task.scratch.allocated:
+        summed = len(ranges) > 1 and x.dtype != self._projection.dtype
+        if dx is not None and dx.last and summed and held == 0 and windows is None and not task.scratch.allocated:
             longest = len(x) * MEASURED.longest_slice
             wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
             self._dx_last = len(wider[0]) > 1

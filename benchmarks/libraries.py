@@ -50,8 +50,8 @@ def torch_lce_chunked(group, sequence_parallel):
 def whole_sequence(group, sequence_parallel):
     """A function from this rank's hidden states to the hidden states of the whole sequence. Its backward sums the
     gradient over the ranks, and scatters it under sequence parallelism."""
-    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
-    return lambda x: _gathered(x, mesh, placement).to_local(grad_placements=[Partial()])
+    _, gathered = _mesh_and_gather(group, sequence_parallel)
+    return lambda x: gathered(x).to_local(grad_placements=[Partial()])
 
 
 def mesh_of(group):
@@ -59,8 +59,19 @@ def mesh_of(group):
     return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu", mesh_dim_names=("tp",))
 
 
-def _gathered(x, mesh, placement):
-    return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
+def placement_of(sequence_parallel):
+    """Of hidden states on that mesh."""
+    return Shard(0) if sequence_parallel else Replicate()
+
+
+def _mesh_and_gather(group, sequence_parallel):
+    """The mesh, and a function from this rank's hidden states to a replicated DTensor of the whole sequence."""
+    mesh, placement = mesh_of(group), placement_of(sequence_parallel)
+
+    def gathered(x):
+        return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
+
+    return mesh, gathered
 
 
 def _local(value):
@@ -75,10 +86,10 @@ def liger_tp(group, sequence_parallel):
     """Without liger_cute_kernels, its kernels for NVSHMEM, this is Liger's fallback in plain PyTorch, in chunks of 512
     tokens. It sums dX over the ranks, and has no sequence parallelism."""
     function = library(*LIGER_TP)(group, sequence_parallel)
-    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+    _, gathered = _mesh_and_gather(group, sequence_parallel)
 
     def loss(x, weight, target):
-        hidden = _gathered(x, mesh, placement).to_local(grad_placements=[Replicate()])
+        hidden = gathered(x).to_local(grad_placements=[Replicate()])
         return mean_of(function(hidden, weight, target, tp_group=group), target)
 
     return loss
@@ -87,10 +98,8 @@ def liger_tp(group, sequence_parallel):
 def torch_loss_parallel(group, sequence_parallel):
     """PyTorch's own loss over a sharded vocabulary: `torch_loss` on DTensors. Both passes must run in the context
     `loss_parallel`."""
-    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
-    return lambda x, weight, target: _local(
-        torch_loss(_gathered(x, mesh, placement), vocabulary_shard(weight, mesh), target)
-    )
+    mesh, gathered = _mesh_and_gather(group, sequence_parallel)
+    return lambda x, weight, target: _local(torch_loss(gathered(x), vocabulary_shard(weight, mesh), target))
 
 
 def torchtitan(new_loss, group, sequence_parallel):
@@ -99,7 +108,7 @@ def torchtitan(new_loss, group, sequence_parallel):
     losses = importlib.import_module("torchtitan.components.loss")
     importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
     chunked = (new_loss or losses.ChunkedLossWrapper.Config)(loss_fn=losses.CrossEntropyLoss.Config()).build()
-    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+    mesh, gathered = _mesh_and_gather(group, sequence_parallel)
 
     def loss(x, weight, target):
         lm_head = torch.nn.Linear(weight.shape[1], weight.shape[0] * group.size(), bias=False, device="meta")
@@ -107,7 +116,7 @@ def torchtitan(new_loss, group, sequence_parallel):
         lm_head.weight = vocabulary_shard(weight, mesh)
         chunked.set_lm_head(lm_head)
         count = (target != IGNORE_INDEX).sum()
-        value, _ = chunked(_gathered(x, mesh, placement)[None], target[None], count)
+        value, _ = chunked(gathered(x)[None], target[None], count)
         return _local(value)
 
     return loss

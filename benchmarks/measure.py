@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from random import Random
 
 import torch
 
@@ -17,7 +16,7 @@ from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Pee
 from .problem import Problem
 from .profiles import profile_of
 from .team import NotMeasured
-from .timing import ratios, spread, timer
+from .timing import new_order, ratios, spread, timer
 
 
 def measure(
@@ -82,13 +81,12 @@ def measure(
     largest_logit = judge.truth.largest_logit
     del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
-    order = Random(0)  # the same on all ranks
+    order = new_order()
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         if team.group is None:  # over ranks the warm-up is short: after a pause the round's first peer would be faster
             gc.collect()
-        left = [*remaining()]
-        for peer, entry in order.sample(left, len(left)):
+        for peer, entry in order(remaining()):
             with refusals(entry):
                 for seconds, read in readers[peer]:
                     seconds.append(read())

@@ -9,7 +9,6 @@ judged.
 from functools import partial
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_lce import (
@@ -64,7 +63,7 @@ def main_grad(budget, group, sequence_parallel):
 
 def style(budget, group, sequence_parallel):
     """The loss as a module that `parallelize_module` has given a style."""
-    mesh, layout = libraries.mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+    mesh, layout = libraries.mesh_of(group), libraries.placement_of(sequence_parallel)
     module = LinearCrossEntropy(ignore_index=IGNORE_INDEX, logits_budget=budget)
     parallelize_module(module, mesh, LinearCrossEntropyParallel(input_layouts=layout))
     return lambda x, weight, target: module(x, libraries.vocabulary_shard(weight, mesh), target)

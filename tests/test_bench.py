@@ -184,6 +184,19 @@ def _measured(member: Member, sequence_parallel: bool) -> tuple[dict, list[str]]
     return measure.measure(planted, judge, 2, after=after), called
 
 
+def test_each_round_has_its_own_order(monkeypatch):
+    """Of few peers too. Every rank has the same orders."""
+    read = []
+    monkeypatch.setattr(measure, "timer", lambda call, team, host: lambda: read.append(call) or 1.0)
+    given = make_problem(TINY, torch.float32, ALONE)
+    judge = Judge(given, *(answers(given, dtype) for dtype in (torch.float64, torch.float32)))
+    measure.measure([named(name, ONE) for name in (GEMM_ONLY, "torch")], judge, 8)
+    rounds = [tuple(read[number : number + 4]) for number in range(0, len(read), 4)]
+    assert len(rounds) == 8 and len({*rounds}) == 2 and all([len({*each}) == 4 for each in rounds])
+    orders = [timing.new_order() for _ in range(2)]
+    assert [orders[0]("ab") for _ in range(8)] == [orders[1]("ab") for _ in range(8)]
+
+
 @LAYOUTS
 def test_what_is_wrong_is_shown_and_never_timed(ranks, sequence_parallel, worlds, device, monkeypatch, capsys):
     monkeypatch.setitem(timing.ALONE, device, (0.0, 1e-9))

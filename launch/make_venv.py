@@ -28,7 +28,11 @@ def stamp() -> bytes:
 
 
 def is_made() -> bool:
-    return STAMP.exists() and STAMP.read_bytes() == stamp() and os.access(PYTHON, os.X_OK)
+    try:  # not exists() first: another start may remove the stamp in between
+        made = STAMP.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return made == stamp() and os.access(PYTHON, os.X_OK)
 
 
 def main(base: str) -> None:

@@ -28,7 +28,7 @@ from training.loop import learning_rate, share_done
 from training.model import CausalAttention
 from training.refusal import Refusal
 from training.report import compare, is_trained, read_metrics, remove_results, snapshots_in
-from training.text import Text, load_text, read_documents, split, train_tokenizer
+from training.text import Batches, Text, load_text, read_documents, split, train_tokenizer
 
 
 @pytest.mark.parametrize("tokens", [100, 50])
@@ -37,6 +37,20 @@ def test_held_out_samples_are_not_trained_on(tokens):
     assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
     assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(tokens))
+
+
+def test_another_order_has_the_same_samples_of_a_step():
+    text, cpu = Text(np.arange(500, dtype=np.int32), 0, "numbers", 500), torch.device("cpu")
+
+    def starts(order: int) -> list[int]:
+        sizes = dict(steps=1, sequence=8, micro_batch=2, micro_batches=3, learning_rate=0.0, warmup_steps=0)
+        train = TrainConfig.model_validate(sizes | {"precision": "fp32", "sample_order": order})
+        ranks = [Batches(text, train, cpu).of_rank(5, rank, 2) for rank in (0, 1)]
+        return [start for rank in ranks for batch in rank for start in batch.tokens[:, 0].tolist()]
+
+    orders = [starts(order) for order in range(4)]
+    assert all(sorted(each) == sorted(orders[0]) for each in orders)
+    assert len(set(map(tuple, orders))) == 4 and starts(2) == orders[2]
 
 
 def test_the_nearer_limit_ends_the_training_and_the_learning_rate_rises_then_falls():
@@ -321,14 +335,15 @@ METRICS = {
 def _finished(folder: Path, **losses: list[float]) -> Config:
     """A configuration whose runs left these losses."""
     for name, values in losses.items():
-        run = folder / name.replace("_reversed", "-reversed")
+        run = folder / name.replace("stock_", "stock-")
         run.mkdir()
         (run / "metrics.json").write_text(json.dumps({**METRICS, "losses": values, "step_seconds": values}))
-    yardstick = "stock_reversed" in losses
+    yardstick = "stock_1" in losses
     return load_config(DEFAULT_CONFIG, [f"output={folder}", f"compare.yardstick={yardstick}"])
 
 
-REVERSED = dict(stock_reversed=[3.1, 2.05])  # 0.1 at most, 0.075 in the mean
+# The second and the last differ most: by 0.1 at most, and by 0.075 in the mean.
+OTHERS = dict(stock_1=[3.05, 2.0], stock_2=[3.01, 2.01], stock_3=[2.95, 2.05])
 
 
 @pytest.mark.parametrize(
@@ -337,10 +352,11 @@ REVERSED = dict(stock_reversed=[3.1, 2.05])  # 0.1 at most, 0.075 in the mean
         ({}, [3.0, 2.00009], True),
         ({}, [3.0, 2.00011], False),
         ({}, [3.0, math.nan], False),
-        (REVERSED, [3.1, 2.1], True),
-        (REVERSED, [3.2, 2.0], False),  # further at most
-        (REVERSED, [3.14, 2.14], False),  # further in the mean
-        (REVERSED, [3.0, math.nan], False),
+        (OTHERS, [3.1, 2.1], True),
+        (OTHERS, [3.2, 2.0], False),  # further at most
+        (OTHERS, [3.14, 2.14], False),  # further in the mean
+        (OTHERS, [3.0, math.nan], False),
+        *((OTHERS | {other: [3.0, math.nan]}, [3.0, 2.0], False) for other in OTHERS),
     ],
 )
 def test_the_verdict(yardstick, ours, agree, tmp_path):
@@ -379,7 +395,7 @@ def test_runs_that_do_not_fit_are_refused(changed, words, tmp_path):
     config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
     path = tmp_path / "parallel_lce" / "metrics.json"
     run = json.loads(path.read_text()) | {"hosts": 2}
-    run["config"]["train"]["reverse_samples"], run["config"]["parallel"]["timeout_seconds"] = True, 7
+    run["config"]["train"]["sample_order"], run["config"]["parallel"]["timeout_seconds"] = 1, 7
     path.write_text(json.dumps(run))
     assert compare(config).agree  # in these the runs may differ
     for key, value in changed.items():
@@ -421,5 +437,5 @@ def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys
         assert not [*tmp_path.glob("o #1/*/*")]
         assert len(commands) == (1 if code else 2) and commands[0][1:4] == ["-P", "-m", "torch.distributed.run"]
         folder = tmp_path / "o #1" / "stock"
-        assert commands[0][-3:] == ["loss.impl=stock", "train.reverse_samples=false", f"output={folder}"]
+        assert commands[0][-3:] == ["loss.impl=stock", "train.sample_order=0", f"output={folder}"]
     assert [command[4:6] for command in commands] == [hosts] * 2

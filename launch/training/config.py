@@ -72,7 +72,8 @@ class TrainConfig(Section):
     sequence: Count  # tokens per sample
     micro_batch: Count  # samples that go through the model at once
     micro_batches: Count = 1  # per step and data-parallel rank
-    reverse_samples: StrictBool = False  # the same samples in reverse order: another order of every sum over them
+    # 0: the samples of a step as they are drawn. Another number shuffles them: it changes the order of every sum alone.
+    sample_order: Annotated[int, Field(strict=True, ge=0, le=LARGEST_INT)] = 0
     precision: Literal["fp32", "bf16"]  # of the model; gradients and the optimizer's parameters are fp32
     learning_rate: Number  # the largest: it rises over the warm-up
     last_rate: Number = 1.0  # share of the learning rate that remains at the end, after a linear decay
@@ -119,7 +120,7 @@ class MemoryConfig(Section):
 
 class CompareConfig(Section):
     tolerance: Number = 1e-4  # without a yardstick: largest allowed difference of the two losses at any step
-    yardstick: StrictBool = False  # train stock once more with its samples reversed; its difference is the yardstick
+    yardstick: StrictBool = False  # train stock in three more orders of samples: how far the four differ
     factor: Positive = 1.5  # with a yardstick: the allowed difference is this times the yardstick
     report: InRepository | None = None  # folder of the report; None: the output folder
 

@@ -242,7 +242,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     unseen = [batches.batch_of(part) for part in held_out.split(train.micro_batch)] if len(held_out) else []
     columns = "{task.description}", BarColumn(), TextColumn("step {task.fields[step]}, loss {task.fields[loss]}")
-    name = config.loss.impl + (", reversed" if train.reverse_samples else "")
+    name = config.loss.impl + (f", order {train.sample_order}" if train.sample_order else "")
     losses, seconds, held, done, begin = [], [], [], 0.0, time.monotonic()
     with Progress(*columns, TimeElapsedColumn(), disable=torch.distributed.get_rank() != 0) as progress:
         bar = progress.add_task(f"{name:>15}", total=1.0, step=0, loss="…")

@@ -171,8 +171,9 @@ class Batches:
         """The micro batches of one data-parallel rank: its share of the step's samples."""
         config = self.config
         samples = self.samples(step, data_size * config.micro_batches * config.micro_batch)
-        if config.reverse_samples:
-            samples = samples.flip(0)
+        if config.sample_order:
+            generator = torch.Generator().manual_seed(config.sample_order)
+            samples = samples[torch.randperm(len(samples), generator=generator)]
         return [self.batch_of(part) for part in samples.chunk(data_size)[data_rank].split(config.micro_batch)]
 
     def samples(self, step: int, samples: int) -> torch.Tensor:

@@ -20,9 +20,11 @@ _FP16_SMALLEST = 2.0**-25
 """Half the spacing of the smallest fp16 numbers."""
 _FP16_REACH = 3e4
 """Sums of terms beyond this may overflow in fp16."""
-_SAMPLES = 12
-_FURTHER = 4.0
-"""Results may move so many times as far as in any sample."""
+_SAMPLES = 24
+_FURTHER = 3.5
+"""Results may move so many times as far as in any sample. Of normally distributed numbers four in 10^7 do, and a
+thousand configurations have more than 10^6 rows. With 12 samples and a factor of 4, on average the same bound, it would
+be one in 10^5."""
 
 
 def half_spacing(dtype: torch.dtype) -> float:
@@ -89,9 +91,10 @@ class Rounding:
             moved = moved + slope * (uncapped - uncapped.detach())
         return moved
 
-    def softmax(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def softmax(self, z: Tensor, of_backward: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """log p, p and the log-sum-exp. What is as small as 1 - p is as exact as the exponentials of the others, but
-        for roundings of 1."""
+        for roundings of 1. ``of_backward``: log p and p themselves are rounded to low precision, not only their slopes,
+        as in the exponentials that the backward reads."""
         log_p, lse = torch.log_softmax(z, -1), z.logsumexp(-1, keepdim=True)
         if not self.samples or not z.numel():
             return log_p, log_p.exp(), lse[..., 0]
@@ -104,6 +107,8 @@ class Rounding:
         if self.low and self._c.kind in ("loss", "statistics"):
             # The exponential of what is alone is exactly 1; those of others are rounded, and so are their slopes.
             kept = torch.where(alone, kept, self._to_low(self._to_low(kept)))
+            if of_backward:
+                p, moved = kept, torch.where(kept > 0, kept.log(), moved)
         mean = (kept.detach() * z).sum(-1, keepdim=True)
         log_p = z - mean + (moved - (z - mean)).detach()
         lse = mean + (lse - common - mean).detach()
@@ -161,6 +166,8 @@ def dense(
     else:
         found = _statistics(o, z, log_p, p, lse, r)
     sources = found
+    if c.kind == "statistics" and r.samples:
+        sources = _statistics(o, z, *r.softmax(among, of_backward=True), r)
     if c.kind == "loss":
         found = sources = {"loss": _loss(c, o, found, weight, r)}
     if c.kind == "logits":

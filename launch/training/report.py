@@ -8,7 +8,7 @@ In bf16 rounding alone makes curves part, so the allowed difference is measured.
 the samples of each step in other orders: it then sums the same terms in another order. Over the steps, parallel_lce's
 difference from stock has a mean and a maximum. Each must be at most `compare.factor` times the largest one between any
 two of the four stock runs. One such pair is too few: over 40 steps the mean differences of pairs varied by a factor of
-four. One fp32 rounding of the loss is always allowed, since over a few steps the stock runs may not differ.
+five. One fp32 rounding of the loss is always allowed, since over a few steps the stock runs may not differ.
 """
 
 from itertools import combinations

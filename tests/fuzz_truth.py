@@ -22,9 +22,9 @@ _FP16_REACH = 3e4
 """Sums of terms beyond this may overflow in fp16."""
 _SAMPLES = 24
 _FURTHER = 3.5
-"""Results may move so many times as far as in any sample. Of normally distributed numbers four in 10^7 do, and a
-thousand configurations have more than 10^6 rows. With 12 samples and a factor of 4, on average the same bound, it would
-be one in 10^5."""
+"""Results may move so many times as far as in any sample. Of normally distributed numbers four in 10^7 do. That is less
+than one in the 10^6 rows of a thousand configurations. With 12 samples and a factor of 4, on average the same bound, it
+would be one in 10^5."""
 
 
 def half_spacing(dtype: torch.dtype) -> float:
@@ -167,7 +167,8 @@ def dense(
         found = _statistics(o, z, log_p, p, lse, r)
     sources = found
     if c.kind == "statistics" and r.samples:
-        sources = _statistics(o, z, *r.softmax(among, of_backward=True), r)
+        # Without a budget the backward projects again, and reads no exponentials.
+        sources = _statistics(o, z, *r.softmax(among, of_backward=c.budget != 0), r)
     if c.kind == "loss":
         found = sources = {"loss": _loss(c, o, found, weight, r)}
     if c.kind == "logits":
@@ -209,6 +210,8 @@ def _statistics(o: Operands, z: Tensor, log_p: Tensor, p: Tensor, lse: Tensor, r
     """Every field of ``TokenStatistics``."""
     V, top = z.shape[-1], z.detach().amax(-1)
     below = z - top[..., None]
+    if r.samples:  # The backward's logits are logarithms of its exponentials.
+        below = below + (log_p - log_p.amax(-1, keepdim=True) - below).detach()
     lse = r.moved(lse, 3 * (lse.abs() + top.abs()).detach())
     found = {
         "lse": lse,

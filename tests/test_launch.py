@@ -138,6 +138,7 @@ MISTAKES = [
     # Overrides of configs/demo.yaml. The model, the training and the layout have to fit.
     ("train", "model.heads=6", "model.hidden=256 is not a multiple of model.heads=6"),
     ("train", "train.sequence=255", "train.sequence=255 is not a multiple of parallel.tensor=2"),
+    ("demo", "train.micro_batch=3 compare.yardstick=true", "compare.yardstick=true needs at least 4 samples a step"),
     ("train", "model.head_dim=3", "model.head_dim=3 is not even"),
     ("train", "model.vocab_size=1000", "model.vocab_size=1000 is less than text.vocab_size=16384"),
     ("train", "train.steps=null", "train.steps and train.minutes are both null"),

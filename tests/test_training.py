@@ -1,5 +1,6 @@
 """The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
+import copy
 import json
 import math
 import os
@@ -335,15 +336,18 @@ METRICS = {
 def _finished(folder: Path, **losses: list[float]) -> Config:
     """A configuration whose runs left these losses."""
     for name, values in losses.items():
+        kind, _, order = name.partition("_") if name != "parallel_lce" else (name, "", "")
         run = folder / name.replace("stock_", "stock-")
         run.mkdir()
-        (run / "metrics.json").write_text(json.dumps({**METRICS, "losses": values, "step_seconds": values}))
+        metrics = copy.deepcopy(METRICS) | {"losses": values, "step_seconds": values}
+        metrics["config"]["loss"]["impl"], metrics["config"]["train"]["sample_order"] = kind, int(order or 0)
+        (run / "metrics.json").write_text(json.dumps(metrics))
     yardstick = "stock_1" in losses
     return load_config(DEFAULT_CONFIG, [f"output={folder}", f"compare.yardstick={yardstick}"])
 
 
-# The second and the last differ most: by 0.1 at most, and by 0.075 in the mean.
-OTHERS = dict(stock_1=[3.05, 2.0], stock_2=[3.01, 2.01], stock_3=[2.95, 2.05])
+# Of the six pairs, these first two differ most in the mean, by 0.075; the last and stock at a single step, by 0.1.
+OTHERS = dict(stock_1=[3.01, 2.0375], stock_2=[3.085, 1.9625], stock_3=[3.1, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -353,21 +357,26 @@ OTHERS = dict(stock_1=[3.05, 2.0], stock_2=[3.01, 2.01], stock_3=[2.95, 2.05])
         ({}, [3.0, 2.00011], False),
         ({}, [3.0, math.nan], False),
         (OTHERS, [3.1, 2.1], True),
+        (OTHERS, [3.14, 2.0], True),
         (OTHERS, [3.2, 2.0], False),  # further at most
         (OTHERS, [3.14, 2.14], False),  # further in the mean
         (OTHERS, [3.0, math.nan], False),
-        *((OTHERS | {other: [3.0, math.nan]}, [3.0, 2.0], False) for other in OTHERS),
+        *((OTHERS | {other: [3.0, bad]}, [3.0, 2.0], False) for other in OTHERS for bad in (math.nan, math.inf)),
+        ({"stock": [3.0, math.nan]}, [3.0, 2.0], False),
+        (OTHERS | {"stock": [3.0, math.inf]}, [3.0, math.inf], False),
     ],
 )
 def test_the_verdict(yardstick, ours, agree, tmp_path):
-    assert compare(_finished(tmp_path, stock=[3.0, 2.0], parallel_lce=ours, **yardstick)).agree is agree
+    losses = {"stock": [3.0, 2.0], "parallel_lce": ours, **yardstick}
+    assert compare(_finished(tmp_path, **losses)).agree is agree
 
 
-@pytest.mark.parametrize(("last", "status"), [(1.5, 0), (1.6, 1)])
-def test_the_report(last, status, tmp_path, capsys):
+@pytest.mark.parametrize(("last", "orders", "status"), [(1.5, 0, 0), (1.6, 0, 1), (1.6, 3, 0), (1.7, 3, 1)])
+def test_the_report(last, orders, status, tmp_path, capsys):
     losses = [3 - step / 64 for step in range(96)] + [1.5]
-    _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last])
-    arguments = [f"output={tmp_path}", f"compare.report={tmp_path / 'report'}"]
+    others = {f"stock_{order}": [*losses[:-1], 1.5 + order / 32] for order in range(1, orders + 1)}
+    _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last], **others)
+    arguments = [f"output={tmp_path}", f"compare.report={tmp_path / 'report'}", f"compare.yardstick={orders > 0}"]
     assert program.run("compare", arguments) == status
     said = capsys.readouterr().out
     assert "| 93   |   1.546875 |" in said and f"| 96   |   1.500000 |          {last:.6f} |" in said
@@ -376,6 +385,7 @@ def test_the_report(last, status, tmp_path, capsys):
     verdict = said.splitlines()[-1]
     assert verdict.startswith("FAILED: the loss curves part" if status else "The loss curves agree: ")
     written = (tmp_path / "report" / "report.md").read_text()
+    assert ("by up to 9.7e-04 and 9.4e-02" in verdict) is ("stock-N: stock with" in written) is (orders > 0)
     assert verdict in written and f"./launch/demo.sh {' '.join(arguments)}\n" in written and "seed=1234" in written
     assert json.loads((tmp_path / "report" / "report.json").read_text())["agree"] is (status == 0)
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
@@ -385,7 +395,12 @@ def test_the_report(last, status, tmp_path, capsys):
     ("changed", "words"),
     [
         ({"losses": [3.0]}, "the runs have 2 steps (stock) and 1 (parallel_lce)"),
-        ({"losses": []}, "holds no results of a run: losses=[]: li"),
+        ({"losses": []}, "or give another output=: losses=[]: li"),
+        (
+            {"train.sample_order": 1},
+            "in the folder parallel_lce must have train.sample_order=0, found train.sample_order=1",
+        ),
+        ({"loss.impl": "stock"}, "in the folder parallel_lce must have loss.impl=parallel_lce, found loss.impl=stock"),
         ({"parallel.tensor": 1}, "the runs differ in parallel.tensor: 2 (stock) and 1 (parallel_lce)"),
         ({"memory.micro_batch": None}, "the runs differ in memory.micro_batch: 32 (stock) and None (parallel_lce)"),
     ],
@@ -395,7 +410,7 @@ def test_runs_that_do_not_fit_are_refused(changed, words, tmp_path):
     config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
     path = tmp_path / "parallel_lce" / "metrics.json"
     run = json.loads(path.read_text()) | {"hosts": 2}
-    run["config"]["train"]["sample_order"], run["config"]["parallel"]["timeout_seconds"] = 1, 7
+    run["config"]["parallel"]["timeout_seconds"] = 7
     path.write_text(json.dumps(run))
     assert compare(config).agree  # in these the runs may differ
     for key, value in changed.items():
@@ -424,18 +439,22 @@ def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys
         (tmp_path / "o #1" / name / "metrics.json").touch()
     given = ["--text", str(work / "text.txt"), f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
     hosts = ["--nnodes=2", "--nproc-per-node=1"]
-    for code, torchrun, status, words in (
-        (3, [], 1, "FAILED: the run 'stock' ended with exit code 3"),
-        (0, [], 2, "error: no results of a run at "),
-        (0, [*hosts, "--"], 0, "another host has the results"),
+    for code, torchrun, orders, status, words in (
+        (3, [], [0], 1, "FAILED: the run 'stock' ended with exit code 3"),
+        (0, [], [0, 0], 2, "error: no results of a run at "),
+        (0, [], [0, 0, 1, 2, 3], 2, "error: no results of a run at "),
+        (0, [*hosts, "--"], [0, 0], 0, "another host has the results"),
     ):
         commands, ended = [], subprocess.CompletedProcess([], code)
         monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append(command) or ended)
         with pytest.raises(SystemExit) as exit:
-            program.main("demo", [*torchrun, *given, f"output={tmp_path}/o #1"])
+            yardstick = ["train.micro_batches=2", f"compare.yardstick={len(orders) > 2}"]
+            program.main("demo", [*torchrun, *given, *yardstick, f"output={tmp_path}/o #1"])
         assert exit.value.code == status and words in "".join(capsys.readouterr())
         assert not [*tmp_path.glob("o #1/*/*")]
-        assert len(commands) == (1 if code else 2) and commands[0][1:4] == ["-P", "-m", "torch.distributed.run"]
-        folder = tmp_path / "o #1" / "stock"
-        assert commands[0][-3:] == ["loss.impl=stock", "train.sample_order=0", f"output={folder}"]
+        assert commands[0][1:4] == ["-P", "-m", "torch.distributed.run"]
+        for place, (command, order) in enumerate(zip(commands, orders, strict=True)):
+            kind, suffix = "parallel_lce" if place == 1 else "stock", f"-{order}" if order else ""
+            folder = tmp_path / "o #1" / f"{kind}{suffix}"
+            assert command[-3:] == [f"loss.impl={kind}", f"train.sample_order={order}", f"output={folder}"]
     assert [command[4:6] for command in commands] == [hosts] * 2

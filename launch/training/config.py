@@ -25,6 +25,8 @@ PATHS = ("text.path", "text.cache", "compare.report", "output")
 # 1e18 stays below fp32's maximum.
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
 
+FEWEST_SAMPLES = 4  # of a step: from 3 on, the three shuffled orders differ from each other
+
 # Strict: a boolean is not a number. An integer is accepted as a float, such as a learning rate of 1.
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
 Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
@@ -72,7 +74,7 @@ class TrainConfig(Section):
     sequence: Count  # tokens per sample
     micro_batch: Count  # samples that go through the model at once
     micro_batches: Count = 1  # per step and data-parallel rank
-    # 0: the samples of a step as they are drawn. Another number shuffles them: it changes the order of every sum alone.
+    # 0: the samples of a step as they are drawn. Another number shuffles them, which changes only the order of sums.
     sample_order: Annotated[int, Field(strict=True, ge=0, le=LARGEST_INT)] = 0
     precision: Literal["fp32", "bf16"]  # of the model; gradients and the optimizer's parameters are fp32
     learning_rate: Number  # the largest: it rises over the warm-up
@@ -120,7 +122,9 @@ class MemoryConfig(Section):
 
 class CompareConfig(Section):
     tolerance: Number = 1e-4  # without a yardstick: largest allowed difference of the two losses at any step
-    yardstick: StrictBool = False  # train stock in three more orders of samples: how far the four differ
+    # True: three more stock runs, with the samples of a step in other orders. The yardstick is the largest difference
+    # between two of the four stock runs.
+    yardstick: StrictBool = False
     factor: Positive = 1.5  # with a yardstick: the allowed difference is this times the yardstick
     report: InRepository | None = None  # folder of the report; None: the output folder
 
@@ -194,6 +198,12 @@ class Config(Section):
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
         if self.snapshots:  # so many held-out samples that their tokens suffice
             train.held_out_samples = -(-self.snapshots.tokens // train.sequence)
+        samples = train.micro_batch * train.micro_batches * parallel.data
+        if self.compare.yardstick and samples < FEWEST_SAMPLES:
+            raise ValueError(
+                f"compare.yardstick=true needs at least {FEWEST_SAMPLES} samples a step, for different orders: "
+                f"train.micro_batch * train.micro_batches * parallel.data is {samples}"
+            )
         if train.steps is None and train.minutes is None:
             raise ValueError("train.steps and train.minutes are both null: one of them must end the training")
         for key, value in (("snapshots", self.snapshots), ("train.minutes", train.minutes)):

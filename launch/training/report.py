@@ -7,11 +7,14 @@ Without a yardstick (fp32), the losses of the two may differ by at most `compare
 In bf16 rounding alone makes curves part, so the allowed difference is measured. Stock is trained three times more, with
 the samples of each step in other orders: it then sums the same terms in another order. Over the steps, parallel_lce's
 difference from stock has a mean and a maximum. Each must be at most `compare.factor` times the largest one between any
-two of the four stock runs. One such pair is too few: over 40 steps the mean differences of pairs varied by a factor of
-five. One fp32 rounding of the loss is always allowed, since over a few steps the stock runs may not differ.
+two of the four stock runs, which need not be the same two for both. One pair is too few: over 40 steps the mean
+differences of pairs varied by a factor of five. One fp32 rounding of the loss is always allowed, since over a few steps
+the stock runs may not differ. All losses must be finite.
 """
 
+import math
 from itertools import combinations
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +66,8 @@ def read_metrics(folder: Path) -> Metrics:
     except OSError as error:
         raise Refusal(f"no results of a run at {path}: {error.strerror}") from None
     except ValidationError as error:
-        raise Refusal(f"{path} holds no results of a run: {described(error)}") from None
+        words = "or those of another version of this program: remove it, or give another output="
+        raise Refusal(f"{path} holds no results of a run, {words}: {described(error)}") from None
 
 
 def snapshots_in(folder: str | Path) -> list[Path]:
@@ -127,6 +131,7 @@ def compare(config: Config) -> Comparison:
     allowed, runs = config.compare, {name: read_metrics(folder) for name, folder in folders_of(config).items()}
     stock, differences = runs["stock"], {}
     for name, run in runs.items():
+        _check_is_run(name, run)
         if run is not stock:
             _check_same_settings(stock, name, run)
             differences[name] = _differences(stock, run)
@@ -136,8 +141,9 @@ def compare(config: Config) -> Comparison:
         pairs = [mean_and_largest(_differences(*pair)) for pair in combinations(stocks, 2)]
         their_mean, their_largest = map(float, np.max(pairs, axis=0))
         factor, rounding = allowed.factor, max(stock.losses) * 2**-23
-        # Both are false for a NaN of parallel_lce or of stock.
+        # Both are false for a NaN.
         agree = mean <= factor * their_mean + rounding and largest <= factor * their_largest + rounding
+        agree = agree and math.isfinite(their_largest)
         words = (
             f"they differ by {mean:.1e} in the mean and {largest:.1e} at most, {len(stocks)} stock runs with samples "
             f"in different orders by up to {their_mean:.1e} and {their_largest:.1e}; {factor:g} times that is allowed"
@@ -157,6 +163,13 @@ def _differences(one: Metrics, other: Metrics) -> list[float]:
 def mean_and_largest(differences: list[float]) -> tuple[float, float]:
     """Both are NaN if a difference is."""
     return float(np.mean(differences)), float(np.max(differences))
+
+
+def _check_is_run(name: str, run: Metrics) -> None:
+    for override in RUNS[name]:
+        key, _, wanted = override.partition("=")
+        if (found := attrgetter(key)(run.config)) != type(found)(wanted):
+            raise Refusal(f"the run in the folder {name} must have {override}, found {key}={found}")
 
 
 def _check_same_settings(stock: Metrics, name: str, run: Metrics) -> None:
@@ -179,6 +192,7 @@ def write_report(comparison: Comparison, folder: Path, tolerance: float, command
         f"- {section}: " + ", ".join(f"{key}={value}" for key, value in getattr(run.config, section))
         for section in ("model", "train", "parallel")
     )
+    others = "\n- stock-N: stock with train.sample_order=N" if len(comparison.runs) > 2 else ""
     (folder / "report.md").write_text(f"""# Training with Megatron's loss and with parallel_lce
 
 {comparison.verdict}
@@ -188,7 +202,7 @@ def write_report(comparison: Comparison, folder: Path, tolerance: float, command
 {summary}
 
 - {_description(run)}
-{settings}
+{settings}{others}
 
 Made by
 

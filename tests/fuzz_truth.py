@@ -166,9 +166,9 @@ def dense(
     else:
         found = _statistics(o, z, log_p, p, lse, r)
     sources = found
-    if c.kind == "statistics" and r.samples:
-        # Without a budget the backward projects again, and reads no exponentials.
-        sources = _statistics(o, z, *r.softmax(among, of_backward=c.budget != 0), r)
+    if c.kind == "statistics" and r.samples and r.low and c.budget != 0:
+        # With a budget of 0 the backward projects again, and reads no exponentials.
+        sources = _statistics(o, z, *r.softmax(among, of_backward=True), r)
     if c.kind == "loss":
         found = sources = {"loss": _loss(c, o, found, weight, r)}
     if c.kind == "logits":

@@ -209,7 +209,9 @@ def test_rounded_exponentials_are_allowed():
     rounded = gradient(e.bfloat16().double(), total).bfloat16().double()
     error = (rounded.sum(0) - truth["dbias"]).abs()
     assert error[25] > 0.015 * truth["dbias"][25].abs()
-    assert (error <= bounds(c, o, truth)["dbias"]).all()
+    allowed = bounds(c, o, truth)["dbias"]
+    # Where only one factor moves the bound is as large as the error.
+    assert (error <= allowed).all() and 2 * error[25] <= allowed[25]
 
 
 def test_a_run_prints_findings_as_commands_that_show_them(capsys, monkeypatch):

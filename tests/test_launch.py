@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ pytest.importorskip("tokenizers", reason="needs the training program's packages"
 import torch
 import yaml
 
+import make_venv  # of launch/
 import program  # of launch/
 from benchmarks import peers
 from benchmarks.peers import ANY, CPU_AND_CUDA, RANKS, Peer
@@ -126,6 +128,24 @@ def test_of_first_starts_at_once_one_installs_and_the_next_after_a_change_a_fail
     (line,) = refused.communicate()[1].splitlines()
     assert line.startswith("error: cannot write /proc/no-such-folder/.venv.lock: No such file or directory")
     assert refused.returncode == 2
+
+
+def test_a_stamp_that_another_start_removes_is_no_error(tmp_path, monkeypatch):
+    stamp, ended = tmp_path / "stamp", threading.Event()
+    monkeypatch.setattr(make_venv, "STAMP", stamp)
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            stamp.touch()
+            stamp.unlink()
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        assert not any(make_venv.is_made() for _ in range(2000))
+    finally:
+        ended.set()
+        other.join()
 
 
 # --- mistakes --------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
-import copy
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfi
 from training.loop import learning_rate, share_done
 from training.model import CausalAttention
 from training.refusal import Refusal
-from training.report import compare, is_trained, read_metrics, remove_results, snapshots_in
+from training.report import RUNS, compare, is_trained, read_metrics, remove_results, snapshots_in
 from training.text import Batches, Text, load_text, read_documents, split, train_tokenizer
 
 
@@ -321,7 +320,6 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, wor
 # --- the comparison -----------------------------------------------------------------------------------
 
 METRICS = {
-    "config": load_config(DEFAULT_CONFIG, []).model_dump(mode="json"),
     **dict(device="a device", hosts=1, backend="gloo", versions={"torch": "2"}, text="a text"),
     **dict(
         median_step_seconds=2,
@@ -336,11 +334,10 @@ METRICS = {
 def _finished(folder: Path, **losses: list[float]) -> Config:
     """A configuration whose runs left these losses."""
     for name, values in losses.items():
-        kind, _, order = name.partition("_") if name != "parallel_lce" else (name, "", "")
         run = folder / name.replace("stock_", "stock-")
         run.mkdir()
-        metrics = copy.deepcopy(METRICS) | {"losses": values, "step_seconds": values}
-        metrics["config"]["loss"]["impl"], metrics["config"]["train"]["sample_order"] = kind, int(order or 0)
+        config = load_config(DEFAULT_CONFIG, RUNS[run.name]).model_dump(mode="json")
+        metrics = {**METRICS, "config": config, "losses": values, "step_seconds": values}
         (run / "metrics.json").write_text(json.dumps(metrics))
     yardstick = "stock_1" in losses
     return load_config(DEFAULT_CONFIG, [f"output={folder}", f"compare.yardstick={yardstick}"])

@@ -25,7 +25,7 @@ PATHS = ("text.path", "text.cache", "compare.report", "output")
 # 1e18 stays below fp32's maximum.
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
 
-FEWEST_SAMPLES = 4  # of a step: from 3 on, the three shuffled orders differ from each other
+FEWEST_SAMPLES = 4  # of a step, with a yardstick: fewer have too few different orders
 
 # Strict: a boolean is not a number. An integer is accepted as a float, such as a learning rate of 1.
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]

@@ -248,17 +248,23 @@ def lce_backward_divergence(
     gradient,
     factor,
     student_mean,
+    token_cap,
     rows,
     entries,
     gradient_stride,
     beta,
     rest,
+    cap,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
-    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted."""
+    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
+    ``CAPPED``: the student's logits are soft-capped."""
     row = tl.program_id(0).to(tl.int64)
+    if token_cap is not None:
+        cap = tl.load(token_cap + row)
     of_teacher = 0.0
     of_student = 0.0
     for first in range(0, entries, _BLOCK):
@@ -289,6 +295,9 @@ def lce_backward_divergence(
                 g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
             else:
                 g = p - q
+            if CAPPED:
+                z = tl.load(student[0] + row * student[1] + column, mask=valid, other=0.0)
+                g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
@@ -307,9 +316,11 @@ def divergence(
     gradient: torch.Tensor | None,
     factor: torch.Tensor | None,
     student_mean: torch.Tensor | None,
+    softcap: float | torch.Tensor | None,
 ) -> None:
     """:func:`parallel_lce.backends.torch_logits.divergence`"""
     rows, entries = student.shape
+    token_cap = softcap if isinstance(softcap, torch.Tensor) else None
     if rows:
         lce_backward_divergence.launch(
             (rows,),
@@ -319,12 +330,15 @@ def divergence(
             gradient,
             factor,
             student_mean,
+            token_cap,
             rows,
             entries,
             0 if gradient is None else gradient.stride(0),
             beta,
             1 - beta,
+            1.0 if token_cap is not None or softcap is None else softcap,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
+            CAPPED=softcap is not None,
             num_warps=8,
         )

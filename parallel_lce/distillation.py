@@ -5,6 +5,7 @@ The teacher is an output layer (:func:`divergence`), or its stored largest log-p
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Never
@@ -18,12 +19,13 @@ from parallel_lce.backends import valueless
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import INTEGERS, described, known_vocab_size, refuse, refuse_unknown, renamed
+from parallel_lce.call.checks import INTEGERS, described, refuse, refuse_unknown, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
     Options,
     Tensors,
+    apart,
     as_bool,
     as_float,
     as_number,
@@ -33,10 +35,10 @@ from parallel_lce.core.options import (
     shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.functional import token_statistics
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
-from parallel_lce.selected_log_probs import selected_log_probs
+from parallel_lce.run.fused_loss import fused_statistics
+from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
@@ -48,7 +50,11 @@ def divergence(
     teacher_weight: Tensor,
     *,
     beta: float = 0.0,
-    temperature: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    teacher_logit_scale: float | Tensor | None = None,
+    teacher_logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
     reduction: str = "mean",
     ignore_index: int | None = -100,
     target: Tensor | None = None,
@@ -66,10 +72,11 @@ def divergence(
 ) -> Tensor:
     """Divergence of the teacher's softmax from the student's, differentiable by the student's tensors.
 
-    With q the teacher's softmax and p the student's, both of logits divided by ``temperature``, and m = beta q +
-    (1 - beta) p, a token's divergence is, in nats, KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between
-    them beta KL(q || m) + (1 - beta) KL(p || m), the generalised Jensen-Shannon divergence (arXiv:2306.13649). It is
-    not multiplied by the square of the temperature. No gradient flows to the teacher.
+    With q the teacher's softmax and p the student's, and m = beta q + (1 - beta) p, a token's divergence is, in nats,
+    KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between them beta KL(q || m) + (1 - beta) KL(p || m), the
+    generalised Jensen-Shannon divergence (arXiv:2306.13649). The logits of either are
+    ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``. The divergence is not multiplied by the square
+    of the temperature. No gradient flows to the teacher.
 
     Args:
         student_hidden: ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
@@ -80,7 +87,11 @@ def divergence(
         teacher_weight: the teacher's shard ``[V/P, E]`` of the same vocabulary entries. With ``vocab_size`` it may have
             more or fewer rows of padding than the student's.
         beta: 0, 1, or a number between them at least 1e-6 from both.
-        temperature: a number > 0.
+        logit_scale, logit_softcap: as in :func:`parallel_lce.linear_cross_entropy`: of the student, and of the teacher
+            unless it has its own.
+        teacher_logit_scale, teacher_logit_softcap: the teacher's. None: the student's, also one per token. A teacher
+            without a soft-cap beside a student with one has ``teacher_logit_softcap=math.inf``.
+        temperature: a number > 0, or one per token, as in :func:`parallel_lce.linear_cross_entropy`, of both.
         reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum divided by the number of tokens that
             are not ignored; 0 if there are none.
         ignore_index: tokens with this target have divergence 0 and gradient 0, even if the teacher's values are NaN.
@@ -114,25 +125,30 @@ def divergence(
     """
     if unknown:
         refuse_unknown(divergence, unknown, process_group)
-    beta, temperature = as_float(beta), as_float(temperature)
+    beta, scales, softcap = as_float(beta), (logit_scale, teacher_logit_scale), as_float(teacher_logit_softcap)
+    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
     options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
     numbers = partial(_check_numbers, beta, reduction, ignored)
-    given = Tensors(student_hidden, student_weight, target, student_bias)
+    given = Tensors(student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature)
     teachers = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
+    teacher_scale = scales[scales[1] is not None]
     with _naming("student"):
-        options, given, group, arrangement = arranged(options, given, process_group, reduction)
+        options, given, group, arrangement = arranged(options, given, process_group, reduction, teacher_scale)
         if arrangement is not None:
             hidden, *weights = zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teachers)
             teachers = arrangement.hidden(*hidden), *[arrangement.weight(*each) for each in weights]
+            teacher_scale = arrangement.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
     hidden, weight, bias = teachers
-    of_teacher = Tensors(hidden, weight, None, bias)
+    teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
+    of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     pair = partial(_check_pair, student, inputs, of_teacher)
-    with _naming("teacher"):
-        options = options._replace(reduce_dtype=None)
+    with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
+        softcap = options.logit_softcap if softcap is None else None if softcap == math.inf else softcap
+        options = options._replace(reduce_dtype=None, logit_scale=teacher_scale, logit_softcap=softcap)
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
@@ -163,7 +179,9 @@ def top_k_divergence(
     *,
     tail: str = "class",
     beta: float = 0.0,
-    temperature: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
     reduction: str = "mean",
     ignore_index: int | None = -100,
     target: Tensor | None = None,
@@ -190,7 +208,7 @@ def top_k_divergence(
             1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a student's tail below
             that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are renormalised over
             the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed.
-        temperature: divides the student's logits alone.
+        logit_scale, logit_softcap, temperature: as in :func:`divergence`, of the student's logits alone.
         logits_budget: as in :func:`parallel_lce.token_statistics`. Not used by 'renormalize'.
         Others: as in :func:`divergence`.
 
@@ -205,20 +223,21 @@ def top_k_divergence(
     """
     if unknown:
         refuse_unknown(top_k_divergence, unknown, process_group)
-    given = Tensors(student_hidden, student_weight, target, student_bias, selected=teacher_ids)
+    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    given = Tensors(
+        student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids
+    )
     with _naming("student", selected="teacher_ids"):
         asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
         asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
-    student_hidden, student_weight, target, student_bias, *_ = given
-    teacher_ids = given.selected
+    target, teacher_ids = given.target, given.selected
     if arrangement is not None:
         teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
-    beta, temperature = as_float(beta), as_float(temperature)
+    beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
     try:
         _check_numbers(beta, reduction, ignore_index)
-        check_option("temperature", temperature)
         check_option("logits_budget", as_number(logits_budget))
         _check_stored(teacher_ids, teacher_log_probs, tail, target)
     except ValueError as refusal:
@@ -227,34 +246,21 @@ def top_k_divergence(
     if target is not None:
         counted = target.long() != ignore_index
     if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
-        settings = {"beta": beta, "temperature": temperature, "reduction": reduction, "tail": tail}
+        settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored, (0, 0))
-    options: dict[str, Any] = dict(
-        linear_bias=student_bias,
-        temperature=temperature,
-        process_group=group,
-        sequence_parallel=asked.sequence_parallel,
-        vocab_start=asked.vocab_start,
-        vocab_size=asked.vocab_size,
-        reduce_dtype=reduce_dtype,
-        reduce_hidden_grad=reduce_hidden_grad,
-    )
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
     with _naming("student", selected="teacher_ids"):
+        given = given._replace(target=None, selected=ids)
         if tail == "renormalize":
-            log_p = selected_log_probs(student_hidden, student_weight, ids, **options)
-            size = known_vocab_size(len(student_weight), layout, asked.vocab_start, asked.vocab_size)
-            there &= log_p != -torch.inf if size is None else ids < size
+            log_p, vocab_size = log_probs_of(asked, given, group)
         else:
-            statistics = token_statistics(
-                student_hidden, student_weight, None, selected=ids, logits_budget=logits_budget, **options
-            )
-            log_p = statistics.selected_log_prob
-            there &= ids < statistics.vocab_size
+            statistics = fused_statistics(asked, given, group)
+            log_p, vocab_size = statistics.selected_log_prob, statistics.vocab_size
     assert log_p is not None  # asked for
+    there &= ids < vocab_size
     log_q = teacher_log_probs.detach().to(log_p.dtype)
     log_p, log_q = (v.masked_fill(~there, -torch.inf) for v in (log_p, log_q))
     if tail == "renormalize":

@@ -239,12 +239,15 @@ class Pair(NamedTuple):
 class LogitsGradient(NamedTuple):
     """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
 
-    # [R, V/P]: factor (p - q) if beta is 0, else factor p (log(p / r) - student_mean)
+    # [R, V/P]: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - student_mean). The slope is that of
+    # the student's soft-cap.
     out: Tensor
     # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
     factor: Tensor
     # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
     student_mean: Tensor | None
+    # The student's soft-cap: one number, or [R].
+    softcap: float | Tensor | None
 
 
 class ForwardTask(NamedTuple):

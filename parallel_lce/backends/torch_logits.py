@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
-from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, SelectedGradient, Selection
+from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, SelectedGradient, Selection, softcap_slope
 from parallel_lce.backends.torch_tiles import finished, logits
 from parallel_lce.core.partials import (
     MAX,
@@ -246,6 +246,9 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
                 g = p - q
             else:
                 g = (p * (of_p - gradient.student_mean[rows, None])).masked_fill_(p == 0, 0.0)
+            if gradient.softcap is not None:
+                cap = gradient.softcap
+                g *= softcap_slope(cap[rows, None] if isinstance(cap, Tensor) else cap, pair.student[rows])
             factor = gradient.factor[rows, None]
             gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
 

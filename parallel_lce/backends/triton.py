@@ -118,7 +118,7 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    divergence_of(*pair, sums, *(gradient or (None, None, None)))
+    divergence_of(*pair, sums, *(gradient or (None, None, None, None)))
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:

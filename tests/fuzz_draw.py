@@ -44,7 +44,7 @@ class Configuration:
     ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
     along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
 
-    A divergence has ``scale`` 1 / ``temperature``. The teacher's hidden size is ``E``; its last shard has
+    Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's; its last shard has
     ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's."""
 
     kind: str
@@ -250,8 +250,7 @@ def _in_reach(random: Random, d: dict) -> dict:
         changes["budget"] = random.choice((None, 0))
     if d.get("softcap") is not None:
         changes |= {"softcap": max(30.0, d["softcap"]), "offset": 0.0}
-    divided = 1.0 if d["kind"] == "divergence" else d.get("temperature", 1.0)
-    if not 0.3 <= abs(d.get("scale", 1.0)) / divided <= 3 or d.get("softcap") is not None:
+    if not 0.3 <= abs(d.get("scale", 1.0)) / d.get("temperature", 1.0) <= 3 or d.get("softcap") is not None:
         changes["scale"] = changes["temperature"] = 1.0
     if d["kind"] == "divergence":
         changes["E"] = max(16, d["E"])
@@ -380,7 +379,9 @@ def _statistics(random: Random, d: dict) -> dict:
 
 
 def _divergence(random: Random, d: dict) -> dict:
-    equal, biases = random.random() < 0.1, ("", "plain", "masked", "low") if d["V"] > 1 else ("", "plain")
+    # As for the student's bias.
+    biases = ("", "plain", "masked") + ("low",) * (d["scale"] <= 1) if d["scale"] > 0 and d["V"] > 1 else ("", "plain")
+    equal = random.random() < 0.1
     found = _each(
         random,
         beta=(0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()),
@@ -400,7 +401,7 @@ def _divergence(random: Random, d: dict) -> dict:
         found |= {"E": d["D"], "teacher_dtype": d["dtype"], "teacher_equal": True}
     padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
     found["teacher_padding"] = _upto(random, 9) if padded else None
-    return found | {"scale": 1 / found["temperature"], "softcap": None}
+    return found
 
 
 _OF_KIND = {
@@ -408,7 +409,7 @@ _OF_KIND = {
     "statistics": (_per_token, _targets, _statistics),
     "logits": (_logits, _targets),
     "selected": (_per_token, _selected, lambda random, d: {"no_target": True}),
-    "divergence": (_targets, _divergence),
+    "divergence": (_per_token, _targets, _divergence),
 }
 
 

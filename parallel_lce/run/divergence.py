@@ -7,8 +7,8 @@ reference r = beta q + (1 - beta) p:
     0 < beta < 1    D = beta KL(q || r) + (1 - beta) KL(p || r) dD/dz_j = (1 - beta) p_j (log(p_j / r_j) - KL(p || r))
     beta = 1        D = KL(p || q)                              dD/dz_j = p_j (log(p_j / r_j) - KL(p || r))
 
-z are the student's logits. (Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649, section 3. Its
-derivative by p_j is (1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
+z are the student's logits. (Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649, section 3.
+Its derivative by p_j is (1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
 
 Memory of a block: fp32 logits of student and teacher, and the gradient of the student's. For a sum or mean the
 gradients are formed in forward, in four matrix products: three for the student and one for the teacher. For a loss of

@@ -144,7 +144,8 @@ FAULTY_RESULTS = {
     "top_ids": dict(kind=("statistics",), top_k=range(2, 2000)),
     "log_probs": dict(kind=("selected",)),
     # Of flatter ones less than a thousandth is left beneath the roundings.
-    "loss": dict(kind=("divergence",), temperature=(0.7, 1.0, 3.0), beta=(0.0, 0.5, 1.0)),
+    "loss": dict(kind=("divergence",), temperature=(0.7, 1.0, 3.0), beta=(0.0, 0.5, 1.0), scale=(1.0, -1.5))
+    | dict(softcap=(None, 30.0, 50.0), scale_dtype=("",), temperature_dtype=("",)),
 }
 
 

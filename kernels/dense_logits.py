@@ -258,15 +258,17 @@ def lce_backward_divergence(
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
     CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
     contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
-    ``CAPPED``: the student's logits are soft-capped."""
+    ``CAPPED``: the student's logits are soft-capped. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
     if token_cap is not None:
         cap = tl.load(token_cap + row)
     of_teacher = 0.0
     of_student = 0.0
+    of_entropy = 0.0
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
@@ -289,6 +291,8 @@ def lce_backward_divergence(
                 of_teacher += tl.sum(tl.where(valid & (q != 0.0), q * of_q, 0.0), 0)
             if STUDENT:
                 of_student += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+            if ENTROPY:
+                of_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
         if gradient is not None:
             times = tl.load(factor + row)
             if STUDENT:
@@ -304,6 +308,8 @@ def lce_backward_divergence(
     if sums is not None:
         tl.store(sums + row, of_teacher)
         tl.store(sums + rows + row, of_student)
+        if ENTROPY:
+            tl.store(sums + 2 * rows + row, of_entropy)
 
 
 def divergence(
@@ -340,5 +346,6 @@ def divergence(
             TEACHER=beta < 1,
             STUDENT=beta > 0,
             CAPPED=softcap is not None,
+            ENTROPY=sums is not None and len(sums) > 2,
             num_warps=8,
         )

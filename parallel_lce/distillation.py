@@ -133,7 +133,7 @@ def divergence(
     options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
     numbers = partial(_check_numbers, beta, reduction, ignored)
     given = Tensors(student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature)
-    teachers = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
+    teachers = map(detached, (teacher_hidden, teacher_weight, teacher_bias))
     teacher_scale = scales[scales[1] is not None]
     with _naming("student"):
         options, given, group, arrangement = arranged(options, given, process_group, reduction, teacher_scale)
@@ -145,7 +145,7 @@ def divergence(
     hidden, weight, bias = teachers
     teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
     of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
-    pair = partial(_check_pair, student, inputs, of_teacher)
+    pair = partial(check_pair, student, inputs, of_teacher)
     with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
         softcap = options.logit_softcap if softcap is None else None if softcap == math.inf else softcap
         options = options._replace(reduce_dtype=None, logit_scale=teacher_scale, logit_softcap=softcap)
@@ -158,9 +158,9 @@ def divergence(
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignored)
         if reduction != "none" and any(student.needs) and dtype != torch.float16:
-            result = divergences(task, inputs, teacher_inputs, factor)
+            result, _ = divergences(task, inputs, teacher_inputs, factor)
         else:
-            losses = divergences(task, inputs, teacher_inputs)
+            losses, _ = divergences(task, inputs, teacher_inputs)
             # An ignored token has no loss and no gradient, even if its logits are NaN.
             losses = torch.where(factor != 0, losses * factor, 0.0)
             result = losses.view(shape) if reduction == "none" else losses.sum()
@@ -207,7 +207,8 @@ def top_k_divergence(
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
             1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a student's tail below
             that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are renormalised over
-            the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed.
+            the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed. A
+            student that excludes all entries of a token has probability 0 for each.
         logit_scale, logit_softcap, temperature: as in :func:`divergence`, of the student's logits alone.
         logits_budget: as in :func:`parallel_lce.token_statistics`. Not used by 'renormalize'.
         Others: as in :func:`divergence`.
@@ -291,7 +292,7 @@ def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) ->
     return counted / counted.sum().clamp(min=1) if reduction == "mean" else counted
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
     """A teacher's tensor, detached. A copy of one made in inference mode, since autograd cannot save such tensors."""
     if not isinstance(value, Tensor):
         return value
@@ -305,14 +306,19 @@ def _naming(who: str, **others: str) -> AbstractContextManager[None]:
 
 
 def _check_numbers(beta: object, reduction: object, ignore_index: object, shape: torch.Size | None = None) -> None:
-    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
-        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
-        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
+    check_beta(beta)
     check_reduction(reduction)
     check_option("ignore_index", as_number(ignore_index))
 
 
-def _check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
+def check_beta(beta: object) -> None:
+    """Raise ``ValueError`` unless this is a beta of :func:`divergence`."""
+    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
+        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
+        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
+
+
+def check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
     """Raise ``ValueError`` unless the teacher has the student's tokens, vocabulary entries, device and dtype of
     statistics."""
     x, weight = teacher.input, teacher.linear_weight

@@ -36,7 +36,8 @@ from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers, GradientSums
 
-# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r).
+# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r). If its
+# entropy is wanted, the sum of p log p follows.
 _NUMBERS = 5
 # Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
@@ -46,15 +47,17 @@ _LARGEST_LOG_RATIO = 64.0
 
 @dataclass(frozen=True)
 class Divergence:
-    """Two calls over the same tokens and vocabulary entries, the divergence's beta, and the blocks of tokens."""
+    """Two calls over the same tokens and vocabulary entries, the divergence's beta, the blocks of tokens, and whether
+    the student's entropy is wanted."""
 
     student: Call
     teacher: Call
     beta: float
     blocks: tuple[Block, ...]
+    entropy: bool = False
 
     @classmethod
-    def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype) -> Divergence:
+    def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype, entropy: bool = False) -> Divergence:
         """The largest blocks whose logits and gradient fit in the budget, or in 64 MiB if that is more; at least 128
         tokens. ``dtype``: of the student."""
         options, layout = student.options, student.layout
@@ -65,7 +68,7 @@ class Divergence:
         fitting = max(options.logits_budget or 0, plan.SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
         size = balanced(rows, max(fitting, -(-_FEWEST_TOKENS // sp_size)))
         blocks = tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
-        return cls(student, teacher, beta, blocks)
+        return cls(student, teacher, beta, blocks, entropy)
 
     @property
     def of_tokens(self) -> tuple[Tensor | None, ...]:
@@ -82,8 +85,8 @@ class Divergence:
 
 
 class _Pass:
-    """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5, N]``. With the ``numbers`` of an earlier pass
-    it computes the gradients alone, without sums over the vocabulary."""
+    """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5 or 6, N]``. With the ``numbers`` of an earlier
+    pass it computes the gradients alone, without sums over the vocabulary."""
 
     def __init__(self, task: Divergence, inputs: Sequence[Any], numbers: Tensor | None) -> None:
         self.task, self.layout = task, task.student.layout
@@ -97,7 +100,8 @@ class _Pass:
         self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest))
         self.known = numbers
         self.losses = self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype)
-        self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers
+        count = _NUMBERS + task.entropy
+        self.numbers = self.hidden.new_empty(count, tokens, dtype=dtype) if numbers is None else numbers
 
     def run(self, factor: Tensor | None, gradients: _StudentGradients | None) -> None:
         """Run all blocks. ``gradients`` collects the gradients of the sum of ``factor [N]`` times divergence."""
@@ -144,15 +148,15 @@ class _Pass:
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
         """Write the block's losses and the student's sums."""
         layout, beta = self.layout, self.task.beta
-        sums = pair.student.new_empty(layout.ranks, 2, len(pair.student))
+        sums = pair.student.new_empty(layout.ranks, 2 + self.task.entropy, len(pair.student))
         own = sums[layout.rank]
         self.task.student.backend.divergence(pair, own, gradient)
         if layout.ranks > 1:
             gather_whole(sums.view(layout.ranks, -1), own.view(-1), layout)
-        of_teacher, of_student = sums.sum(0)
+        of_teacher, of_student, *_ = sums = sums.sum(0)
         losses = beta * of_teacher + (1 - beta) * of_student if pair.mixed else of_teacher + of_student
         layout.put(self.losses, block, losses)
-        layout.put(self.numbers[4], block, of_student)
+        layout.put(self.numbers[4:], block, sums[1:])
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
@@ -223,26 +227,32 @@ def _evaluated(
         return work.losses, work.numbers, gradients and gradients.deliver(inputs[0].shape)
 
 
-def divergences(task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor | None = None) -> Tensor:
+def divergences(
+    task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Divergences ``[N]``, differentiable by the student's tensors. With ``factor [N]`` the sum of factor times
-    divergence, 0-dimensional; its gradients are formed in this call."""
+    divergence, 0-dimensional; its gradients are formed in this call. Also the student's entropy ``[N]``, if it is
+    wanted, without a gradient."""
     return _Divergences.apply(*student, *teacher, task, factor)
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
         *inputs, task, factor = given
         needs, summed = Needs(*ctx.needs_input_grad[:3]), factor is not None
         losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
         ctx.save_for_backward(*inputs, *task.of_tokens, factor, numbers)
+        entropy = -numbers[5] if task.entropy else None
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
         # An ignored token has loss 0, even if its logits are NaN.
-        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
+        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum(), entropy
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor):
+    def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         inputs, of_tokens, (factor, numbers) = saved[:6], saved[6:10], saved[10:]
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None

@@ -39,7 +39,7 @@ class _Function:
 
     def __init__(self, own: Any, fused: Callable[..., tuple]) -> None:
         self.own, self._fused, self._said = own, fused, set()
-        self._stock = own.forward, own.backward
+        self._place = own.__module__, own.__name__
 
     def __mro_entries__(self, bases: tuple) -> tuple:
         return (self.own,)
@@ -50,18 +50,31 @@ class _Function:
     def apply(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """What TRL's own returns. What the fused function refuses is TRL's own to answer."""
         try:
-            if (self.own.forward, self.own.backward) != self._stock:
+            if not _is_stock(*self._place):
                 raise ValueError("its forward or backward was replaced")
             if any([hasattr(each, "ds_id") for each in arguments]):
                 # TRL gathers ZeRO-3's weight for this call, and again in its own backward.
-                raise ValueError("its weight is a parameter of ZeRO-3")
+                raise ValueError("its weight is a parameter of ZeRO-3 (FSDP's weights are gathered before)")
             return self._fused(*arguments)
         except (ValueError, NotImplementedError) as refusal:
             reason = str(refusal)
-        if reason not in self._said:
-            self._said.add(reason)
+        if (kind := reason.partition(", got ")[0]) not in self._said:
+            self._said.add(kind)
             warnings.warn(f"parallel_lce: TRL's own {self.own.__name__} runs: {reason}", TRLWarning, stacklevel=2)
         return self.own.apply(*arguments)
+
+
+def _is_stock(home: str, name: str) -> bool:
+    """Whether all of TRL's function was written where TRL has it. (A wrapper would have taken its name, too.)"""
+    module = sys.modules[home]
+    held = getattr(module, name)
+    own = held.own if isinstance(held, _Function) else held
+    written = [getattr(each, "__globals__", None) for each in (own.forward, own.backward)]
+    return "apply" not in vars(own) and all([each is vars(module) for each in written])
+
+
+# torch.compile calls it while it traces.
+_is_stock._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _log_probs(
@@ -146,7 +159,7 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensors:
     tensors = autocasted(Tensors(hidden, weight))
     dtype = tensors.input.dtype
     if bias is not None and bias.dtype != dtype:
-        raise ValueError(f"its bias is {bias.dtype} and the projection runs in {dtype}")
+        raise ValueError(f"its bias is {bias.dtype} and the projection runs in {dtype}: cast the bias")
     return tensors._replace(linear_weight=tensors.linear_weight.to(dtype), linear_bias=bias)
 
 
@@ -183,15 +196,12 @@ def patch(*, logits_budget: int | None = None) -> None:
         raise ImportError("parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no _ChunkedLogProbFunction")
     _settings["logits_budget"] = logits_budget
     for home, name, fused, user, used in _FUNCTIONS:
-        module = importlib.import_module(home)
-        held: Any = getattr(module, name)
-        if not isinstance(held, _Function):
+        held: Any = getattr(importlib.import_module(home), name)
+        if not isinstance(held, _Function) and _is_stock(home, name):
             own, held = held, _Function(held, fused)
-            written = [getattr(each, "__globals__", None) for each in (own.forward, own.backward)]
-            if "apply" not in vars(own) and all([each is vars(module) for each in written]):
-                _swap(name, own, held)
+            _swap(name, own, held)
         its = getattr(sys.modules.get(user), used, held)
-        if its is not held:
+        if its is not held or not isinstance(held, _Function):
             message = f"parallel_lce: {user} uses {its}, not TRL's {name} as released: it stays"
             warnings.warn(message, TRLWarning, stacklevel=2)
 

@@ -78,14 +78,18 @@ def test_modes(release, kind, run):
     run(release, 1, bodies.modes, release, kind)
 
 
-@pytest.mark.parametrize("body", [bodies.rounded, bodies.fallbacks, bodies.log_probs], ids=lambda body: body.__name__)
+ON_ONE = (bodies.rounded, bodies.fallbacks, bodies.log_probs, bodies.divergences, bodies.habits_with_trl)
+
+
+@pytest.mark.parametrize("body", ON_ONE, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("release", ["stand-in", pytest.param("release", marks=pytest.mark.slow)])
 def test_on_one_process(release, body, run):
     run(release, 1, body, release)
 
 
+TRAINERS = "SFT", "DPO", "GRPO", "RLOO", "KTO", "Distillation"
 TRAININGS = [("", ranks, kind) for ranks in (1, 2) for kind in TRAINED]
-TRAININGS += [(name, 1, kind) for name in ("SFT", "DPO", "GRPO") for kind in ("plain", "capped")]
+TRAININGS += [(name, 1, kind) for name in TRAINERS for kind in ("plain", "capped")]
 
 
 @pytest.mark.slow
@@ -121,10 +125,10 @@ def test_the_budget(given, environment, budget, monkeypatch):
     """Without an argument it is the environment's, else 128 MiB."""
     monkeypatch.setenv(BUDGET_VARIABLE, environment)
     model, ids, hidden = patch(CausalLM(9, 4).train(), logits_budget=given), torch.ones(1, 3).long(), torch.ones(3, 4)
-    monkeypatch.setattr(trl_door._LogProbs, "logits_budget", given)
+    monkeypatch.setitem(trl_door._settings, "logits_budget", given)
     for module, name, use in (
         (door, "linear_cross_entropy", lambda: model(ids, labels=ids)),
-        (trl_door, "token_statistics", lambda: trl_door._LogProbs.apply(hidden, hidden, None, ids[0], 1.0, 9)),
+        (trl_door, "token_statistics", lambda: trl_door._log_probs(hidden, hidden, None, ids[0], 1.0, 9)),
     ):
         with mock.patch.object(module, name, wraps=getattr(module, name)) as called:
             use()

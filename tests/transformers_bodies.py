@@ -6,7 +6,9 @@ import importlib
 import itertools
 import os
 import re
+import sys
 import tempfile
+import types
 import warnings
 from unittest import mock
 
@@ -225,45 +227,134 @@ def fallbacks(member: Member, release: str) -> None:
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def log_probs(member: Member, release: str) -> None:
-    """Against TRL's own function, in float64 where it has no rounding of its own."""
+@contextlib.contextmanager
+def patched_trl(release: str):
+    """TRL's two functions before and after ``patch()``, called twice; and the stand-ins, for float64."""
     with installed_trl() if release == "stand-in" else contextlib.nullcontext():
+        import trl.trainer.distillation_trainer as trainer
         import trl.trainer.utils as utils
 
-        own = utils._ChunkedLogProbFunction
+        truth = transformers_standin.ChunkedLogProbFunction, transformers_standin.ChunkedDivergenceFunction
+        own = utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction
         trl_door.patch(), trl_door.patch(logits_budget=0)
-        ours, truth = utils._ChunkedLogProbFunction, transformers_standin._ChunkedLogProbFunction
+        try:
+            yield own, (utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction), truth
+        finally:
+            trl_door.unpatch()
+        assert (utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction) == own
+
+
+def agree(three, leaves, rest, upstream, differentiable: int) -> None:
+    """The error of ours against float64 is at most twice TRL's; so are the gradients', dtypes and what is None."""
+    found = []
+    for function, dtype in zip(three, (None, None, torch.float64)):
+        each = [v if v is None else v.to(dtype or v.dtype, copy=True).requires_grad_() for v in leaves]
+        given = [v.to(dtype) if dtype and torch.is_tensor(v) and v.is_floating_point() else v for v in rest]
+        values = function.apply(*each, *given)
+        found.append([*values, *torch.autograd.grad(upstream(values), [v for v in each if v is not None])])
+    for i, (theirs, mine, exact) in enumerate(zip(*found)):
+        assert (mine is None) == (theirs is None) == (exact is None)
+        if mine is not None:
+            assert mine.dtype == theirs.dtype and mine.requires_grad == (i < differentiable)
+            error, allowed = ((v.double() - exact.double()).norm() for v in (mine, theirs))
+            assert error <= 2 * allowed + 2e-7 * exact.double().norm(), (i, error, allowed)
+
+
+def log_probs(member: Member, release: str) -> None:
+    with patched_trl(release) as (own, ours, truth):
+        three = own[0], ours[0], truth[0]
         generator = torch.Generator().manual_seed(1)
         h, w, b = (torch.randn(s, generator=generator) for s in ((23, D), (V, D), (V,)))
         targets = torch.randint(V, (23,), generator=generator)
+
+        def upstream(values):
+            return values[0].sum() + (0 if values[1] is None else (values[1] * torch.arange(23)).sum())
+
         for cap, scale, temperature, bias, names in itertools.product(
-            (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], OUTPUTS[:1])
+            (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], (*OUTPUTS[:1], "logits"))
         ):
-            found = []
-            for function, dtype in ((ours, h.dtype), (own, h.dtype), (truth, torch.float64)):
-                leaves = [v.to(dtype, copy=True).requires_grad_() for v in (h, w, bias) if v is not None]
-                rest = [None] * (3 - len(leaves)) + [targets, temperature, 40, cap, scale, names]
-                values = function.apply(*leaves, *rest)
-                upstream = values[0].sum() + (0 if values[1] is None else (values[1] * torch.arange(23)).sum())
-                found.append([*values, *torch.autograd.grad(upstream, leaves)])
-            for i, (mine, theirs, exact) in enumerate(zip(*found)):
-                asked = i >= len(OUTPUTS) or OUTPUTS[i] in (*names, "log_probs")
-                assert (mine is None) == (theirs is None) == (not asked)
-                if asked:
-                    assert mine.dtype == theirs.dtype and mine.requires_grad == (i < 2)
-                    error, theirs_error = ((v.double() - exact.double()).abs().max() for v in (mine, theirs))
-                    assert error <= 2 * theirs_error + 2e-7 * exact.double().abs().max(), (i, error, theirs_error)
-        empty = ours.apply(h[:0], w, None, targets[:0], 1.0, 40, None, 1.0, OUTPUTS)
+            agree(three, (h, w, bias), (targets, temperature, 40, cap, scale, names), upstream, 2)
+        empty = ours[0].apply(h[:0], w, None, targets[:0], 1.0, 40, None, 1.0, OUTPUTS)
         assert [value.shape for value in empty] == [(0,)] * 5
-        with pytest.raises(ValueError, match="outputs must be among .*'logits'"):
-            ours.apply(h, w, None, targets, 1.0, 40, None, 1.0, ("logits",))
-        gathered = w.clone()
-        gathered.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
-        with mock.patch.object(trl_door._LogProbs, "own") as called:
-            ours.apply(h, gathered, None, targets, 1.0, 40)
-        called.apply.assert_called_once_with(h, gathered, None, targets, 1.0, 40, None, 1.0, OUTPUTS)
+        outside = ours[0].apply(h, w, b, targets.index_fill(0, torch.tensor([3, 5]), -100), 1.0, 40)
+        torch.testing.assert_close(outside[0][[3, 5]], -torch.nn.functional.linear(h, w, b).logsumexp(-1)[[3, 5]])
+
+
+def divergences(member: Member, release: str) -> None:
+    """The teacher is wider, and has more rows. Weights may be fp32 beside hidden states in bf16."""
+    with patched_trl(release) as (own, ours, truth):
+        three = own[1], ours[1], truth[1]
+        generator = torch.Generator().manual_seed(1)
+        sizes = (23, D), (V, D), (V,), (23, D + 3), (V + 5, D + 3), (V + 5,)
+        x, w, b, y, u, c = (torch.randn(s, generator=generator) for s in sizes)
+
+        def upstream(values):
+            return (values[0] * torch.arange(23)).sum()
+
+        for beta, cap, scale, temperature, biased in itertools.product(
+            (0.0, 0.3, 1.0), (None, 2.0), (1.0, 0.3), (1.0, 0.7), (False, True)
+        ):
+            rest = (beta, temperature, scale, cap, 0.8, 3.0 if cap is None else None)
+            agree(three, (x, w, b if biased else None), (y, u, c if biased else None, *rest), upstream, 1)
+            if release != "stand-in" and not biased:
+                states = [v.bfloat16() for v in (x, y)]
+                weights = [v.bfloat16().float() for v in (w, u)]
+                agree(three, (states[0], weights[0], None), (states[1], weights[1], None, *rest), upstream, 1)
+
+
+def habits_with_trl(member: Member, release: str) -> None:
+    """What else programs do with TRL's functions. What is not covered TRL's own computes, in words, once."""
+    x, w, ids, gathered = torch.randn(5, D), torch.randn(V, D), torch.arange(5), torch.randn(V, D)
+    gathered.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
+
+    def log_probs_of(f, weight=w, temperature=1.0, cap=None):
+        return f.apply(x, weight, None, ids, temperature, 9, cap)[:1]
+
+    def divergence_of(f, bias=None, beta=0.5):
+        return f.apply(x, w, bias, x, -w, None, beta)
+
+    with patched_trl(release) as (own, ours, _):
+        for which, said, call in (
+            (0, "parameter of ZeRO-3", lambda f: log_probs_of(f, gathered)),
+            (0, "temperature must be", lambda f: log_probs_of(f, w, torch.tensor(0.7))),
+            (0, "logit_softcap must be", lambda f: log_probs_of(f, w, 1.0, 0)),
+            (1, "beta must be", lambda f: divergence_of(f, None, 1e-9)),
+            (1, "cast the bias", lambda f: divergence_of(f, w[:, 0].double())),
+        ):
+            with pytest.warns(trl_door.TRLWarning, match=said):
+                found = call(ours[which])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", trl_door.TRLWarning)
+                assert all(map(torch.equal, found, call(ours[which]))), said
+            assert all(map(torch.equal, found, call(own[which]))), said
+
+        def twice(ctx, *arguments):
+            first, *rest = stock(ctx, *arguments)
+            return 2 * first, *rest
+
+        stock, doubled = own[0].forward, 2 * log_probs_of(own[0])[0]
+
+        class Derived(ours[0]):
+            forward = staticmethod(twice)
+
+        assert issubclass(Derived, own[0]) and torch.equal(log_probs_of(Derived)[0], doubled)
+        with mock.patch.object(own[0], "forward", staticmethod(twice)):
+            with pytest.warns(trl_door.TRLWarning, match="was replaced"):
+                assert torch.equal(log_probs_of(ours[0])[0], doubled)
+            trl_door.unpatch()
+            with pytest.warns(trl_door.TRLWarning, match="as released: it stays"):
+                trl_door.patch()
+            assert torch.equal(log_probs_of(sys.modules["trl.trainer.utils"]._ChunkedLogProbFunction)[0], doubled)
         trl_door.unpatch()
-        assert utils._ChunkedLogProbFunction is own
+        user = types.ModuleType("user")
+        user.ChunkedLogProbFunction, user.kept = own[0], own[0]
+        with mock.patch.dict(sys.modules, user=user):
+            trl_door.patch()
+            assert user.ChunkedLogProbFunction.own is user.kept is own[0]
+            trl_door.unpatch()
+            assert user.ChunkedLogProbFunction is own[0]
+    with pytest.raises(ValueError, match="logits_budget must be"):
+        trl_door.patch(logits_budget=-1)
 
 
 def tokenizer():
@@ -311,27 +402,41 @@ def _of_trainer(name: str) -> tuple[dict, dict]:
     configured, more = {}, {}
     if name == "SFT":
         rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
-    elif name == "GRPO":
+    elif name == "KTO":
+        rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
+    elif name in ("GRPO", "RLOO"):
         rows = [{"prompt": row["prompt"]} for row in rows]
         configured |= dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
         configured |= dict(beta=0.1, num_iterations=2)
         more["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
+    elif name == "Distillation":
+        rows = [{"prompt": row["prompt"]} for row in rows]
+        configured |= dict(max_completion_length=6, temperature=0.7, beta=0.3)
     return configured, dict(processing_class=tokenizer(), train_dataset=Dataset.from_list(rows), **more)
 
 
 def trained(member: Member, name: str, kind: str) -> None:
-    """By ``<name>Trainer``, transformers' or TRL's: with the patches a training logs what it logs without."""
+    """By ``<name>Trainer``, transformers' or TRL's: with the patches a training logs what it logs without, and nothing
+    warns."""
     import transformers as hf
 
     path, logs = saved(model_of("release", kind), member), []
     configured, given = _of_trainer(name)
     library, configuration = (importlib.import_module("trl"), name + "Config") if name else (hf, "TrainingArguments")
     patched, function = (trl_door, "token_statistics") if name else (door, "linear_cross_entropy")
+    function = "divergences" if name == "Distillation" else function
     with launched(member):
         for ours in (False, True):
             options = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured
             model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # DPO loads its reference, too
-            with mock.patch.object(patched, function, wraps=getattr(patched, function)) as called:
+            if name == "Distillation":
+                torch.manual_seed(5)
+                given["teacher_model"] = teacher = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+                torch.nn.init.normal_(teacher.get_output_embeddings().weight, std=0.5)
+            spied = mock.patch.object(patched, function, wraps=getattr(patched, function))
+            with spied as called, warnings.catch_warnings():
+                for kind_of_warning in (door.LogitsWarning, trl_door.TRLWarning):
+                    warnings.simplefilter("error", kind_of_warning)
                 if ours:
                     trl_door.patch(), door.patch(model)  # of which TRL's head notices the first alone
                 try:

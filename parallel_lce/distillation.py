@@ -125,16 +125,17 @@ def divergence(
     """
     if unknown:
         refuse_unknown(divergence, unknown, process_group)
-    beta, scales, softcap = as_float(beta), (logit_scale, teacher_logit_scale), as_float(teacher_logit_softcap)
-    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
+    scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
-    options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
+    changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
+    options = Options.of(name, locals() | changed)
     numbers = partial(_check_numbers, beta, reduction, ignored)
     given = Tensors(student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature)
     teachers = map(detached, (teacher_hidden, teacher_weight, teacher_bias))
-    teacher_scale = scales[scales[1] is not None]
+    teacher_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     with _naming("student"):
         options, given, group, arrangement = arranged(options, given, process_group, reduction, teacher_scale)
         if arrangement is not None:
@@ -224,12 +225,13 @@ def top_k_divergence(
     """
     if unknown:
         refuse_unknown(top_k_divergence, unknown, process_group)
-    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     given = Tensors(
         student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids
     )
     with _naming("student", selected="teacher_ids"):
-        asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
+        changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
+        asked = Options.of("top_k_divergence", locals() | changed)
         asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
     target, teacher_ids = given.target, given.selected
     if arrangement is not None:

@@ -45,7 +45,7 @@ class _Function:
         return (self.own,)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+        return getattr(object.__getattribute__(self, "own"), name)  # a copy in the making has none
 
     def apply(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """What TRL's own returns. What the fused function refuses is TRL's own to answer."""

@@ -258,6 +258,15 @@ def test_scales_soft_caps_and_temperatures(kind, own, cap):
         torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_graph_breaks_at_the_call(kind):
+    """Dynamo runs a function that reads ``locals()`` in parts, with the arguments' first values."""
+    leaves, given = student(), teacher(kind)
+    call = lambda each: loss(kind, leaves, given, logit_scale=each, temperature=each.flip(0))  # noqa: E731
+    each = EACH.float()
+    assert torch.equal(torch.compile(call, backend="eager")(each), call(each))
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
     """Autocast, where backward runs too; a teacher of inference mode; and one that is NaN where tokens are ignored."""

@@ -328,6 +328,11 @@ def habits_with_trl(member: Member, release: str) -> None:
                 assert all(map(torch.equal, found, call(ours[which]))), said
             assert all(map(torch.equal, found, call(own[which]))), said
 
+        if release != "stand-in":  # whose function is not autograd's
+            compiled = torch.compile(lambda: log_probs_of(ours[0]), fullgraph=True, backend="eager")
+            torch.testing.assert_close(compiled(), log_probs_of(own[0]))
+        assert copy.copy(ours[0]).own is own[0]
+
         def twice(ctx, *arguments):
             first, *rest = stock(ctx, *arguments)
             return 2 * first, *rest

@@ -130,7 +130,7 @@ def check_kind(name: str, value: Tensor) -> None:
     tangent would be ignored."""
     if is_dtensor(value):
         raise ValueError(f"{name} is a DTensor: pass {name}.to_local(), and the process group that shards it")
-    if _dispatches(type(value)):
+    if dispatches(type(value)):
         raise ValueError(
             f"{name} is a {type(value).__name__}, a subclass of Tensor with a __torch_dispatch__ of its own, whose "
             "memory may hold anything: pass a plain tensor"
@@ -141,7 +141,7 @@ def check_kind(name: str, value: Tensor) -> None:
         raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
 
 
-def _dispatches(kind: type[Tensor]) -> bool:
+def dispatches(kind: type[Tensor]) -> bool:
     """Whether tensors of this class have a ``__torch_dispatch__`` of their own, classes of torch's tracing excepted."""
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
         return False

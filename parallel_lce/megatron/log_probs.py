@@ -16,8 +16,9 @@ from torch import Tensor
 
 from parallel_lce.call.checks import INTEGERS, described
 from parallel_lce.core.options import as_float, check_option
+from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
+from parallel_lce.megatron.output_layer import token_statistics, without_logits
 
 _FUNCTION = "token_log_probs"
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
@@ -104,8 +105,8 @@ def token_log_probs(
     if not last:
         return model(input_ids, position_ids, attention_mask, **arguments)
     assert labels is not None  # checked by _temperature
-    answering = _answering(inner, labels, divisor, entropy)
     own = vars(inner).get("compute_language_model_loss")
+    answering = _answering(inner, labels, divisor, entropy)
     with without_logits(inner.output_layer, _FUNCTION):
         inner.compute_language_model_loss = answering
         try:
@@ -124,15 +125,16 @@ def token_log_probs(
 
 def _answering(
     model: torch.nn.Module, labels: Tensor, temperature: float | Tensor, entropy: bool
-) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
+) -> Callable[..., Any]:
     """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
     Given ``labels`` themselves, it returns the log-probabilities ``[b, s]`` and, with ``entropy``, the entropies, as a
     plain tuple, which wrappers of the model can traverse. Given the shifted labels of heads for multi-token prediction,
-    it returns the loss. ``temperature``: a number or ``[b, s]``.
+    it returns the model's own loss. ``temperature``: a number or ``[b, s]``.
     """
+    own: Any = model.compute_language_model_loss
 
-    def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
+    def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
@@ -140,13 +142,15 @@ def _answering(
             return token_statistics(logits, labels, temperature, entropy)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
-        return token_losses(logits, given, logits.layer.tp_group)
+        with own_loss(model):
+            return own(given, logits, *others, **named)
 
     return compute_language_model_loss
 
 
 def _language_model(model: torch.nn.Module) -> Any:
     """The LanguageModule inside a model's wrappers."""
+    check_release()
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     inner: Any = model

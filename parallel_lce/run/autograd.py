@@ -117,7 +117,7 @@ class Fused(torch.autograd.Function):
         kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
         call = ctx.call.with_tensors(kept[3:9])
         if call.main_grad is not None:
-            call = call.replaced(main_grad=call.main_grad.now())
+            call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
         needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
@@ -221,8 +221,8 @@ class DenseLoss(torch.autograd.Function):
                 dx = product(gradient, shard, hidden.dtype)
             if incoming is not None:
                 incoming.wait()
-            if needs_weight and call.main_grad is not None:
-                main_grad = call.main_grad.now()
+            main_grad = call.main_grad and call.main_grad.now(ctx.next_functions[1][0])
+            if needs_weight and main_grad is not None:
                 accumulate_nt(main_grad.tensor[:real], gradient.t(), x.t(), overwrite=False)
                 dweight = main_grad.placeholder()
             elif needs_weight and real == rows:

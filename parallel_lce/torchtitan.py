@@ -250,7 +250,8 @@ def _is_torchtitans(function: Any, name: str) -> bool:
 
 
 def _wraps_as_torchtitan() -> bool:
-    return _is_torchtitans(ChunkedLossWrapper.__call__, "ChunkedLossWrapper.__call__")
+    own = ChunkedLossWrapper.Config._owner is ChunkedLossWrapper
+    return own and _is_torchtitans(ChunkedLossWrapper.__call__, "ChunkedLossWrapper.__call__")
 
 
 def _is_cross_entropy(loss: type, fn: Any) -> bool:

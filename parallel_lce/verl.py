@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -86,17 +87,24 @@ def _without_mapping(states: Tensor | tuple[()] | None) -> Iterator[None]:
         _unsummed.reset(token)
 
 
+def _needs_sum(config: Any) -> bool:
+    from megatron.core import parallel_state
+
+    return not config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
+
+
 def _processor(original: Callable, *given: Any, hidden_states: Any, config: Any, **named: Any) -> Any:
-    module = sys.modules[_FUSED]
-    # What wraps this function may have put a mapping in front.
-    wrapped = module.fused_output_processor is not _replaced[module, "fused_output_processor"][0]
-    states = () if config.sequence_parallel else None if wrapped else hidden_states
+    module, states = sys.modules[_FUSED], ()
+    if _needs_sum(config):
+        # What wraps this function may have put a mapping in front.
+        ours, _ = _replaced.get((module, "fused_output_processor"), (None, None))
+        states = hidden_states if module.fused_output_processor is ours else None
     with _without_mapping(states):
         return original(*given, hidden_states=hidden_states, config=config, **named)
 
 
 def _model_forward(original: Callable, model: Any, *given: Any, **named: Any) -> Any:
-    if model.config.sequence_parallel:
+    if not _needs_sum(model.config):
         with _without_mapping(()):
             return original(model, *given, **named)
 
@@ -162,14 +170,16 @@ _current: ContextVar[_Call | None] = ContextVar("current", default=None)
 
 
 def _megatron_step(original: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> tuple:
+    if not engine.engine_config.use_fused_kernels:
+        return original(engine, batch_iter, *rest, **named)
     batch = next(batch_iter)
-    call = _call_of(batch, _FUSED) if engine.engine_config.use_fused_kernels else None
+    call = _call_of(batch, _FUSED)
     if call is None:
-        return original(engine, iter([batch]), *rest, **named)
+        return original(engine, itertools.chain([batch], batch_iter), *rest, **named)
     asked = _changed(batch, temperature=call, calculate_sum_pi_squared=False)
     token = _current.set(call)
     try:
-        output, finish = original(engine, iter([asked]), *rest, **named)
+        output, finish = original(engine, itertools.chain([asked], batch_iter), *rest, **named)
     finally:
         _current.reset(token)
     if call.sums is not None:

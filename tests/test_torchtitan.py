@@ -169,7 +169,19 @@ def _scaled_class(lm_head, loss_fn):
     lm_head.__class__ = type("Scaled", (nn.Linear,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
 
 
-HABITS = {  # what else programs do to lm_head or to the loss: an expected word
+def _parametrized(lm_head, loss_fn):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(lm_head, "weight", Doubled())
+
+
+HABITS = {  # what else programs do to lm_head or to the loss: an expected word, if the logits are made
+    "a hook of its input": (lambda lm_head, _: lm_head.register_forward_pre_hook(lambda m, x: (2 * x[0],)), None),
+    "a hook of its weight": (lambda lm_head, _: lm_head.weight.register_hook(lambda dw: 2 * dw), None),
+    "a parametrization": (_parametrized, None),
+    "compiled in place": (lambda lm_head, _: lm_head.compile(backend="eager"), None),
     "a forward of its instance": (_own_forward, "a Linear, has a forward of its own"),
     "a derived class": (_scaled_class, "a Scaled, has a forward of its own"),
     "a hook": (lambda lm_head, _: lm_head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),
@@ -197,9 +209,9 @@ def _compare(ours, ours_config, own_config, habit=lambda lm_head, loss_fn: None,
             for _ in range(2):
                 loss, _ = loss_fn(hidden, labels, COUNT, advantages=torch.linspace(-1.0, 1.5, B * S).view(B, S))
                 loss.backward()
-        found.append([loss.detach(), hidden.grad, lm_head.weight.grad, lm_head.bias.grad])
+        found.append([loss.detach(), hidden.grad, *(parameter.grad for parameter in lm_head.parameters())])
     assert [words in str(each.message) for each in said] == ([True] if words else [])
-    for value, expected in zip(*found[::-1]):
+    for value, expected in zip(*found[::-1], strict=True):
         assert_close(value, expected, 1e-5)
 
 

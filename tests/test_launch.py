@@ -172,6 +172,7 @@ MISTAKES = [
     ("train", "train.steps=true", "train.steps=True: input should be a valid integer"),
     ("demo", "train.stps=5", "no such setting: train.stps; did you mean train.steps?"),
     ("train", "trian.steps=5", "no such setting: trian.steps; did you mean train.steps?"),
+    ("train", "train=3", "train=3: a section, of settings such as train.steps"),
     ("train", "zzz=3", "no such setting: zzz; --help lists all"),
     ("train", "train.steps", "expected key=value, got 'train.steps'"),
     ("train", f"train.steps={'9' * 5000}", "or an override cannot be read: Exceeds the limit"),

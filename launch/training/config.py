@@ -320,6 +320,8 @@ def described(errors: ValidationError) -> str:
                 near = difflib.get_close_matches(name, [*settings()], n=1)
                 words.append(f"no such setting: {name}; {f'did you mean {near[0]}?' if near else '--help lists all'}")
             continue
+        if error["type"] == "model_type":
+            message = f"a section, of settings such as {next(name for name in settings() if name.startswith(key))}"
         value = "" if error["type"] == "missing" else f"={error['input']!r}"
         # An error of the whole configuration names its keys.
         words.append(f"{key}{value}: {message[:1].lower()}{message[1:]}" if error["loc"] else message)

@@ -52,8 +52,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
             if isinstance(weight, Tensor) and not isinstance(weight, DTensor):
                 raise ValueError(
-                    f"linear_weight {list(weight.shape)} is a plain tensor: LinearCrossEntropyParallel needs the output "
-                    "layer in the plan, too, with ColwiseParallel()"
+                    f"linear_weight {list(weight.shape)} is a plain tensor: LinearCrossEntropyParallel needs the "
+                    "output layer in the plan, too, with ColwiseParallel()"
                 )
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if not (_Path(__file__).parent / "kernels").is_dir():
     raise ImportError(
         "parallel_lce/kernels is missing: it is a symbolic link to ../kernels in the repository, "
-        "lost by some archive tools and by git with core.symlinks=false; clone with symbolic links "
-        "or install the package with pip"
+        "lost by some archive tools and by git with core.symlinks=false; clone with symbolic links: "
+        "git clone -c core.symlinks=true"
     )
 
 from parallel_lce.functional import linear_cross_entropy, token_statistics

@@ -35,7 +35,7 @@ def linear_cross_entropy(
     As in verl, the gradient of ``hidden`` is the term of this rank's shard: it is not summed over the ranks. A mapping
     in front of this function sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
     parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). verl's Megatron path without sequence
-    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` completes it.
+    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` sums it within verl's functions.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.

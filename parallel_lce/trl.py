@@ -73,7 +73,10 @@ def patch(*, logits_budget: int | None = None) -> None:
         ImportError: there is no TRL, or one without this head. ValueError: in a forward, as
         :func:`parallel_lce.token_statistics`.
     """
-    utils = importlib.import_module("trl.trainer.utils")
+    try:
+        utils = importlib.import_module("trl.trainer.utils")
+    except ImportError as error:
+        raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later (pip install trl): {error}") from error
     own = getattr(utils, _NAME, None)
     if own is None:
         raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no {_NAME}")

@@ -390,6 +390,8 @@ def test_a_style_refuses(member):
     assert model(whole["input"], whole["target"]).placements == (WHOLE,)
     with pytest.raises(TypeError):
         model.loss(linear_weight=model.head.weight, target=whole["target"])
+    with pytest.raises(ValueError, match=r"is a plain tensor: .* needs the output layer in the plan, too"):
+        model.loss(whole["input"], model.head.weight.to_local(), whole["target"])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -105,21 +105,29 @@ def test_no_file_is_long_and_none_imports_a_trainer():
 needs_build = pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The folder of an unpacked wheel, which is built from an sdist."""
-    source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
-    # What git would check out of the package, its link included, and of a folder beside it.
+def _checked_out(source: Path) -> None:
+    """What git would check out of the package, its link included, and of a folder beside it."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
+
+
+def _built(source: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
     # Where a package that builds is missing, or setuptools, which comes with torch, is too old, build fetches it.
     version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
-    done = python("-m", "build", *isolation, "--outdir", str(out), str(source), cwd=out)
+    return python("-m", "build", *isolation, *options, "--outdir", str(out), str(source), cwd=out)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The folder of an unpacked wheel, which is built from an sdist."""
+    source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
+    _checked_out(source)
+    done = _built(source, out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
@@ -157,6 +165,17 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     assert Path(done.stdout.strip()) == site / "parallel_lce" / "__init__.py"
 
 
+@needs_build
+@pytest.mark.parametrize("kind", ["--wheel", "--sdist"])
+def test_nothing_is_built_without_the_link(kind, tmp_path):
+    _checked_out(tmp_path)
+    (tmp_path / "parallel_lce" / "kernels").unlink()
+    (tmp_path / "parallel_lce" / "kernels").write_text("../kernels")
+    done = _built(tmp_path, tmp_path, kind)
+    assert done.returncode != 0 and not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
+    assert "error: parallel_lce/kernels is missing: it is a symbolic link" in done.stdout + done.stderr
+
+
 def test_a_lost_link_names_its_cause(tmp_path):
     """Some archive tools drop the link, git without symbolic links writes a file of its target's name."""
     skip = shutil.ignore_patterns("kernels", "__pycache__")
@@ -187,6 +206,32 @@ assert ours <= {"parallel_lce", "torch"}, ours
 
 def test_importing_needs_torch_alone(tmp_path):
     done = python("-c", IMPORTS + USE, path=ROOT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+ABSENT = """
+import sys
+for name in ("megatron", "torchtitan", "spmd_types", "transformers", "trl", "verl"):
+    sys.modules[name] = None  # import raises ImportError
+import parallel_lce.megatron, parallel_lce.transformers, parallel_lce.trl, parallel_lce.verl
+def import_torchtitan():
+    import parallel_lce.torchtitan
+for call, needed in (
+    (parallel_lce.megatron.install, "parallel_lce.megatron needs megatron-core: pip install"),
+    (parallel_lce.trl.patch, "parallel_lce.trl needs TRL 1.16 or later (pip install trl)"),
+    (import_torchtitan, "parallel_lce.torchtitan needs torchtitan 0.3.0 (pip install torchtitan spmd_types)"),
+):
+    try:
+        call()
+    except ImportError as error:
+        assert str(error).startswith(needed), error
+    else:
+        raise AssertionError(needed)
+"""
+
+
+def test_a_neighbour_that_is_missing_is_named(tmp_path):
+    done = python("-c", ABSENT, path=ROOT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

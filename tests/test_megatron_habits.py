@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers, vocab_parallel_cross_entropy
 
 import parallel_lce.megatron
@@ -68,6 +69,7 @@ PATCHES = {
     "apply": (AUTOGRAD, "apply", _twice),
     "Function.forward": (AUTOGRAD, "forward", lambda own: staticmethod(_twice(own))),
     "a z-loss": (LanguageModule, "compute_language_model_loss", _with_z_loss),
+    "a z-loss of the subclass": (GPTModel, "compute_language_model_loss", _with_z_loss),
     "a keyword": (LanguageModule, "compute_language_model_loss", _with_keyword),
     "a loss of its own": (LanguageModule, "compute_language_model_loss", _of_functions(0.0)),
     "a smoothed loss": (LanguageModule, "compute_language_model_loss", _of_functions(0.1)),

@@ -126,6 +126,9 @@ def _wrap_setup(original: Callable) -> Callable:
                 stacklevel=2,
             )
             return
+        for kind in type(self).__mro__:  # an override may call what LanguageModule had before install()
+            if "compute_language_model_loss" in vars(kind):
+                _replace(kind, "compute_language_model_loss", _wrap_loss)
         layer = getattr(self, "output_layer", None)
         if getattr(self, "post_process", True) and not (of_another_kind(layer) or choices.takes_logits()):
             make_lazy(layer)

@@ -36,7 +36,7 @@ def main() -> None:
     with torch.no_grad():  # log-probabilities by the policy that sampled the tokens
         old = log_prob(token_statistics(hidden, shard, tokens, process_group=group))
     for step in range(STEPS):
-        statistics = token_statistics(hidden, shard, tokens, process_group=group, expected_logit=True)
+        statistics = token_statistics(hidden, shard, tokens, process_group=group, entropy=True)
         log_probs, entropies = log_prob(statistics), entropy(statistics)  # [N], the same on every rank
         loss = policy_loss(log_probs, old, advantage, entropies)
         optimizer.zero_grad()

@@ -10,6 +10,7 @@ if not (_Path(__file__).parent / "kernels").is_dir():
         "or install the package with pip"
     )
 
+from parallel_lce.core.budget import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.losses import entropy, log_prob
@@ -20,6 +21,10 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 if _TYPE_CHECKING:
     from parallel_lce.style import LinearCrossEntropyParallel
+
+    __version__: str
+
+_warn_of_unknown_variables()
 
 __all__ = [
     "LinearCrossEntropy",
@@ -41,4 +46,23 @@ def __getattr__(name: str) -> object:
         from parallel_lce.style import LinearCrossEntropyParallel
 
         return LinearCrossEntropyParallel
+    if name == "__version__":
+        globals()[name] = _version()
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The installed version. In a checkout, what setuptools-scm makes of its tags and commits, as an installation
+    would: another version may be installed."""
+    import importlib.metadata
+
+    root = _Path(__file__).parent.parent
+    if not (root / "pyproject.toml").is_file():
+        return importlib.metadata.version("parallel-lce")
+    try:
+        from setuptools_scm import get_version
+
+        return get_version(str(root), fallback_version="0.0.0")
+    except (ImportError, LookupError):
+        return "0.0.0"  # as of a copy without git: pyproject.toml

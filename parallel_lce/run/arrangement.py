@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import as_group, is_dtensor, refuse
+from parallel_lce.call.checks import as_group, is_dtensor
 from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -46,10 +46,7 @@ def arranged(
     if not options.sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
         return options, tensors, group, None
     arrangement = Arrangement(options, group, reduction or options.reduction)
-    try:
-        plain = arrangement.enter(tensors)
-    except ValueError as refusal:
-        refuse(refusal, arrangement.group)
+    plain = arrangement.enter(tensors)
     return arrangement.options, plain, arrangement.group, arrangement
 
 

@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.prepare import autocasted, check, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, as_number, shortened
+from parallel_lce.core.options import Options, Tensors, as_number, in_python, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -91,7 +91,9 @@ def compacted(
     # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled() and not valueless(tensors.linear_weight):
-        check_together(options, tensors, layout, {"counted_tokens": count})
+        check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
+        if (counted := int(masks[0].sum())) != count:
+            raise ValueError(f"counted_tokens={count}, and {counted} tokens count")
     if options.sample_seed is not None and tensors.position is None:
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
@@ -111,6 +113,7 @@ def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tenso
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
+            f"{in_python('counted_tokens', count)}"
         )
     if options.reduction is not None:
         # In a narrow dtype a number beyond its range would wrap.

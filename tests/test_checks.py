@@ -243,6 +243,7 @@ def test_logits_that_are_dtensors(member):
 
 # --- debug mode: every rank raises, and names the difference ---------------------------------------------
 
+WHOLE = torch.arange(V * D).view(V, D)
 LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
 
 
@@ -300,6 +301,8 @@ MESSAGES = {
     ),
     "target everywhere": (lambda t: dict(target=_with(t.y, 4, 3 * V)), r"target 30 at position 4 is outside \[0, 30\)"),
     "no vocabulary": (lambda t: dict(linear_weight=t.w[:0], vocab_start=0), "none of the 3 shards has a row"),
+    "whole": (lambda t: dict(linear_weight=WHOLE.to(t.x)), "ranks 0 and 1 .* the same 10 rows .* forget to shard"),
+    "logits: whole": (lambda t: dict(vocab_parallel_logits=t.x @ WHOLE.to(t.x).t()), "forget to shard"),
     "gap": (lambda t: dict(vocab_start=(0, 10, 21)[t.rank]), "leave a gap: one ends at 20, the next starts at 21"),
     "overlap": (lambda t: dict(vocab_start=(0, 10, 19)[t.rank]), "an overlap: one ends at 20, the next starts at 19"),
 }
@@ -345,6 +348,19 @@ def test_every_rank_raises(name, worlds, device, request):
         expected = f"{because}.*{expected}"
     for said in (first, second) if name in REFUSALS else (first, second, odd):
         assert re.search(expected, said), said
+
+
+@on_ranks(2)
+def test_equal_shards_that_are_no_mistake(member):
+    """Of zeros, as a new output layer may have; of one row; and with ``vocab_size``, by which rank 1 has none."""
+    x, w, y = good(member.device).values()
+    where = dict(process_group=member.group)
+    own = w.clone()
+    own[3, 0] += member.rank
+    with debug_mode():
+        for shard, target in ((torch.zeros_like(w), y), (w[:1], y % 2), (own, y)):
+            assert LOSS(x, shard, target, **where).isfinite()
+        assert torch.equal(LOSS(x, w, y, vocab_size=V, **where), LOSS(x, w, y))
 
 
 # --- debug mode: whatever one rank alone refuses, every rank raises ---------------------------------------

@@ -374,7 +374,7 @@ def _calls(member: Member) -> dict:
     whole = dict(hidden=x, weight=w, target=y, vocab_start_index=member.rank * V, vocab_end_index=member.rank * V + V)
     student = dict(student_hidden=x, student_weight=w)
     of_rank = dict(input=x, linear_weight=w) | where
-    placed = [distribute_tensor(t, mesh_of(member.device.type, (2,), ("tp",)), [Shard(0)]) for t in (x, w)]
+    placed = [distribute_tensor(t, mesh_of(member.device.type, (2,), ("tp",)), [Shard(0)]) for t in (x, w, y)]
     sequence = torch.zeros(1, 2 * N, dtype=torch.int64, device=member.device)
     sharded = dict(
         output_weight_layer=w, runtime_gather_output=None, target=sequence, vocab_start_index=member.rank * V
@@ -382,7 +382,7 @@ def _calls(member: Member) -> dict:
     sharded |= dict(vocab_end_index=member.rank * V + V, tp_group=member.group)
     return {
         "loss": (parallel_lce.linear_cross_entropy, of_rank | dict(target=y)),
-        "dtensors": (parallel_lce.linear_cross_entropy, dict(input=placed[0], linear_weight=placed[1], target=y)),
+        "dtensors": (parallel_lce.linear_cross_entropy, dict(zip(("input", "linear_weight", "target"), placed))),
         "statistics": (parallel_lce.token_statistics, of_rank | dict(target=y)),
         "selected": (parallel_lce.selected_log_probs, of_rank | dict(selected=k)),
         "sampled": (parallel_lce.sampled_linear_cross_entropy, of_rank | dict(target=y, sampled=IDS.to(member.device))),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import as_group, public, refuse_unknown
+from parallel_lce.call.checks import as_group, described, public, refuse_unknown
 from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
@@ -73,9 +73,9 @@ class LinearCrossEntropy(nn.Module):
             refuse_unknown(type(self), unknown)
         group = as_group(process_group)
         for name in ("logit_scale", "temperature"):
-            if isinstance(given[name], Tensor):
+            if hasattr(given[name], "__len__") and not isinstance(given[name], str):  # tensors, arrays, lists
                 raise ValueError(
-                    f"{name} must be a number in a LinearCrossEntropy, got a tensor {list(given[name].shape)}: pass "
+                    f"{name} must be one number in a LinearCrossEntropy, got {described(given[name])}: pass "
                     f"float({name}), or one number per token to parallel_lce.linear_cross_entropy at each call"
                 )
         # Converted here: torch.compile turns NumPy scalars into tensors.

@@ -212,7 +212,9 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(member):
 
 @pytest.mark.parametrize("name", ["logit_scale", "temperature"])
 def test_a_module_takes_no_number_per_token(name):
-    with pytest.raises(ValueError, match=rf"{name} must be a number in .* tensor \[6\].* to parallel_lce.linear_cross"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be one number in .* \[6\] of torch.float32: pass .* parallel_lce.linear_cross"
+    ):
         parallel_lce.LinearCrossEntropy(**{name: torch.ones(N)})
 
 

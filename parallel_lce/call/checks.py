@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, unfiltered
+from parallel_lce.core.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, in_python, is_number, unfiltered
 from parallel_lce.core.partials import accumulation_dtype
 
 F = TypeVar("F", bound=Callable)
@@ -248,8 +248,8 @@ def _check_kinds(a: Tensors) -> None:
 def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
     if value.shape != tokens:
         raise ValueError(
-            f"{name} must be a finite Python number, or a tensor of target's shape {list(tokens)}, got one of "
-            f"shape {list(value.shape)}"
+            f"{name} must be one Python number, or a tensor of target's shape {list(tokens)}, got one of shape "
+            f"{list(value.shape)}{in_python(name, value, is_number)}"
         )
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating-point, got {value.dtype}")

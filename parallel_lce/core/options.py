@@ -144,15 +144,17 @@ def shortened(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-def in_python(name: str, value: object) -> str:
-    """The remedy for a number of another type: a tensor of one, or a float in the place of an int."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        kind = "float" if value.is_floating_point() else "int"
-    elif isinstance(value, float) and value.is_integer():
-        kind = "int"
-    else:
+def in_python(name: str, value: Any, allowed: Callable[[Any], bool]) -> str:
+    """The remedy for a number of another type: a tensor or array of one number, or a float in the place of an int."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except Exception:  # of several numbers, or of none
         return ""
-    return f" (pass an int: int({name}))" if kind == "int" else f" (pass a float: float({name}))"
+    kinds = [type(number), *[int] * (isinstance(number, float) and number.is_integer())]
+    for kind in kinds:
+        if kind in (bool, int, float) and type(value) is not kind and allowed(kind(number)):
+            return f" (pass {'an' if kind is int else 'a'} {kind.__name__}: {kind.__name__}({name}))"
+    return ""
 
 
 class _Rule(NamedTuple):
@@ -239,7 +241,9 @@ def check_option(name: str, value: object) -> None:
     """Raise ``ValueError`` unless the option of this name may have this value."""
     rule = getattr(_RULES, name)
     if not rule.allowed(value):
-        raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}{in_python(name, value)}")
+        raise ValueError(
+            f"{name} must be {rule.expected}, got {shortened(value)}{in_python(name, value, rule.allowed)}"
+        )
 
 
 def check_reduction(reduction: object) -> None:

@@ -401,7 +401,7 @@ def _calls(member: Member) -> dict:
     }
 
 
-# By the function's name: arguments of the last rank alone. Strings of one argument are no tensors of any kind.
+# By the function's name: arguments of the last rank alone, or a function of the rank that gives them. Strings of one argument are no tensors of any kind.
 REFUSED_ALONE = {
     "loss": [
         *(dict(other=1), dict(reduction=None), dict(weight=ZEROS), dict(target=None), dict(logit_scale=IDS)),
@@ -448,6 +448,7 @@ REFUSED_ALONE = {
     "nemo": [
         *(dict(target="x"), dict(target=IDS), dict(bias=ZEROS[1:]), dict(vocab_end_index=1000), dict(other=1)),
         *(dict(output_weight_layer=ZEROS), dict(vocab_size=0), dict(tensor_parallel_hidden_states=ZEROS)),
+        lambda member: dict(cp_group=member.group),
     ],
 }
 
@@ -458,6 +459,8 @@ def _refused_alone(member: Member, name: str) -> list[str]:
     said = []
     with debug_mode():
         for changes in (*REFUSED_ALONE[name], {}):
+            if callable(changes):
+                changes = changes(member)
             try:
                 function(**arguments | (changes if member.rank else {}))
                 said.append("not refused")

@@ -48,12 +48,13 @@ def public(function: F) -> F:
     """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
     refusal goes through here, once: what the outermost function raises before its exchange
     (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
-    names, state = [*inspect.signature(function).parameters], debug.STATE
+    names = [*inspect.signature(function).parameters]
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # the operator of the graph calls prepare
             return function(*given, **named)
+        state = debug.state()
         if not state.depth:
             state.group = None
         state.depth += 1
@@ -76,7 +77,7 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     """The layout of a refused call over the group that it has noted, or that its arguments give. None if there is
     none."""
     names = ("process_group", "tp_group", "dist_process_group", "group")
-    given = [debug.STATE.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
+    given = [debug.state().group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
         if (group := next((group for group in given if group is not None), None)) is not None:
             return Layout.of(as_group(group), False)

@@ -41,18 +41,28 @@ def enabled() -> bool:
     return value == "1"
 
 
-class _State(threading.local):
-    """What this thread knows of the public function that it runs."""
+class State:
+    """What a thread knows of the public function that it runs."""
 
-    # Public functions within each other: 0 outside all of them.
-    depth = 0
-    # Whether the other ranks wait for a message of this rank, or will: from a function's beginning to its exchange.
-    awaited = False
-    # The group of the outermost function, where its arguments do not give it.
-    group: dist.ProcessGroup | None = None
+    def __init__(self) -> None:
+        # Public functions within each other: 0 outside all of them.
+        self.depth = 0
+        # Whether the other ranks wait for a message of this rank, or will: from a function's beginning to its exchange.
+        self.awaited = False
+        # The group of the outermost function, where its arguments do not give it.
+        self.group: dist.ProcessGroup | None = None
 
 
-STATE = _State()
+_OF_THREAD = threading.local()
+
+
+def state() -> State:
+    """This thread's."""
+    try:
+        return _OF_THREAD.state
+    except AttributeError:
+        _OF_THREAD.state = State()
+        return _OF_THREAD.state
 
 
 class Slice(NamedTuple):
@@ -196,7 +206,7 @@ def _stacked(layout: Layout, values: Tensor) -> Tensor:
 def _gathered(layout: Layout, own: T) -> list[T]:
     """Every rank's object, in rank order, without NumPy, which torch's collectives of objects need. Collectives: an
     all-gather of the sizes, 1 int64, and one of the bytes of the largest."""
-    STATE.awaited = False
+    state().awaited = False
     device = torch.device(distributed_c10d._get_object_coll_device(layout.group))
     message = pickle.dumps(own)
 

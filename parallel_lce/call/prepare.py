@@ -79,7 +79,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    debug.STATE.awaited = False
+    debug.state().awaited = False
     return _with_tensors(known, tensors, layout, main_grad, options.sample_seed)
 
 

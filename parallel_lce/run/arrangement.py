@@ -288,7 +288,7 @@ class Arrangement:
         layout = Layout.of(self.group, False)
         if debug.enabled() and layout.ranks > 1:
             debug.agree(layout, {"function": f"{self.options.function}, which redistributes {name}"}, {})
-            debug.STATE.awaited = True
+            debug.state().awaited = True
         return value.redistribute(placements=placements)
 
     def _position(self) -> Tensor:

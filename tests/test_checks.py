@@ -401,7 +401,7 @@ def _calls(member: Member) -> dict:
     }
 
 
-# By the function's name: arguments of the last rank alone, or a function of the rank that gives them. Strings of one argument are no tensors of any kind.
+# By the function's name: arguments of the last rank alone, or a function of the rank that gives them.
 REFUSED_ALONE = {
     "loss": [
         *(dict(other=1), dict(reduction=None), dict(weight=ZEROS), dict(target=None), dict(logit_scale=IDS)),

@@ -88,7 +88,7 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
                 dims = sharded if "weight" in name and sharded else [*range(value.device_mesh.ndim)]
                 if len(dims) == 1:
                     return Layout.of(value.device_mesh.get_group(dims[0]), False)
-    except ValueError:  # the group itself is refused
+    except Exception:  # the group itself is refused, or destroyed
         pass
     return None
 

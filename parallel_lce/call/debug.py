@@ -103,7 +103,7 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
 
 
 def agree(
-    layout: Layout, settings: Mapping[str, object], tensors: Mapping[str, Tensor | None], shard: Slice = _NO_SLICE
+    layout: Layout, settings: Mapping[str, object], tensors: Mapping[str, Tensor | None], shard: tuple = _NO_SLICE
 ) -> list[Slice]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
@@ -113,7 +113,7 @@ def agree(
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
-    messages = _gathered(layout, _Message(None, values, shard))
+    messages = _gathered(layout, _Message(None, values, Slice(*shard)))
     refusing = {rank: m.refusal for rank, m in enumerate(messages) if m.refusal is not None}
     if refusing:
         first = next(iter(refusing))

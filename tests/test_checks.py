@@ -362,6 +362,7 @@ def test_equal_shards_that_are_no_mistake(member):
     with debug_mode():
         for shard, target in ((torch.zeros_like(w), y), (w[:1], y % 2), (own, y)):
             assert LOSS(x, shard, target, **where).isfinite()
+        assert LOSS(x, w * torch.nan, y, **where).isnan()
         assert torch.equal(LOSS(x, w, y, vocab_size=V, **where), LOSS(x, w, y))
 
 

@@ -222,10 +222,10 @@ def _gathered(layout: Layout, own: T) -> list[T]:
 
 
 def fingerprint(rows: Tensor) -> str | None:
-    """A digest of ``rows [R, n]``, of fp64 sums of the rows. None if all rows have one sum, as those of a weight of
-    zeros and a single row: other ranks may have the same."""
-    sums = rows.detach().sum(1, dtype=torch.float64)
-    return None if len(sums) == 0 or (sums == sums[0]).all() else _digest(sums)
+    """A digest of ``rows [R, n]``, of fp64 sums of the rows and columns. None if all rows have one sum, as those of a
+    weight of zeros and a single row: other ranks may have the same."""
+    sums, columns = (rows.detach().sum(dim, dtype=torch.float64).nan_to_num() for dim in (1, 0))
+    return None if len(sums) == 0 or (sums == sums[0]).all() else _digest(torch.cat([sums, columns]))
 
 
 def _check_unlike(shards: list[Slice]) -> None:

@@ -54,7 +54,9 @@ def default_budget(device: torch.device) -> int:
 def warn_of_unknown_variables() -> None:
     """Warn, once for each, of variables of the environment that begin as the package's do, and are none of them. It
     runs when the package is imported, and when calls of a new signature are checked."""
-    for name in [name for name in os.environ if name.upper().startswith(_PREFIX)]:
+    # As bytes, which os.environ would decode all: the names of other programs are many.
+    given = [name for name in os.environ._data if name[:13].upper() == b"PARALLEL_LCE_"]  # pyright: ignore[reportAttributeAccessIssue]
+    for name in map(os.fsdecode, given):
         suffix = name.upper().removeprefix(_PREFIX)
         known = name == _PREFIX + suffix and (suffix in _SUFFIXES or suffix.startswith("TEST_"))
         if known or name in _WARNED:

@@ -53,16 +53,19 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """The installed version. In a checkout, what setuptools-scm makes of its tags and commits, as an installation
-    would: another version may be installed."""
+    """The version of the installation that this package belongs to. In a checkout that is not installed, what
+    setuptools-scm makes of its tags and commits: another version may be installed elsewhere."""
     import importlib.metadata
+    import json
 
-    root = _Path(__file__).parent.parent
-    if not (root / "pyproject.toml").is_file():
-        return importlib.metadata.version("parallel-lce")
+    package = _Path(__file__).resolve().parent
+    for found in importlib.metadata.distributions(name="parallel-lce"):
+        editable = json.loads(found.read_text("direct_url.json") or "{}").get("url")
+        if editable == package.parent.as_uri() or _Path(str(found.locate_file(package.name))).resolve() == package:
+            return found.version
     try:
         from setuptools_scm import get_version
 
-        return get_version(str(root), fallback_version="0.0.0")
+        return get_version(str(package.parent), fallback_version="0.0.0")
     except (ImportError, LookupError):
         return "0.0.0"  # as of a copy without git: pyproject.toml

@@ -152,8 +152,9 @@ def linear_cross_entropy(
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
     no ``vocab_start``, a collective may fail or hang: each rank computes its size from its own rows.
-    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, targets out of range, and arguments that
-    differ between ranks; it synchronises the host with the device. Meta and fake tensors give the shapes of results.
+    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, for equal shards (a weight that was not
+    sharded), targets out of range, and arguments that differ between ranks or that one rank refuses; it synchronises
+    the host with the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message

@@ -64,8 +64,6 @@ def test_debug_mode_compares_masks(member, with_target):
     with debug_mode():
         with pytest.raises(ValueError, match="disagree about mask at position 0: rank 0 has 0, rank 1 has 1"):
             call(mask=mask.roll(-8) if member.rank else mask, counted_tokens=N - 8)
-        with pytest.raises(ValueError, match="counted_tokens=39, and 40 tokens count"):
-            call(mask=mask, counted_tokens=39)
         assert call(mask=mask, counted_tokens=40).lse.isfinite().all()
 
 

@@ -92,8 +92,6 @@ def compacted(
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled() and not valueless(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
-        if (counted := int(masks[0].sum())) != count:
-            raise ValueError(f"counted_tokens={count}, and {counted} tokens count")
     if options.sample_seed is not None and tensors.position is None:
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)

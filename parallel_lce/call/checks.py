@@ -55,8 +55,6 @@ def public(function: F) -> F:
         if torch.compiler.is_compiling():  # the operator of the graph calls prepare
             return function(*given, **named)
         state = debug.state()
-        if not state.depth:
-            state.group = None
         state.depth += 1
         state.awaited = True
         try:
@@ -69,6 +67,8 @@ def public(function: F) -> F:
             raise
         finally:
             state.depth -= 1
+            if not state.depth:
+                state.group = None  # which must not outlive its destruction here
 
     return called  # pyright: ignore[reportReturnType]
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import renamed
+from parallel_lce.call.checks import public, renamed
 from parallel_lce.core.options import as_number, shortened
 from parallel_lce.functional import token_statistics
 
 
+@public
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -81,7 +82,7 @@ def linear_cross_entropy(
             vocab_size=vocab_size,
             logits_budget=logits_budget,
             reduce_hidden_grad=reduce_hidden_grad,
-            expected_logit=True,
+            entropy=True,
             sum_p_squared=sum_p_squared,
         )
     assert statistics.target_log_prob is not None and statistics.entropy is not None
@@ -93,6 +94,7 @@ def linear_cross_entropy(
     return log_probs, statistics.entropy
 
 
+@public
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -172,6 +174,7 @@ class FusedLinearLogprobTriton:
     Triton."""
 
     @staticmethod
+    @public
     def apply(
         hidden: Tensor,
         weight: Tensor,

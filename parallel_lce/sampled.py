@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call.call import Call, flattened, token_count
-from parallel_lce.call.checks import INTEGERS, as_group, described
+from parallel_lce.call.checks import INTEGERS, as_group, described, public
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core import plan
 from parallel_lce.core.budget import default_budget
@@ -34,6 +34,7 @@ from parallel_lce.run.schedule import Gathers
 from parallel_lce.selected_log_probs import gathered_logits, gradients_of_logits
 
 
+@public
 def sampled_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
-from parallel_lce.call.checks import refuse_unknown
+from parallel_lce.call.checks import public, refuse_unknown
 from parallel_lce.call.prepare import prepare
 from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
@@ -23,6 +23,7 @@ from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
 
 
+@public
 def selected_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -68,7 +69,7 @@ def selected_log_probs(
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
     if unknown:
-        refuse_unknown(selected_log_probs, unknown, process_group)
+        refuse_unknown(selected_log_probs, unknown)
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")

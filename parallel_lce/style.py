@@ -61,7 +61,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
             return args, kwargs
 
         def local(module: nn.Module, args: tuple, loss: Any) -> Any:
-            return loss.to_local() if isinstance(loss, DTensor) else loss
+            # No view: FSDP2 loses its hook at the end of a module if the caller changes a view in place.
+            return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
         module.register_forward_pre_hook(with_placements, with_kwargs=True)
         if self.use_local_output:

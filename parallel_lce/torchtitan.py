@@ -294,7 +294,7 @@ def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 def _compute_logprobs(logits: dict[str, Any], labels: Tensor, *, return_entropy: bool = False) -> Any:
     """torchtitan's function: ``[b, s]``, 0 for labels that are ``IGNORE_INDEX``; entropies without a gradient."""
-    found = parallel_lce.token_statistics(target=labels, expected_logit=return_entropy, **logits)
+    found = parallel_lce.token_statistics(target=labels, entropy=return_entropy, **logits)
     log_probs = _local(found.target_log_prob).masked_fill(labels == IGNORE_INDEX, 0.0)
     return (log_probs, _local(found.entropy).detach()) if return_entropy else log_probs
 

@@ -48,7 +48,7 @@ class _LogProbs:
                 logit_softcap=softcap,
                 temperature=temperature,
                 logits_budget=lean_budget(cls.logits_budget),
-                expected_logit="entropy" in outputs,
+                entropy="entropy" in outputs,
                 sum_p_squared="log_sum_sq_probs" in outputs,
                 mean_logit="mean_logits" in outputs,
                 argmax="is_top1" in outputs,

@@ -21,7 +21,7 @@ from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_
 from parallel_lce.megatron import TokenLogProbs, cross_entropy, token_log_probs
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import fused_losses
-from tools import on_ranks
+from tools import debug_mode, on_ranks
 from world import Member
 
 
@@ -225,6 +225,22 @@ def test_refusals(member):
     refused("unexpected keyword argument 'unknown'", TypeError, unknown=1)
     model.register_forward_hook(lambda module, inputs, output: output[0])
     refused("GPTModel's forward must return compute_language_model_loss", RuntimeError)
+
+
+@on_ranks(2)
+def test_what_one_rank_refuses_every_rank_raises(member):
+    """In debug mode, before the model's own collectives."""
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
+    given["labels"] = data.labels
+    with debug_mode(), mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called")):
+        for changes, message in REFUSED[:-1]:
+            said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
+            with pytest.raises(ValueError, match=said):
+                token_log_probs(**given | (changes(data.labels) if member.rank else {}))
+    with debug_mode():
+        token_log_probs(**given)
 
 
 HOOKS = {

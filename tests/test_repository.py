@@ -13,8 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import parallel_lce
 import tiers
+from parallel_lce.call import prepare
 from releases import ROOT
 from tools import ran
 
@@ -146,7 +149,7 @@ loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
 loss.backward()
 assert abs(loss.item() - math.log(5)) < 1e-6, loss
 assert w.grad.shape == (5, 4)
-print(parallel_lce.__file__)
+print(parallel_lce.__file__, parallel_lce.__version__)
 """
 
 
@@ -162,7 +165,9 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     done = python("-c", USE, path=site, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == site / "parallel_lce" / "__init__.py"
+    file, version = done.stdout.split()
+    assert Path(file) == site / "parallel_lce" / "__init__.py"
+    assert information.name == f"parallel_lce-{version}.dist-info"
 
 
 @needs_build
@@ -207,6 +212,50 @@ assert ours <= {"parallel_lce", "torch"}, ours
 def test_importing_needs_torch_alone(tmp_path):
     done = python("-c", IMPORTS + USE, path=ROOT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    in_git = importlib.util.find_spec("setuptools_scm") and (ROOT / ".git").exists()
+    assert not in_git or done.stdout.split()[1] != "0.0.0"
+
+
+DEBUG = """
+import os, torch.distributed as dist
+os.environ["PARALLEL_LCE_DEBUG"] = "1"
+rank = 0 if (child := os.fork()) else 1
+dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+shard, said = torch.arange(20.0).view(5, 4) + rank, []
+for size in (10, 10 - rank):
+    where = dict(process_group=dist.group.WORLD, vocab_size=size)
+    try:
+        said.append(parallel_lce.linear_cross_entropy(torch.ones(3, 4), shard, torch.tensor([0, 6, 8]), **where).item())
+    except ValueError as refusal:
+        said.append(str(refusal))
+assert "vocab_size: rank 0 has 10, rank 1 has 9" in said.pop() and said[0] > 0, said
+dist.destroy_process_group()
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_debug_mode_needs_torch_alone(tmp_path):
+    done = python("-c", IMPORTS + DEBUG, path=ROOT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_misspelt_variable_is_named(monkeypatch):
+    """When a call of a new signature is checked, once."""
+    given = dict(LOGIT_BUDGET="1", debug="1", OTHER="1", TEST_OTHER="1", PYTHON="python")
+    for suffix, value in given.items():
+        monkeypatch.setenv(f"PARALLEL_LCE_{suffix}", value)
+    with pytest.warns(UserWarning) as found:
+        prepare.KNOWN.clear()
+        for _ in range(2):
+            parallel_lce.linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.zeros(2).long())
+    said = sorted(
+        str(warning.message).removeprefix("parallel_lce ignores the environment variable ") for warning in found
+    )
+    assert said[0] == "PARALLEL_LCE_LOGIT_BUDGET: did you mean PARALLEL_LCE_LOGITS_BUDGET?"
+    assert said[1].startswith("PARALLEL_LCE_OTHER: there are PARALLEL_LCE_BACKEND, ")
+    assert said[2:] == ["PARALLEL_LCE_debug: did you mean PARALLEL_LCE_DEBUG?"]
 
 
 ABSENT = """

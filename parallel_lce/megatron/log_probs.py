@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.call.checks import INTEGERS, described
+from parallel_lce.call import debug
+from parallel_lce.call.checks import INTEGERS, described, public
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import as_float, check_option
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -39,6 +41,7 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor | None = None
 
 
+@public
 def token_log_probs(
     model: torch.nn.Module,
     input_ids: Tensor | None,
@@ -92,6 +95,8 @@ def token_log_probs(
             layer's result or takes its gradient, or the layer's weight is fully sharded on its own.
     """
     inner = _language_model(model)
+    of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
+    debug.state().group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
     for name in _REFUSED:
         if forward_arguments.get(name) is not None:
             raise ValueError(f"{_FUNCTION} takes no {name}: it gives no logits")
@@ -103,11 +108,13 @@ def token_log_probs(
     # The model may have been built with parallel_output=False, which gathers the logits.
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
     if not last:
+        _nobody_refuses()
         return model(input_ids, position_ids, attention_mask, **arguments)
     assert labels is not None  # checked by _temperature
     own = vars(inner).get("compute_language_model_loss")
     answering = _answering(inner, labels, divisor, entropy)
     with without_logits(inner.output_layer, _FUNCTION):
+        _nobody_refuses()
         inner.compute_language_model_loss = answering
         try:
             output = model(input_ids, position_ids, attention_mask, **arguments)
@@ -121,6 +128,14 @@ def token_log_probs(
             f"it is given, and returned {type(output).__name__}"
         )
     return TokenLogProbs(*output)
+
+
+def _nobody_refuses() -> None:
+    """Debug mode: raise ``ValueError`` if another rank has refused its arguments, before the model's collectives."""
+    layout = Layout.of(debug.state().group, False)
+    if debug.enabled() and layout.ranks > 1:
+        debug.agree(layout, {"function": _FUNCTION}, {})
+    debug.state().awaited = False
 
 
 def _answering(

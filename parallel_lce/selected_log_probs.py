@@ -56,8 +56,8 @@ def selected_log_probs(
 
     Returns:
         ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
-        if shards leave a gap or overlap, if options differ between ranks, or if the offsets are invalid. dW is dense, 0
-        in rows that no token selects. A graph of torch.compile breaks at this call.
+        if shards leave a gap or overlap, if ids or options differ between ranks, or if the offsets are invalid. dW is
+        dense, 0 in rows that no token selects. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
     states, N/P * D elements per rank; an all-gather of the logits, E + 3 elements of fp32 per rank. Backward: an
@@ -127,10 +127,10 @@ def _whole(call: Call) -> Block:
 
 
 def gathered_logits(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, more_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | int]:
     """All ranks' logits of the selected entries ``[P, >= E]``, 0 for other ranks' ids; a 0-dimensional flag, or None,
-    that is true if shards or offsets are invalid; and V."""
+    that is true if shards or offsets are invalid, or if the ranks' ids, offsets or ``more_ids`` differ; and V."""
     layout, shard, selected, whole = call.layout, call.shard, call.selected, _whole(call)
     assert selected is not None
     count, dtype = selected.count, accumulation_dtype(weight.dtype)
@@ -141,7 +141,7 @@ def gathered_logits(
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)
         call.backend.selected_logits(projection, x, selected.of_block(layout, whole, shard.start), own[:count])
-        vocab_size, wrong = gather_with_trailer(packed, shard, layout)
+        vocab_size, wrong = gather_with_trailer(packed, shard, layout, (*selected.tensors, more_ids))
         broken = selected.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong

@@ -18,7 +18,7 @@ def problem(device="cpu", dtype=torch.float32):
     return *leaves, ids.to(device)
 
 
-OFFSETS = [[0, 2, 4, 5, 5], [1, 2, 4, 5, 6], [0, 4, 2, 5, 6], [0, 2, 4, 2**40, 6], [0, 0, 0, 0, 0], [0]]
+OFFSETS = [[0, 2, 4, 5, 5], [1, 2, 4, 5, 6], [0, 4, 2, 5, 6], [0, 2, 4, 2**40, 6], [0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
@@ -37,8 +37,19 @@ def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch
     assert found.selected_log_prob.isnan().all() and found.lse.isfinite().all()
     among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
     assert among.shape == ids.shape and among.isnan().all()
-    if len(t.x):
-        assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
+    assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
+
+
+def test_empty_selections(backend, device):
+    """Without tokens, or without entries, results are empty and gradients 0."""
+    for N, E in ((0, 0), (3, 0)):
+        t, (ids, offsets) = small(device, N=N), (torch.zeros(n, dtype=torch.int64, device=device) for n in (E, N + 1))
+        for selected in ((ids, offsets), ids.new_zeros(N, 0)):
+            found = parallel_lce.token_statistics(t.x, t.weight, None, selected=selected).selected_log_prob
+            among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
+            assert found.numel() == among.numel() == 0
+            for value in (found, among):
+                assert not torch.autograd.grad(value.sum(), t.weight)[0].any()
 
 
 OTHERS = torch.zeros(3, 2, dtype=torch.int64)
@@ -46,6 +57,7 @@ BAD = [
     (dict(selected=torch.zeros(4, 2)), "selected must be of an integer dtype, got torch.float32"),
     (dict(selected=OTHERS), r"selected must be ids of shape \[..., K\] for tokens of shape \[4\], got \[3, 2\]"),
     (dict(selected=(OTHERS.view(6), torch.arange(4))), r"one more than the tokens, got shapes \[6\] and \[4\]"),
+    (dict(selected=(torch.arange(6), torch.zeros(1).long()), N=0), "6 ids, and there is no token that could have them"),
     (dict(selected=(None, torch.arange(5))), "or a pair of ids and offsets, got NoneType and Tensor"),
     (dict(top_k=0), "top_k must be None or a number of entries >= 1, got 0"),
     (dict(top_k=151), "top_k=151 exceeds the 150 entries of the vocabulary"),
@@ -54,7 +66,8 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
 def test_refused(arguments, message):
-    t = small(N=4)
+    arguments = dict(arguments)
+    t = small(N=arguments.pop("N", 4))
     with pytest.raises(ValueError, match=message):
         parallel_lce.token_statistics(t.x, t.weight, None, **arguments)
     if "selected" in arguments:

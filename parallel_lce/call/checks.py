@@ -224,6 +224,8 @@ def _check_selected(a: Tensors, tokens: torch.Size) -> None:
                 f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
                 f"{list(a.selected.shape)} and {list(a.selected_offsets.shape)}"
             )
+        if expected == 1 and a.selected.numel():
+            raise ValueError(f"selected has {a.selected.numel()} ids, and there is no token that could have them")
 
 
 def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:

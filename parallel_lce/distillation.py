@@ -36,11 +36,13 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
+from parallel_lce.run.transforms import operator
 from parallel_lce.selected_log_probs import selected_log_probs
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
+@operator
 def divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -136,7 +138,7 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if inputs[1].is_meta:
+    if valueless(inputs[1]):
         result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
     else:
         task = Divergence.of(student, teacher, beta, dtype)
@@ -155,6 +157,7 @@ def divergence(
 divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+@operator
 def top_k_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,

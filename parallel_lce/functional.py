@@ -16,8 +16,10 @@ from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.transforms import transformable
 
 
+@transformable
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -157,7 +159,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
         has the given and the expected value.
-        TypeError: an unknown keyword argument. NotImplementedError: a tensor with a forward-mode tangent.
+        TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
     if unsupported or reduction is None:
@@ -192,6 +194,7 @@ def linear_cross_entropy(
     return loss if arrangement is None else arrangement.loss(loss)
 
 
+@transformable
 def token_statistics(
     input: Tensor,
     linear_weight: Tensor,

@@ -23,7 +23,7 @@ from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, flattened, token_count
 from parallel_lce.call.checks import INTEGERS, as_group, check_kind, described
-from parallel_lce.call.prepare import prepare
+from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core import plan
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.collectives import Layout, all_gather, gather_whole, reduce_scatter
@@ -33,9 +33,11 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
+from parallel_lce.run.transforms import operator
 from parallel_lce.selected_log_probs import gathered_logits, gradients_of_logits
 
 
+@operator
 def sampled_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -114,6 +116,9 @@ def sampled_linear_cross_entropy(
         logits_budget=0,
     )
     tensors = Tensors(input, linear_weight, None, linear_bias, selected=ids)
+    if valueless(target):
+        check(options, autocasted(tensors), group)
+        return input.new_empty(target.shape if reduction == "none" else (), dtype=accumulation_dtype(input.dtype))
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
     logits, outside = [t.view(count, ids.shape[-1]) for t in _EntryLogits.apply(*inputs, call, sampled)]

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_lce.backends import valueless
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
 from parallel_lce.call.checks import refuse_unknown
-from parallel_lce.call.prepare import prepare
+from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
@@ -21,8 +22,10 @@ from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.transforms import operator
 
 
+@operator
 def selected_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -86,11 +89,12 @@ selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunction
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> Tensor:
     """:func:`selected_log_probs` of options and tensors."""
-    call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
-    shape = tensors.selected.shape
-    if tensors.linear_weight.is_meta:
-        return tensors.input.new_empty(shape, dtype=accumulation_dtype(tensors.input.dtype))
-    return _SelectedLogProbs.apply(*inputs, call).view(shape)
+    options, weight = options._replace(logits_budget=0), tensors.linear_weight
+    if isinstance(weight, Tensor) and valueless(weight):
+        check(options, autocasted(tensors), group)
+        return weight.new_empty(tensors.selected.shape, dtype=accumulation_dtype(weight.dtype))
+    call, inputs = prepare(options, tensors, group, planned=False)
+    return _SelectedLogProbs.apply(*inputs, call).view(tensors.selected.shape)
 
 
 class _SelectedLogProbs(torch.autograd.Function):

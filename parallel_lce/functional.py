@@ -235,9 +235,9 @@ def token_statistics(
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
-            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``. Offsets give NaN if they do not
-            begin with 0, do not end with E, or decrease.
+            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype. If they differ between ranks,
+            the statistics are NaN. An id may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``.
+            Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn

@@ -6,7 +6,7 @@ import torch
 import parallel_lce
 from cases import normal
 from measures import relative_error
-from tools import small
+from tools import debug_mode, on_ranks, small
 
 N, V, D, K = 12, 90, 24, 5
 
@@ -50,6 +50,32 @@ def test_empty_selections(backend, device):
             assert found.numel() == among.numel() == 0
             for value in (found, among):
                 assert not torch.autograd.grad(value.sum(), t.weight)[0].any()
+
+
+DIFFERENT = {
+    "ids": lambda ids, offsets: dict(selected=ids.view(N, K).flip(0)),
+    "offsets": lambda ids, offsets: dict(selected=(ids, offsets.clone().index_fill_(0, offsets[:1] + 3, 13))),
+    "ids of pairs": lambda ids, offsets: dict(selected=(ids.roll(1), offsets)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_ranks(2)
+def test_ranks_that_select_different_entries(member, name):
+    """Of each rank's own entries a logit would be the sum of two: NaN. In debug mode a refusal."""
+    x, w, ids = problem(member.device)
+    given = dict(linear_weight=w[member.rank * V // 2 :][: V // 2], process_group=member.group)
+    pair = ids.view(-1), torch.arange(N + 1, device=member.device) * K
+    changed = DIFFERENT[name](*pair)
+    same = dict(selected=pair) if isinstance(changed.get("selected"), tuple) else dict(selected=ids)
+    options = changed if member.rank else same
+    found = parallel_lce.token_statistics(x, **given, target=None, **options)
+    assert found.lse.isnan().all() and found.selected_log_prob.isnan().all()
+    assert parallel_lce.selected_log_probs(x, **given, **options).isnan().all()
+    agreed = parallel_lce.token_statistics(x, **given, target=None, **same)
+    assert agreed.lse.isfinite().all()
+    with debug_mode(), pytest.raises(ValueError, match="disagree about (offsets of )?selected"):
+        parallel_lce.token_statistics(x, **given, target=None, **options)
 
 
 OTHERS = torch.zeros(3, 2, dtype=torch.int64)

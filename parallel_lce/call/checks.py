@@ -155,7 +155,7 @@ def _check_kinds(a: Tensors) -> None:
         value = getattr(a, name)
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-    tensors = a.named()
+    tensors = {name.removeprefix("selected_"): value for name, value in a.named().items()}
     for name, value in tensors.items():
         check_kind(name, value)
     for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):

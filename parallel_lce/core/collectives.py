@@ -190,8 +190,8 @@ class Shard:
     def write_trailer(self, packed: Tensor, first: int | Tensor = 0) -> None:
         """Write ``start``, ``rows`` and ``digest`` to the end of every row of ``packed [P, n]``. The gather replaces
         those of the other ranks. A rank whose message is too short to do so, which gloo accepts, overlaps this shard,
-        unless this is empty, and so gives NaN, whatever an earlier call has left in the memory. ``first``: the first
-        token of the message's block, or a checksum of its ids, 0-dimensional, which the digest covers too."""
+        unless this is empty, and so gives NaN, whatever an earlier call has left in the memory. ``first``: another
+        number that the digest covers, such as the first token of the message's block; may be 0-dimensional."""
         start, rows, digest = trailer_of(packed).unbind(1)
         start.fill_(self.start)
         rows.fill_(self.rows)
@@ -266,8 +266,8 @@ class PartialsGather:
         self.extra = None if extra is None else self._own[size:-TRAILER].unsqueeze(0)
         self.local = self._own[:size].view(columns.count, rows)
 
-    def start(self, first: int = 0) -> None:
-        """``first``: the first token of the partials' block."""
+    def start(self, first: int | Tensor = 0) -> None:
+        """``first``: as for :meth:`Shard.write_trailer`."""
         if self._layout.ranks == 1:
             return
         self._shard.write_trailer(self._packed, first)

@@ -202,20 +202,21 @@ def operator(function: Callable) -> Callable:
     def call(*given: Any, **named: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return plain(*given, **named)
-        tensors = [t for t in (*given, *named.values()) if isinstance(t, Tensor)]
-        traced = torch.compiler.is_compiling() or any(map(valueless, tensors))
-        if traced and not any(map(is_dtensor, tensors)) and (encoded := _encoded(function, given, named)) is not None:
+        tensor = next((t for t in (*given, *named.values()) if isinstance(t, Tensor)), None)
+        traced = tensor is not None and (torch.compiler.is_compiling() or valueless(tensor))
+        if traced and (encoded := _encoded(function, given, named)) is not None:
             return torch.ops.parallel_lce.function(function.__name__, *encoded)
         return plain(*given, **named)
 
     # For functions at which graphs of torch.compile break.
-    call._torchdynamo_disable_msg = "torch.export takes it without strict=True"  # pyright: ignore
+    words = "graphs of torch.compile break at it, and torch.export takes it without strict=True"
+    call._torchdynamo_disable_msg = words  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
 def _encoded(function: Callable, given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list[str], str] | None:
-    """A call's tensors, their arguments' names, and its other arguments as JSON. None if one has no place there: the
-    function refuses it."""
+    """A call's tensors, their arguments' names, and its other arguments as JSON. None if one has no place there: a
+    DTensor, or what the function refuses."""
     try:
         arguments = inspect.signature(function).bind(*given, **named).arguments
         tensors = [
@@ -226,9 +227,11 @@ def _encoded(function: Callable, given: tuple, named: dict[str, Any]) -> tuple[l
         ]
         names = [name for name, _ in tensors]
         others = {name: value for name, value in arguments.items() if name not in names}
-        return [t for _, t in tensors], names, json.dumps(others, default=_as_json)
+        settings = json.dumps(others, default=_as_json)
     except TypeError:
         return None
+    plain = [t for _, t in tensors if not is_dtensor(t)]
+    return (plain, names, settings) if len(plain) == len(names) else None
 
 
 def _as_json(value: Any) -> Any:

@@ -36,7 +36,7 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
-from parallel_lce.run.transforms import operator
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import selected_log_probs
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
@@ -139,7 +139,7 @@ def divergence(
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
     if valueless(inputs[1]):
-        result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
+        result = without_values(shape, *inputs)
     else:
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignored)

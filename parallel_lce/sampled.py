@@ -33,7 +33,7 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
-from parallel_lce.run.transforms import operator
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import gathered_logits, gradients_of_logits
 
 
@@ -118,7 +118,7 @@ def sampled_linear_cross_entropy(
     tensors = Tensors(input, linear_weight, None, linear_bias, selected=ids)
     if valueless(target):
         check(options, autocasted(tensors), group)
-        return input.new_empty(target.shape if reduction == "none" else (), dtype=accumulation_dtype(input.dtype))
+        return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
     logits, outside = [t.view(count, ids.shape[-1]) for t in _EntryLogits.apply(*inputs, call, sampled)]

@@ -22,7 +22,7 @@ from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.transforms import operator
+from parallel_lce.run.transforms import operator, without_values
 
 
 @operator
@@ -92,7 +92,7 @@ def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | 
     options, weight = options._replace(logits_budget=0), tensors.linear_weight
     if isinstance(weight, Tensor) and valueless(weight):
         check(options, autocasted(tensors), group)
-        return weight.new_empty(tensors.selected.shape, dtype=accumulation_dtype(weight.dtype))
+        return without_values(tensors.selected.shape, tensors.input, weight, tensors.linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
     return _SelectedLogProbs.apply(*inputs, call).view(tensors.selected.shape)
 

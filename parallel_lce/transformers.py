@@ -67,11 +67,8 @@ class _LazyLogits(RecordedLogits):
         super().check()
         weight, lost = self.weight, self.origin.has_loss
         if weight is not None:
-            freed = (
-                not (type(weight) is DTensor or transforming())
-                and weight.numel() > 0
-                and weight.untyped_storage().size() == 0
-            )
+            has_storage = type(weight) is not DTensor and not transforming()
+            freed = has_storage and weight.numel() > 0 and weight.untyped_storage().size() == 0
             lost = freed or self.layer._parameters.get("weight", weight) is not weight
         if lost and self.made is None:
             after = "after FSDP has taken back the output layer's weight: read output.logits in eval mode"

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from torch.autograd import functional
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import parallel_lce
@@ -14,6 +15,7 @@ from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.transformers import patch
 from tools import on_ranks, results_of, statistics
 from transformers_standin import CausalLM
+from world import mesh_of
 
 N, V, D = 6, 10, 8
 TARGET = torch.tensor([3, -100, 9, 0, 3, 7])
@@ -251,6 +253,19 @@ def test_meta_tensors_have_gradients(name, device):
     found = [loss, *torch.autograd.grad(loss.sum(), leaves)]
     assert loss.requires_grad and not FUNCTIONS[name](*[t.detach() for t in leaves]).requires_grad
     assert [(f.shape, f.dtype, f.device.type) for f in found] == [(e.shape, e.dtype, "meta") for e in expected]
+
+
+@on_ranks(2)
+def test_meta_dtensors_have_gradients(member):
+    mesh = mesh_of(member.device.type, (2,), ("tp",))
+
+    def placed(tensor, placement):
+        return DTensor.from_local(tensor.to("meta"), mesh, [placement], run_check=False)
+
+    x, w = placed(normal(N, D), Replicate()).requires_grad_(), placed(normal(V // 2, D), Shard(0)).requires_grad_()
+    ids = placed(TARGET[:, None], Replicate())
+    for result in (parallel_lce.selected_log_probs(x, w, ids), divergence(x, w, x, w)):
+        assert [g.shape for g in torch.autograd.grad(result.sum(), (x, w))] == [(N, D), (V, D)]
 
 
 def test_bad_input_without_values_is_refused():

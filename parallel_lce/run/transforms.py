@@ -23,6 +23,7 @@ from torch.utils import _pytree
 from parallel_lce.backends import valueless
 from parallel_lce.call.checks import as_group, is_dtensor
 from parallel_lce.core.options import as_number
+from parallel_lce.core.partials import accumulation_dtype
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 _NO_TANGENTS = "parallel_lce has no forward-mode derivatives (jvp, jacfwd, hessian): use vjp, grad or jacrev"
@@ -194,7 +195,7 @@ def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any
 
 def operator(function: Callable) -> Callable:
     """Decorator as :func:`transformable` for a function that gives one tensor. While torch.export traces, and for
-    tensors without values, an operator runs it. The function gives an empty tensor for the latter."""
+    tensors without values, an operator runs it. The function gives :func:`without_values` for the latter."""
     _FUNCTIONS[function.__name__] = function
     plain = transformable(function)
 
@@ -212,6 +213,13 @@ def operator(function: Callable) -> Callable:
     words = "graphs of torch.compile break at it, and torch.export takes it without strict=True"
     call._torchdynamo_disable_msg = words  # pyright: ignore[reportFunctionMemberAccess]
     return call
+
+
+def without_values(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
+    """A function's result of operands without values. It has a gradient by them."""
+    present = [t for t in operands if t is not None]
+    dtype = accumulation_dtype(present[0].dtype)
+    return present[0].new_empty(shape, dtype=dtype) + sum([t.sum() for t in present]).to(dtype)
 
 
 def _encoded(function: Callable, given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list[str], str] | None:

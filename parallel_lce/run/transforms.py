@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree
 
 from parallel_lce.backends import valueless
@@ -105,14 +107,15 @@ def batched(run: Callable, upstream: Sequence[Tensor | None]) -> tuple:
         return run(*upstream)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    whole = [torch._remove_batch_dim(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
+    remove, add = (getattr(torch, f"_{verb}_batch_dim") for verb in ("remove", "add"))
+    whole = [remove(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
     count = next(len(w) for w in whole if w is not None)
     each = [run(*[u if w is None else w[n] for u, w in zip(upstream, whole)]) for n in range(count)]
-    return tuple([None if g[0] is None else torch._add_batch_dim(torch.stack(g), 0, level) for g in zip(*each)])
+    return tuple([None if g[0] is None else add(torch.stack(g), 0, level) for g in zip(*each)])
 
 
 def _is_batched(gradient: Tensor | None) -> bool:
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return gradient is not None and is_legacy_batchedtensor(gradient)
 
 
 def _as_now(run: Callable, kind: str) -> Callable:
@@ -163,8 +166,8 @@ def transformable(function: Callable) -> Callable:
 
 def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
     # Importing torch._dynamo takes a second. Before, there are no compiled graphs.
-    transformed = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
-    return transformed(function, given, named)
+    run: Any = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
+    return run(function, given, named)
 
 
 # A graph of torch.compile breaks here.
@@ -211,7 +214,7 @@ def operator(function: Callable) -> Callable:
 
     # For functions at which graphs of torch.compile break.
     words = "graphs of torch.compile break at it, and torch.export takes it without strict=True"
-    call._torchdynamo_disable_msg = words  # pyright: ignore[reportFunctionMemberAccess]
+    vars(call)["_torchdynamo_disable_msg"] = words
     return call
 
 
@@ -219,7 +222,7 @@ def without_values(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
     """A function's result of operands without values. It has a gradient by them."""
     present = [t for t in operands if t is not None]
     dtype = accumulation_dtype(present[0].dtype)
-    return present[0].new_empty(shape, dtype=dtype) + sum([t.sum() for t in present]).to(dtype)
+    return present[0].new_empty(shape, dtype=dtype) + torch.stack([t.sum() for t in present]).sum(dtype=dtype)
 
 
 def _encoded(function: Callable, given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list[str], str] | None:
@@ -294,7 +297,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, upstream):
     tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[1]
-    if torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None:
+    if get_proxy_mode() is not None:
         raise RuntimeError(f"the backward of an exported {ctx.name} cannot be compiled: run it without torch.compile")
     if any(map(valueless, tensors)):
         gradients = [t.new_empty(t.shape) if each else None for t, each in zip(tensors, wanted)]

@@ -36,12 +36,14 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import selected_log_probs
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
 @public
+@operator
 def divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -137,8 +139,8 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if inputs[1].is_meta:
-        result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
+    if valueless(inputs[1]):
+        result = without_values(shape, *inputs)
     else:
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignored)
@@ -157,6 +159,7 @@ divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAc
 
 
 @public
+@operator
 def top_k_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,

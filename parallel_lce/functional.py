@@ -16,9 +16,11 @@ from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.transforms import transformable
 
 
 @public
+@transformable
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -159,7 +161,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
         has the given and the expected value.
-        TypeError: an unknown keyword argument. NotImplementedError: a tensor with a forward-mode tangent.
+        TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
     if unsupported or reduction is None:
@@ -195,6 +197,7 @@ def linear_cross_entropy(
 
 
 @public
+@transformable
 def token_statistics(
     input: Tensor,
     linear_weight: Tensor,
@@ -236,9 +239,9 @@ def token_statistics(
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
-            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``. Offsets give NaN if they do not
-            begin with 0, do not end with E, or decrease.
+            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype. If they differ between ranks,
+            the statistics are NaN. An id may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``.
+            Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn

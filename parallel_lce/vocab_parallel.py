@@ -17,12 +17,14 @@ from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.options import as_float, in_python, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.transforms import operator, without_values
 
 # The kernels for existing logits form no matrix product, so they take fp32, too.
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @public
+@operator
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -75,6 +77,8 @@ def vocab_parallel_cross_entropy(
         }
         shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
         debug.agree(layout, settings, {"target": target.long()}, shard)
+    if valueless(vocab_parallel_logits):
+        return without_values(target.shape, logits)
     ids = in_memory(target).reshape(-1).long().contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0

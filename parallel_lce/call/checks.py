@@ -207,7 +207,7 @@ def _check_kinds(a: Tensors) -> None:
         if not isinstance(value, Tensor):
             own = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}{own}")
-    tensors = a.named()
+    tensors = {name.removeprefix("selected_"): value for name, value in a.named().items()}
     for name, value in tensors.items():
         check_kind(name, value)
     for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):
@@ -278,6 +278,8 @@ def _check_selected(a: Tensors, tokens: torch.Size) -> None:
                 f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
                 f"{list(a.selected.shape)} and {list(a.selected_offsets.shape)}"
             )
+        if expected == 1 and a.selected.numel():
+            raise ValueError(f"selected has {a.selected.numel()} ids, and there is no token that could have them")
 
 
 def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:

@@ -26,38 +26,24 @@ from parallel_lce.core.memory import device_without_autocast, in_memory, on_devi
 from parallel_lce.run import losses, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
-
-FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
-
-
-class _FirstOrder(torch.autograd.Function):
-    """A copy of a gradient that refuses to be differentiated by its ``dependencies``."""
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, *dependencies: Tensor) -> Tensor:
-        return gradient.clone()  # No view: gradients are often changed in place, which a view forbids.
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor):
-        raise RuntimeError(FIRST_ORDER)
+from parallel_lce.run.transforms import batched, first_order, transforming
 
 
 def first_order_only(backward: Callable) -> Callable:
     """Decorator for an autograd.Function's ``backward(ctx, saved, *upstream)``, where ``saved`` are its saved tensors.
 
     With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
-    wrong. :class:`_FirstOrder` raises instead.
+    wrong. :func:`first_order` raises instead, and runs a backward of batched gradients once for each of them.
     """
 
     @functools.wraps(backward)
     def call(ctx, *upstream):
         saved = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return backward(ctx, saved, *upstream)
-        with torch.no_grad():
-            gradients = backward(ctx, saved, *upstream)
-        dependencies = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
-        return tuple(g if g is None else _FirstOrder.apply(g, *dependencies) for g in gradients)
+        run = functools.partial(backward, ctx, saved)
+        if torch.is_grad_enabled() or transforming():
+            dependencies = [t for t in saved if t is not None and t.requires_grad]
+            run = functools.partial(first_order, functools.partial(backward, ctx, saved), dependencies)
+        return batched(run, upstream)
 
     return call
 

@@ -19,7 +19,7 @@ from parallel_lce.backends import valueless
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import INTEGERS, described, refuse, refuse_unknown, renamed
+from parallel_lce.call.checks import INTEGERS, described, public, refuse_unknown, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
@@ -38,11 +38,14 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.run.fused_loss import fused_statistics
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
+@public
+@operator
 def divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -124,7 +127,7 @@ def divergence(
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
     if unknown:
-        refuse_unknown(divergence, unknown, process_group)
+        refuse_unknown(divergence, unknown)
     beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
     scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
@@ -153,8 +156,8 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if inputs[1].is_meta:
-        result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
+    if valueless(inputs[1]):
+        result = without_values(shape, *inputs)
     else:
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignored)
@@ -172,6 +175,8 @@ def divergence(
 divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+@public
+@operator
 def top_k_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -224,7 +229,7 @@ def top_k_divergence(
         ValueError: as :func:`divergence`.
     """
     if unknown:
-        refuse_unknown(top_k_divergence, unknown, process_group)
+        refuse_unknown(top_k_divergence, unknown)
     scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     given = Tensors(
         student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids
@@ -239,19 +244,16 @@ def top_k_divergence(
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
-    try:
-        _check_numbers(beta, reduction, ignore_index)
-        check_option("logits_budget", as_number(logits_budget))
-        _check_stored(teacher_ids, teacher_log_probs, tail, target)
-    except ValueError as refusal:
-        refuse(refusal, group)
+    _check_numbers(beta, reduction, ignore_index)
+    check_option("logits_budget", as_number(logits_budget))
+    _check_stored(teacher_ids, teacher_log_probs, tail, target)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
     if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
         settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
-        debug.agree(layout, settings, stored, (0, 0))
+        debug.agree(layout, settings, stored)
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)

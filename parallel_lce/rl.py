@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import renamed
+from parallel_lce.call.checks import public, renamed
 from parallel_lce.core.options import as_number, shortened
 from parallel_lce.functional import token_statistics
 
 
+@public
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -35,7 +36,7 @@ def linear_cross_entropy(
     As in verl, the gradient of ``hidden`` is the term of this rank's shard: it is not summed over the ranks. A mapping
     in front of this function sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
     parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). verl's Megatron path without sequence
-    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` completes it.
+    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` sums it within verl's functions.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
@@ -81,7 +82,7 @@ def linear_cross_entropy(
             vocab_size=vocab_size,
             logits_budget=logits_budget,
             reduce_hidden_grad=reduce_hidden_grad,
-            expected_logit=True,
+            entropy=True,
             sum_p_squared=sum_p_squared,
         )
     assert statistics.target_log_prob is not None and statistics.entropy is not None
@@ -93,6 +94,7 @@ def linear_cross_entropy(
     return log_probs, statistics.entropy
 
 
+@public
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -172,6 +174,7 @@ class FusedLinearLogprobTriton:
     Triton."""
 
     @staticmethod
+    @public
     def apply(
         hidden: Tensor,
         weight: Tensor,

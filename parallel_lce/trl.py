@@ -96,7 +96,7 @@ def _log_probs(
             logit_softcap=softcap,
             temperature=temperature,
             logits_budget=lean_budget(_settings["logits_budget"]),
-            expected_logit="entropy" in outputs,
+            entropy="entropy" in outputs,
             sum_p_squared="log_sum_sq_probs" in outputs,
             mean_logit="mean_logits" in outputs,
             argmax="is_top1" in outputs,
@@ -191,7 +191,10 @@ def patch(*, logits_budget: int | None = None) -> None:
         ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.
     """
     check_option("logits_budget", as_number(logits_budget))
-    utils = importlib.import_module("trl.trainer.utils")
+    try:
+        utils = importlib.import_module("trl.trainer.utils")
+    except ImportError as error:
+        raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later (pip install trl): {error}") from error
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise ImportError("parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no _ChunkedLogProbFunction")
     _settings["logits_budget"] = logits_budget

@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.prepare import autocasted, check, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, as_number, shortened
+from parallel_lce.core.options import Options, Tensors, as_number, in_python, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -91,7 +91,7 @@ def compacted(
     # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled() and not valueless(tensors.linear_weight):
-        check_together(options, tensors, layout, {"counted_tokens": count})
+        check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     if options.sample_seed is not None and tensors.position is None:
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
@@ -108,9 +108,11 @@ def compacted(
 
 def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tensor | None, count: Any) -> Tensor:
     """The mask of the counted tokens, of the shape ``tokens``. Raises ``ValueError`` as :func:`compacted`."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
+    fits = lambda number: is_count(number) and 0 <= number <= tokens.numel()  # noqa: E731
+    if not fits(count):
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
+            f"{in_python('counted_tokens', count, fits)}"
         )
     if options.reduction is not None:
         # In a narrow dtype a number beyond its range would wrap.

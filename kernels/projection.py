@@ -41,6 +41,7 @@ from parallel_lce.kernels.arithmetic import (
     scaled,
     slope_at,
     softcapped,
+    with_logits,
 )
 from parallel_lce.kernels.draws import Draw, store_draw
 from parallel_lce.kernels.partials import PartialColumns, store_partials
@@ -60,6 +61,8 @@ class ForwardEpilogue(NamedTuple):
     logits_stride: int = 0
     # Nothing else is stored.
     draw: Draw | None = None
+    # 1: saves logits near 0 themselves (``arithmetic.with_logits``); None: exponentials alone.
+    near_zero: int | None = None
 
 
 class BackwardEpilogue(NamedTuple):
@@ -141,7 +144,10 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        return store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        saved = store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        if epilogue.near_zero is not None:
+            saved = with_logits(saved, z, row_values[1], HAS_SHIFT, SAVED_SCALE != 1.0)
+        return saved
 
 
 @triton.jit

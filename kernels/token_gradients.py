@@ -57,12 +57,14 @@ from parallel_lce.kernels.arithmetic import (
     REACH,
     SAVED_FP16_SCALE,
     Scaling,
+    exponential,
     exponential_from,
     finite_base,
     gradient_of,
     gradient_of_entry,
     loaded,
     logit_above,
+    saved_logit,
     scales_of,
     slope_at,
     softcap_slope,
@@ -254,6 +256,11 @@ class GradientTerms(NamedTuple):
         return cls(partial, coefficients, stride, fp16_scale, Scaling.of(operands))
 
 
+def has_logits(terms: GradientTerms, gradient: torch.Tensor) -> bool:
+    """Whether numbers saved in ``gradient`` may be logits: never with the columns of a plain loss alone."""
+    return len(terms.partial) > 3 and gradient.element_size() == 2
+
+
 @triton.jit
 def rewrite_row(
     saved,
@@ -266,11 +273,12 @@ def rewrite_row(
     stop,
     HAS_SHIFT: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
+    LOGITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
     times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values``: as in
-    :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
+    :func:`gradient_of`, for ``exp(z - M)`` in place of p. ``LOGITS``: some saved numbers may be logits."""
     base, shift, sum_exp = token
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
@@ -279,7 +287,8 @@ def rewrite_row(
     for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
-        e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
+        kept = tl.load(saved + c, mask=inside, other=0.0)
+        e = kept.to(tl.float32) * (1.0 / SAVED_SCALE)
         window = start // WINDOW + tl.arange(0, WINDOWS)
         top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
         reference = finite_base(top)
@@ -288,13 +297,20 @@ def rewrite_row(
         # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
         rebase = tl.where(top == -float("inf"), 0.0, exponential_from(reference, base))
         rebased = e * rebase[:, None]
+        moved = logit_above(e, reference[:, None], base)
+        if LOGITS:
+            near, logit = saved_logit(kept)
+            moved = tl.where(near, tl.minimum(logit - base, 0.0), moved)
+            rebased = tl.where(near, exponential(moved), rebased)
         alone = rebased > least
         rebased = tl.where(alone, 1.0, rebased)
-        moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
+        moved = tl.where(alone, 0.0, moved)
         g = gradient_of(rebased, moved, values, terms.coefficients)
         cap = terms.scaling.cap
         if cap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
+            if LOGITS:
+                z = tl.where(near, logit, z)
             g *= slope_at(z, cap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
@@ -302,7 +318,16 @@ def rewrite_row(
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
-    gradient, maxima, softmax_shift, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
+    gradient,
+    maxima,
+    softmax_shift,
+    terms,
+    rows,
+    slice_entries,
+    stride,
+    SAVED_SCALE: tl.constexpr,
+    LOGITS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     row = tl.program_id(0)
     first = tl.program_id(1) * _SPAN
@@ -331,6 +356,7 @@ def lce_backward_rewrite(
         tl.minimum(first + _SPAN, slice_entries),
         softmax_shift is not None,
         SAVED_SCALE,
+        LOGITS,
         WINDOW,
     )
 
@@ -350,6 +376,7 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
         entries,
         gradient.stride(0),
         SAVED_SCALE=SAVED_FP16_SCALE if gradient.dtype == torch.float16 else 1.0,
+        LOGITS=has_logits(terms, gradient),
         WINDOW=window,
     )
 
@@ -409,6 +436,7 @@ def lce_backward_token_gradients(
     stride,
     first,
     FIND_SHARED: tl.constexpr,
+    LOGITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     lane = tl.arange(0, _TOKENS)
@@ -470,6 +498,7 @@ def lce_backward_token_gradients(
                         slice_entries,
                         True,
                         1.0,
+                        LOGITS,
                         WINDOW,
                     )
             # The targets' entries are written after their rows.
@@ -545,6 +574,7 @@ def token_gradients(
         gradient.stride(0),
         first,
         FIND_SHARED=find_shared,
+        LOGITS=has_logits(terms, gradient),
         WINDOW=window,
     )
     return outputs._replace(dw_factor=outputs.dx_factor) if target is None else outputs

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import Projection, Scratch, SelectedGradient, SelectedLogits, Selection
+from parallel_lce.core.partials import NEAR_ZERO
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
 # operations are faster on a CPU: each waits for its slowest thread, which the system may have suspended.
@@ -75,6 +76,19 @@ def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> T
     height = rows.stop - rows.start
     start = rows.start * save + window.start * height
     return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
+
+
+def packed_logits(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logits ``z`` near 0 as they are saved in place of exponentials: bits of ``dtype``, integers below 0. Other
+    logits give 0. The logit's own sign takes the exponent's first bit, which is 0 below 2."""
+    bits = z.to(dtype).view(torch.int16)
+    return ((bits & 0x3FFF) | (bits >> 1 & 0x4000) | -0x8000).where(z.abs() < NEAR_ZERO, 0)
+
+
+def saved_logits(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Which ``stored`` numbers are :func:`packed_logits`, and these logits."""
+    bits = stored.view(torch.int16)
+    return bits < 0, ((bits & 0x3FFF) | (bits << 1 & -0x8000)).view(stored.dtype)
 
 
 def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from parallel_lce.core.partials import ALONE, NEAR, NEAR_ZERO
+from parallel_lce.core.partials import ALONE, NEAR
 from parallel_lce.kernels.tuning import interpreted
 
 REACH = 32.0
@@ -23,14 +23,10 @@ exp(32) and exp(-32) are far from overflow and underflow."""
 SAVED_FP16_SCALE = 2.0**15
 """fp16 saves exp(z - maximum), which is in [0, 1], times this number. Down to e^-20 no precision is lost."""
 
-FLAT_SHIFT = 1e30
-"""Softmax shift of a token whose logits are mostly near 0, and may be saved in place of their exponentials. It is far
-from every window's maximum: the exponentials are relative to that, and the token's row is rewritten."""
-
 # Relative error of a logit that is summed in another order.
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
-_REACH, _FLAT_SHIFT, _NEAR_ZERO = tl.constexpr(REACH), tl.constexpr(FLAT_SHIFT), tl.constexpr(NEAR_ZERO)
+_REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**60)
 _INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
@@ -95,25 +91,19 @@ def logit_above(e, shift, base):
 
 
 @triton.jit
-def with_logits(e, z, shift, HAS_SHIFT: tl.constexpr, FP16: tl.constexpr):
-    """The numbers to save: the logits ``z`` where they are near 0, else ``e``. A sign marks a logit. The logit's own
-    sign takes the exponent's first bit, which is 0 below 2. If there is a softmax shift, only tokens whose ``shift`` is
-    :data:`FLAT_SHIFT` have logits."""
-    near = tl.abs(z) < _NEAR_ZERO
-    if HAS_SHIFT:
-        near &= (shift == _FLAT_SHIFT)[:, None]
-    DTYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
-    bits = z.to(DTYPE).to(tl.int16, bitcast=True)
-    bits = (bits & 0x3FFF) | ((bits >> 1) & 0x4000) | -0x8000
-    return tl.where(near, bits.to(DTYPE, bitcast=True).to(tl.float32), e)
+def flattened(e, flat):
+    """The numbers to save of exponentials relative to the softmax shift. ``flat``: 0, and they are ``e``; or exp(shift)
+    of a token with most logits near 0, and they are ``exp(z) - 1``, whose rounding is relative to z. An exp(z) below
+    0.6 keeps its digits in another range."""
+    is_flat = flat > 0.0
+    factor, least = tl.where(is_flat, flat, 1.0), tl.where(is_flat, 0.6 / flat, -1.0)
+    return tl.where(e < least, e * (-_FAR_BELOW * factor) - 1.0, e * factor - tl.where(is_flat, 1.0, 0.0))
 
 
 @triton.jit
-def saved_logit(saved):
-    """Which ``saved`` numbers are logits of :func:`with_logits`, and these logits."""
-    bits = saved.to(tl.int16, bitcast=True)
-    logit = (bits & 0x3FFF) | ((bits & 0x4000) << 1)
-    return bits < 0, logit.to(saved.dtype, bitcast=True).to(tl.float32)
+def unflattened(saved, flat):
+    """The exponentials of :func:`flattened`, of a flat token relative to 0 instead of the softmax shift."""
+    return tl.where(saved < -0.5, (saved + 1.0) * (-1.0 / _FAR_BELOW), saved + tl.where(flat > 0.0, 1.0, 0.0))
 
 
 @triton.jit

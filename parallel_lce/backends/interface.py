@@ -189,10 +189,12 @@ def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
     return (z / cap).square_().neg_().add_(1.0)
 
 
-def recovers_logits(dtype: torch.dtype) -> bool:
-    """Whether the logarithm of a saved exponential e is exact enough for z - max. In the gradient z - max is multiplied
-    by p. The rounding of e gives p a relative error, and z - max an absolute error of the same size. Where e
-    underflowed, p is 0. In fp16 e underflows too early."""
+def differences_recovered(dtype: torch.dtype) -> bool:
+    """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from what is saved.
+
+    The rounding of an exponential e gives p a relative error, and z - max an absolute error of the same size. Where
+    logits are nearly equal the differences are smaller than that, so what is saved near z = 0 has the relative error of
+    a rounded logit instead. Where e underflowed, p is 0. fp16 lacks the range for both."""
     return dtype != torch.float16
 
 

@@ -34,7 +34,6 @@ from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, st
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import selected as kernels
-from parallel_lce.kernels.arithmetic import FLAT_SHIFT
 from parallel_lce.kernels.dense_logits import divergence as divergence_of
 from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
 from parallel_lce.kernels.losses import mean_loss, token_losses
@@ -136,19 +135,21 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
     keep_windows = keep_windows and keeps_windows(projection, product, real - save)
-    stored = exponentials = shift = sampled = near_zero = None
+    stored = exponentials = shift = sampled = flat = None
     if save:
         stride = stride_of(save)
         stored = x.new_empty(rows, stride) if buffer is None else buffer[: rows * stride].view(rows, stride)
         exponentials = stored if stride == save else stored[:, :save]
-        near_zero = 1 if columns.differ and x.element_size() == 2 else None
-        shift = _new_softmax_shift(product, near_zero is not None)
-        # Under a soft-cap the shift is one number.
+        shift = _new_softmax_shift(product)
+        if columns.differ and shift is not None:
+            # Under a soft-cap every row is rewritten, as those of flat tokens are.
+            flat = torch.ones_like(shift)
+        # Under a soft-cap the shift is 0.
         sampled = shift if projection.softcap is None else None
     if target is None:
         partial[TARGET].zero_()
     if target is not None or sampled is not None:
-        token_logits(product, target, partial[TARGET], sampled, near_zero is not None)
+        token_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
     fitting = rows if save or keep_windows else max(1, _PARTIAL_BYTES // row_bytes)
@@ -158,7 +159,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         some = slice(first, first + size)
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
-        of_rows.launch(exponentials, ForwardEpilogue(windows, shift, near_zero=near_zero))
+        of_rows.launch(exponentials, ForwardEpilogue(windows, shift, flat=flat))
         if selected is not None:
             selection, logits = selected
             known = WindowPartials(windows.max, windows.sum_exp, shift)
@@ -176,7 +177,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         if kept is not None:
             kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
         if stored is not None or keep_windows:
-            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None)
+            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None, flat)
         del windows  # before the next ones are allocated
     return partial, saved
 
@@ -203,15 +204,13 @@ def sampled_ids(
     return ids
 
 
-def _new_softmax_shift(product: Product, flat: bool) -> Tensor | None:
-    """Memory for the softmax shift ``[R]`` fp32: under a soft-cap 0, or with ``flat`` that of flat tokens; None for
-    fp16."""
+def _new_softmax_shift(product: Product) -> Tensor | None:
+    """Memory for the softmax shift ``[R]`` fp32: 0 under a soft-cap, None for fp16."""
     x = product.x
     if x.dtype == torch.float16:
         return None
-    if product.softcap is None:
-        return x.new_empty(x.shape[0], dtype=torch.float32)
-    return x.new_full((x.shape[0],), FLAT_SHIFT if flat else 0.0, dtype=torch.float32)
+    new = x.new_empty if product.softcap is None else x.new_zeros
+    return new(x.shape[0], dtype=torch.float32)
 
 
 block_backward = BlockBackward

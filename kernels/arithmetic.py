@@ -26,7 +26,7 @@ SAVED_FP16_SCALE = 2.0**15
 # Relative error of a logit that is summed in another order.
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
-_REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**60)
+_REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**126)
 _INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
@@ -96,8 +96,9 @@ def flattened(e, flat):
     of a token with most logits near 0, and they are ``exp(z) - 1``, whose rounding is relative to z. An exp(z) below
     0.6 keeps its digits in another range."""
     is_flat = flat > 0.0
-    factor, least = tl.where(is_flat, flat, 1.0), tl.where(is_flat, 0.6 / flat, -1.0)
-    return tl.where(e < least, e * (-_FAR_BELOW * factor) - 1.0, e * factor - tl.where(is_flat, 1.0, 0.0))
+    e *= tl.where(is_flat, flat, 1.0)
+    one, least = tl.where(is_flat, 1.0, 0.0), tl.where(is_flat, 0.6, -1.0)
+    return tl.where(e < least, e * -_FAR_BELOW - 1.0, e - one)
 
 
 @triton.jit

@@ -214,6 +214,20 @@ def test_rounded_exponentials_are_allowed():
     assert (error <= allowed).all() and 2 * error[25] <= allowed[25]
 
 
+def test_a_probability_that_underflows_is_allowed():
+    """Of one token, times an upstream gradient and a scale of thousands. On a GPU fp32 has no numbers below 2^-126."""
+    c = fuzz.Settings(905, "triton", "cuda").draw(4, 819)
+    assert c.upstream == "large" and c.scale == 30
+    o = operands(c, make(c))
+    truth = dense(c, o, torch.float64, torch.float64)
+    underflows = truth["log_p"].exp() < torch.finfo(torch.float32).tiny
+    underflows[torch.arange(c.N), o.target] = False
+    error = (truth["G"] * underflows).sum(0).abs()
+    assert error[156] > 1.7e-34
+    allowed = bounds(c, o, truth)["dbias"]
+    assert (error <= allowed).all() and error[156] > 1e-4 * allowed[156]
+
+
 def test_a_run_prints_findings_as_commands_that_show_them(capsys, monkeypatch):
     drawn = []
 

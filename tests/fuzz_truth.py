@@ -196,7 +196,8 @@ def dense(
         results |= {"z": z.detach(), "error": error, "log_p": log_p.detach()}
         results["coefficient"] = sizes.amax() if sizes.numel() else 0.0
         # Of a probability, or of a gradient, that underflows.
-        results["underflow"] = r.tiny * sizes.amax(1, keepdim=True).clamp(min=1.0).expand_as(z) if c.V else z
+        each = sizes.amax(1, keepdim=True) if sizes.numel() else torch.zeros(c.N, 1, dtype=wide)
+        results["underflow"] = r.tiny * each.clamp(min=1.0).expand(c.N, c.V)
     return results
 
 

@@ -143,7 +143,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             if selected is not None:
                 take_selected(z, selected, tile, window)
             near = None
-            if store is not None and not in_place and columns.differ:
+            if store is not None and store.dtype == torch.bfloat16 and columns.differ:
                 near = packed_logits(z, store.dtype)
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
@@ -184,7 +184,7 @@ class BlockBackward:
         # Number of entries with saved exponentials, and of a forward's window.
         self._save = self._saved_width = 0
         # Whether saved numbers may be logits: never with the columns of a plain loss alone.
-        self._has_logits = len(partial) > 3 and projection.weight.dtype != dtype
+        self._has_logits = len(partial) > 3 and projection.weight.dtype == torch.bfloat16
         if saved:
             self._saved = saved
             self._save = saved.exponentials.numel() // rows

@@ -305,18 +305,19 @@ class BlockBackward:
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
-        near, logit = saved_logits(stored) if self._has_logits else (None, None)
+        packed = saved_logits(stored) if self._has_logits else None
         cap, slope = self._projection.softcap, None
         if cap is not None:
             cap = cap[rows] if isinstance(cap, Tensor) else cap
             z = torch.log(stored.to(maximum.dtype) * scale).add_(maximum)
-            slope = softcap_slope(cap, z if near is None or logit is None else torch.where(near, logit, z))
+            slope = softcap_slope(cap, z if packed is None else torch.where(*packed, z))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
-        if self._delta is None and self._epsilon is None and near is None:
+        if self._delta is None and self._epsilon is None and packed is None:
             return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
         e = torch.mul(stored, rebase, out=out)
         moved = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
-        if near is not None and logit is not None:
+        if packed is not None:
+            near, logit = packed
             below = (logit - self._maximum[rows]).clamp_(max=0.0)
             moved = moved if moved is None else torch.where(near, below, moved)
             e = torch.where(near, exponential_(below), e)

@@ -148,14 +148,19 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     sure = random.random() < 0.25
     kind = random.choices([*_OF_KIND], (20, 50, 5, 10, 15) if sure else (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
+    # Decided by a number that is drawn anyway: all other configurations stay what they are.
+    flat = not sure and kind in ("loss", "statistics") and d["values"] % 13 == 0
     if sure:
         d |= _sure(random, d, small)
+    elif flat:
+        d |= _flat(random, d, small)
     if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
     for part in _OF_KIND[kind]:
         d |= part(random, d)
     d |= _walk(random, d)
-    return Configuration(**(d | _in_reach(random, d) if sure else d))
+    d |= _in_reach(random, d) if sure else _of_differences(random, d) if flat else {}
+    return Configuration(**d)
 
 
 def _each(random: Random, **choices: tuple) -> dict:
@@ -224,6 +229,30 @@ def _sure(random: Random, d: dict, small: bool) -> dict:
         dtype=("fp32", "bf16", "bf16", "bf16", "fp16", "fp16"),
         sharpness=(0.3, 1.0, 1.0, 3.0),
     )
+
+
+def _flat(random: Random, d: dict, small: bool) -> dict:
+    """Nearly equal logits, of so many tokens that they are a group."""
+    tokens = random.randint(24, 40 if small else 100)
+    return {"D": max(16, d["D"]), "V": max(random.randint(48, 200), d["V"]), "offset": 0.0} | _each(
+        random,
+        shape=((d["ranks"] * tokens,), (d["ranks"], tokens)),
+        dtype=("bf16", "bf16", "fp16"),
+        sharpness=(0.01, 0.03, 0.1, 0.2),
+    )
+
+
+def _of_differences(random: Random, d: dict) -> dict:
+    """A gradient that is 0 where all logits are equal, alone; and little that hides it."""
+    changes: dict = _each(random, upstream=("random", "ones"), targets=("inside",), budget=(None, None, 0))
+    changes |= {"scale": 1.0, "temperature": 1.0, "softcap": random.choice((None, None, 2.0)), "bias": ""}
+    changes |= {"scale_dtype": "", "temperature_dtype": ""}
+    changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
+    if d["kind"] == "loss":
+        return changes | {"label_smoothing": random.choice((1.0, 0.9)), "z_loss": 0.0, "filtered": False}
+    name = random.choice(("entropy", "sum_p_squared", "mean_log_prob"))
+    asked = (*dict.fromkeys((*d["asked"], _ASKED_BY[name])),)
+    return changes | {"mixture": (name,), "asked": asked, "filtered": False}
 
 
 def _in_reach(random: Random, d: dict) -> dict:

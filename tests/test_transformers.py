@@ -10,6 +10,7 @@ import transformers_bodies as bodies
 from parallel_lce import transformers as door
 from parallel_lce import trl as trl_door
 from parallel_lce.core.budget import BUDGET_VARIABLE
+from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.transformers import patch, unpatch
 from releases import folder_of
 from tools import alone
@@ -100,20 +101,29 @@ def test_the_lines_of_the_page(run):
 
 
 def test_steps_of_lazy_logits():
-    layer, hidden = patch(CausalLM(9, 4)).lm_head, torch.randn(3, 4)
+    layer, hidden = CausalLM(9, 4).lm_head, torch.randn(3, 4)
     real = hidden @ layer.weight.T
+
+    def logits():
+        return LogitsTensor.of(door._LazyLogits(mock.MagicMock(), layer, hidden))
+
     steps = {
         lambda z: 2 * z / 4: {"logit_scale": 0.5},
-        lambda z: torch.mul(torch.tanh(torch.div(z, 4)), 8).float(): {"logit_scale": 2.0, "logit_softcap": 8.0},
+        lambda z: torch.mul(torch.tanh(torch.div(z, 4)), 8).to(torch.float32): {
+            "logit_scale": 2.0,
+            "logit_softcap": 8.0,
+        },
         lambda z: z.tanh() * -1: None,
         lambda z: z.tanh().tanh(): None,
         lambda z: z / 0.0: None,
     }
     for step, expected in steps.items():
-        lazy = step(layer(hidden))
-        assert lazy.epilogue() == expected and lazy.made is None and torch.equal(lazy[...], step(real))
+        for made in (logits(), door._LazyLogits(mock.MagicMock(), layer, hidden)):
+            recorded = step(made)
+            lazy = getattr(recorded, "lazy", recorded)
+            assert lazy.epilogue() == expected and lazy.made is None and torch.equal(recorded[...], step(real))
     for made in (lambda z: z * torch.ones(9), lambda z: z + 1, lambda z: torch.div(z, 3, rounding_mode="floor")):
-        assert torch.is_tensor(made(layer(hidden))) and torch.equal(made(layer(hidden)), made(real))
+        assert type(made(logits())) is torch.Tensor and torch.equal(made(logits()), made(real))
 
 
 @pytest.mark.parametrize(("given", "environment", "budget"), [(None, "", 128 << 20), (None, "4096", None), (0, "9", 0)])
@@ -139,7 +149,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="gradient_filter"):
         patch(model, gradient_filter=2.0)
     model.loss_function = torch.nn.functional.cross_entropy
-    with pytest.raises(ValueError, match="loss_function of CausalLM must be ForCausalLMLoss, got <function cross_en"):
+    with pytest.raises(ValueError, match="loss_function of CausalLM must be transformers' ForCausalLMLoss, got <fun"):
         patch(model)
     model = CausalLM(9, 4)
     model.lm_head = torch.nn.Bilinear(2, 2, 2)

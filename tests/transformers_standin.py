@@ -33,6 +33,13 @@ class Output(OrderedDict):
         return self[name]
 
 
+def ForMaskedLMLoss(logits, labels, vocab_size, **kwargs):
+    return cross_entropy(logits.float(), labels, vocab_size)
+
+
+LOSS_MAPPING = {"ForCausalLM": ForCausalLMLoss, "ForMaskedLM": ForMaskedLMLoss}
+
+
 # As transformers does for its outputs. FSDP2 of torch 2.11 finds a forward's tensors only in what is registered.
 register_pytree_node(Output, lambda o: ([*o.values()], [*o]), lambda values, names: Output(zip(names, values)))
 
@@ -44,16 +51,19 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model["embed"].weight
-        self.own_loss = False
-        self.cap, self.scale, self.plus, self._loss_function = cap, scale, None, ForCausalLMLoss
+        self.own_loss, self.loss_type = False, "ForCausalLM"
+        self.cap, self.scale, self.plus = cap, scale, None
 
     @property
     def loss_function(self):
-        return self._loss_function
+        return self._loss_function if hasattr(self, "_loss_function") else LOSS_MAPPING[self.loss_type]
 
     @loss_function.setter
     def loss_function(self, value) -> None:
         self._loss_function = value
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model["embed"]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.core.options import as_float
+from parallel_lce.lazy_logits import watch_optimizers
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
@@ -92,6 +93,7 @@ def install(
     from megatron.core.tensor_parallel import cross_entropy as functions
 
     choices.installed = chosen
+    watch_optimizers()
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
     _replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
     if chosen.cross_entropy == "logits":

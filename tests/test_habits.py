@@ -1,0 +1,386 @@
+"""What programs do with a model of transformers beside training it: after ``patch`` the same, or the same with a word.
+
+A habit is a function of the model, of a batch with labels and of ``patch``, and gives what its program looks at. With
+stand-ins by default, with the release by --all."""
+
+import copy
+import functools
+import io
+import pickle
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import parallel_lce.transformers as door
+import transformers_bodies as bodies
+from parallel_lce import linear_cross_entropy
+
+AFTER, OWN = "makes the logits beside its fused loss", "computes its own loss, of all logits: "
+
+
+def trained(model, given, use=lambda out: None) -> list:
+    """Loss, what ``use`` makes of the output, and the gradients."""
+    model.zero_grad()
+    out = model(**given)
+    value = use(out)
+    loss = out["loss"]
+    if isinstance(value, torch.Tensor) and value.requires_grad and value.dim() == 0:
+        loss = loss + value
+    loss.backward()
+    return [loss.detach(), value, *(p.grad for p in model.parameters())]
+
+
+def with_f(loss):
+    """``model.loss_function = loss`` after the patch."""
+
+    def habit(model, given, patch):
+        patch(model).loss_function = loss
+        return trained(model, given)
+
+    return habit
+
+
+def a_loss(logits, labels, vocab_size, **_):
+    assert type(logits) is torch.Tensor
+    return 2 * F.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1))
+
+
+def ForCausalLMLoss(logits, labels, vocab_size, **_):
+    """Of transformers' name, and another."""
+    return a_loss(logits, labels, vocab_size)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return 2 * z * z
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 4 * gradient * ctx.saved_tensors[0]
+
+
+def loss_type(model, given, patch):
+    patch(model).loss_type = "ForMaskedLM"
+    return trained(model, given)
+
+
+def seen_by_hooks(model, given, patch):
+    """Forward hooks of the user's, before and after, and global ones."""
+    seen = []
+
+    def hook(module, arguments, output):
+        if module is model:
+            seen.append((isinstance(output["logits"], torch.Tensor), output["logits"].shape))
+
+    model.register_forward_hook(hook)
+    patch(model).register_forward_hook(hook)
+    model.register_forward_hook(hook, prepend=True)
+    return seen, trained(model, given), trained(model, given), seen
+
+
+def read_by_hooks(model, given, patch):
+    found = []
+    model.register_forward_hook(lambda module, arguments, output: found.append(output["logits"].float().mean()))
+    patch(model)(**given)
+    return found
+
+
+def hooks_without_labels(model, given, patch):
+    seen = []
+    model.register_forward_hook(lambda module, arguments, output: seen.append(type(output["logits"])))
+    return patch(model)(given["input_ids"])["logits"], seen
+
+
+def head_hook(model, given, patch):
+    patch(model).lm_head.register_forward_hook(lambda module, arguments, output: 2 * output)
+    return trained(model, given)
+
+
+def global_hook(model, given, patch):
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda m, a, o: seen.append(type(o)))
+    try:
+        return trained(patch(model), given), seen
+    finally:
+        hook.remove()
+
+
+def forward_replaced(model, given, patch, before=False):
+    """As accelerate's mixed precision does."""
+    own = model.forward if before else patch(model).forward
+
+    def forward(*arguments, **named):
+        out = own(*arguments, **named)
+        for name, value in [*out.items()]:
+            out[name] = value.float() if torch.is_tensor(value) and value.dtype == torch.bfloat16 else value
+        return out
+
+    model.forward = functools.wraps(own)(forward)
+    if before:
+        patch(model)
+    return trained(model, given, lambda out: out["logits"].dtype)
+
+
+def in_a_checkpoint(model, given, patch, reentrant=True):
+    patch(model)
+    loss = torch.utils.checkpoint.checkpoint(
+        lambda ids, one: one * model(ids, labels=given["labels"])["loss"],
+        given["input_ids"],
+        torch.ones((), requires_grad=True),
+        use_reentrant=reentrant,
+    )
+    loss.backward()
+    return loss, [p.grad for p in model.parameters()]
+
+
+def copied(how):
+    def habit(model, given, patch):
+        return trained(how(patch(model)), given), trained(copy.deepcopy(how(model)), given)
+
+    return habit
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def of_another_weight(change):
+    """``output.logits`` are those of the call's weight."""
+
+    def habit(model, given, patch):
+        out = patch(model)(**given)
+        change(model)
+        return out["loss"], out["logits"].detach().clone(), trained(model, given)
+
+    return habit
+
+
+def load(model):
+    model.load_state_dict({n: 2 * v for n, v in model.state_dict().items()}, assign=True)
+
+
+def functional_call(model, given, patch):
+    patch(model)
+    state = {name: 0.5 * value.detach() for name, value in model.named_parameters()}
+    out = torch.func.functional_call(model, state, (), given, tie_weights=False)
+    return out["loss"], out["logits"].detach().clone()
+
+
+def of_torch_func(model, given, patch):
+    patch(model)
+    state = {name: value.detach() for name, value in model.named_parameters()}
+    loss = lambda s: torch.func.functional_call(model, s, (), given, tie_weights=False)["loss"]  # noqa: E731
+    return [*torch.func.grad(loss)(state).values()]
+
+
+def class_overridden(model, given, patch):
+    """A subclass with a loss of its own in its forward, by a torch.autograd.Function."""
+    base = type(model)
+
+    class Own(base):
+        def forward(self, input_ids, labels=None, **named):
+            out = super().forward(input_ids, **named)
+            assert isinstance(out["logits"], torch.Tensor)
+            out["loss"] = Twice.apply(out["logits"]).mean()
+            return out
+
+    model.__class__ = Own
+    return trained(patch(model), given)
+
+
+def function_in_forward(model, given, patch):
+    """The output layer's result in a torch.autograd.Function, within the forward."""
+    base = type(model)
+
+    class Own(base):
+        def forward(self, input_ids, labels=None, **named):
+            z = self.lm_head(self.get_input_embeddings()(input_ids))
+            assert isinstance(z, torch.Tensor)
+            return {"loss": Twice.apply(z / 2.0).mean(), "logits": z}
+
+    model.__class__ = Own
+    return trained(patch(model), given)
+
+
+def replaced_head(model, given, patch):
+    patch(model)
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    return trained(model, given)
+
+
+def parametrized(model, given, patch):
+    class Half(nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    patch(model)
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Half())
+    return trained(model, given)
+
+
+def weight_norm(model, given, patch):
+    patch(model)
+    nn.utils.weight_norm(model.lm_head)
+    return trained(model, given)
+
+
+def in_a_data_parallel(model, given, patch):
+    replica = patch(model)._replicate_for_data_parallel()
+    replica._is_replica = True
+    for name, child in model.named_children():
+        setattr(replica, name, child)
+    return replica(**given)["loss"]
+
+
+def no_labels_count(model, given, patch):
+    given = {**given, "labels": torch.full_like(given["labels"], -100)}
+    return trained(patch(model), given)
+
+
+def state(model, given, patch):
+    patch(model)
+    model(**given)
+    kind = type(model)
+    return (
+        [*model.state_dict()],
+        repr(model),
+        kind.__name__,
+        kind.__module__,
+        type(model.lm_head),
+        [*model.modules()][0:0],
+    )
+
+
+def compiled_in_eval(model, given, patch):
+    torch._dynamo.reset()
+    patch(model).eval()
+    out = torch.compile(model, backend="eager", fullgraph=True)(**given)
+    return out["loss"], out["logits"], type(out["logits"])
+
+
+def exported(model, given, patch):
+    patch(model).eval()
+
+    class Call(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, labels):
+            return self.model(ids, labels=labels)["loss"]
+
+    arguments = given["input_ids"], given["labels"]
+    return [torch.export.export(Call(), arguments, strict=s).module()(*arguments) for s in (True, False)]
+
+
+def no_grad_in_training(model, given, patch):
+    with torch.no_grad():
+        out = patch(model)(**given)
+    return out["loss"], out["logits"].requires_grad, out["loss"].requires_grad
+
+
+def labels_by_place(model, given, patch):
+    import inspect
+
+    place = [*inspect.signature(patch(model).forward).parameters].index("labels")
+    out = model(given["input_ids"], *[None] * (place - 1), given["labels"])
+    return out["loss"]
+
+
+# name: (habit, what is said of it, whether its last call is fused).
+HABITS = {
+    "training": (lambda m, g, p: trained(p(m), g), None, True),
+    "z-loss on the logits, after": (
+        lambda m, g, p: trained(p(m), g, lambda o: o["logits"].float().logsumexp(-1).square().mean()),
+        AFTER,
+        True,
+    ),
+    "metrics of the logits": (lambda m, g, p: trained(p(m), g, lambda o: o["logits"].argmax(-1)), AFTER, True),
+    "sizes": (
+        lambda m, g, p: trained(p(m), g, lambda o: (o["logits"].shape, len(o["logits"]), o["logits"].dtype)),
+        None,
+        True,
+    ),
+    "loss_function = f": (with_f(a_loss), OWN + "its loss_function is a_loss", False),
+    "loss_function of the name": (with_f(ForCausalLMLoss), OWN + "its loss_function is ForCausalLMLoss", False),
+    "loss_function = partial": (with_f(functools.partial(a_loss)), OWN + "its loss_function is functools", False),
+    "loss_type": (loss_type, OWN + "its loss_function is ForMaskedLMLoss", False),
+    "hooks of the model": (seen_by_hooks, None, True),
+    "hooks that read": (read_by_hooks, AFTER, True),
+    "hooks without labels": (hooks_without_labels, None, False),
+    "a hook of the head": (head_hook, OWN + "its output layer has hooks", False),
+    "a global hook": (global_hook, OWN + "its output layer has hooks", False),
+    "forward replaced": (forward_replaced, None, True),
+    "forward replaced before": (functools.partial(forward_replaced, before=True), None, True),
+    "reentrant checkpoint": (in_a_checkpoint, None, True),
+    "checkpoint": (functools.partial(in_a_checkpoint, reentrant=False), None, True),
+    "deepcopy": (copied(copy.deepcopy), None, True),
+    "pickle": (copied(lambda m: pickle.loads(pickle.dumps(m))), None, True),
+    "torch.save": (copied(saved), None, True),
+    "load_state_dict(assign=True)": (of_another_weight(load), AFTER, True),
+    "a new Parameter": (
+        of_another_weight(lambda m: setattr(m.lm_head, "weight", nn.Parameter(2 * m.lm_head.weight.detach()))),
+        AFTER,
+        True,
+    ),
+    "functional_call": (functional_call, AFTER, True),
+    "torch.func.grad": (of_torch_func, OWN + "a transform of torch.func", False),
+    "forward overridden": (class_overridden, OWN + "its forward makes them by 'mul'", False),
+    "an autograd.Function": (function_in_forward, OWN + "its forward makes them by 'mul'", False),
+    "head replaced": (replaced_head, None, True),
+    "parametrized head": (parametrized, None, True),
+    "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
+    "DataParallel": (in_a_data_parallel, None, False),
+    "no label counts": (no_labels_count, None, True),
+    "state and names": (state, None, True),
+    "compiled in eval": (compiled_in_eval, None, False),
+    "exported in eval": (exported, None, False),
+    "no_grad in training": (no_grad_in_training, None, True),
+    "labels by place": (labels_by_place, None, True),
+}
+
+
+def same(a, b) -> None:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b = a[...].detach(), b[...].detach()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    elif isinstance(a, (list, tuple)):
+        assert type(a) is type(b) and len(a) == len(b), (a, b)
+        for x, y in zip(a, b):
+            same(x, y)
+    else:
+        assert a == b, (a, b)
+
+
+def beside_stock(habit, model, given, **options) -> tuple[list[str], bool]:
+    """What was said, and whether the last loss was fused, of a habit that gives what it gives without the patch."""
+    stock = habit(copy.deepcopy(model), given, lambda m: m)
+    calls = mock.patch.object(door, "linear_cross_entropy", wraps=linear_cross_entropy)
+    with warnings.catch_warnings(record=True) as caught, calls as called:
+        warnings.simplefilter("always")
+        ours = habit(model, given, functools.partial(door.patch, **options))
+    same(stock, ours)
+    return [str(w.message) for w in caught if w.category is door.LogitsWarning], called.called
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+@pytest.mark.parametrize("name", HABITS)
+def test_habits(name, kind):
+    of(name, kind, "stand-in")
+
+
+def of(name, kind, release):
+    habit, said, fused = HABITS[name]
+    found, was_fused = beside_stock(habit, bodies.model_of(release, kind).train(), bodies.batch(1))
+    assert was_fused == fused, found
+    assert len(found) == (said is not None) and all(said in text for text in found), found

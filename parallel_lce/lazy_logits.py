@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -147,8 +147,11 @@ class LazyLogits:
         self.check()
         if self.made is None:
             self._warn(use)
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled), self.autocast():
-                self.made = self._make()
+            # A checkpoint around this use, but not around the layer, would miss in its second run what is saved here.
+            saved = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            with saved, torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
+                with self.autocast():
+                    self.made = self._make()
         return self.made
 
     def _sized(self) -> Tensor:
@@ -331,10 +334,13 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lazy: RecordedLogits, *operands: Tensor):
         ctx.lazy, ctx.operands = lazy, operands
+        ctx.set_materialize_grads(False)
         return LogitsTensor._of(lazy)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, gradient: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if gradient is None:
+            return None, *(None for _ in ctx.operands)
         lazy, needed = ctx.lazy, [operand.requires_grad for operand in ctx.operands]
         (gradient,) = torch.autograd.grad(lazy.materialize("a gradient"), [lazy.before], gradient, retain_graph=True)
         # Apart, since the hidden states may come from the same weight.
@@ -400,8 +406,11 @@ class LogitsTensor(Tensor):
                 return cls.of(getattr(lazy, name)(*args[1:], **options))
             if lazy.has_loss and name in _HOOKS:
                 return lazy.hook_after_loss(name, *args[1:], **options)
+            # DDP with find_unused_parameters clones each output, and takes the output itself if it has no grad_fn.
             if lazy.has_loss and name == "grad_fn":
-                return None  # as DDP asks of all outputs
+                return None
+            if lazy.has_loss and name == "clone" and _in_function():
+                return cls._of(lazy)
         for value in tree_leaves((args, options)):
             if isinstance(value, cls):
                 value.lazy.materialize(repr(name))

@@ -294,7 +294,8 @@ class _Call:
             made = self.made_by if self.made_by != "the loss" else None
             reason = self.reason or (made and f"its forward makes them by {made}")
             if reason is not None:
-                self.door.say(self.model, f"computes its own loss, of all logits: {reason}")
+                said = f"computes its own loss, of all logits: {reason}; undo that, or end this by unpatch(model)"
+                self.door.say(self.model, said)
         if self.accuracy is not None and isinstance(output, dict) and output.get("loss") is not None:
             return _with_accuracy(type(output))(**output, token_accuracy=self.accuracy)
         return output
@@ -329,6 +330,8 @@ class _Door:
         if labels is None:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._say_of_labels(model)
+            return False
+        if torch.compiler.is_compiling() and _is_one_graph():
             return False
         # A replica of DataParallel returns its logits to another thread.
         return not (getattr(model, "_is_replica", False) or torch.compiler.is_exporting() or torch.jit.is_tracing())
@@ -395,6 +398,18 @@ class _Door:
             if modules[-1] is layer:
                 return modules[1:-1]
         return []
+
+
+@torch.compiler.assume_constant_result
+def _is_one_graph() -> bool:
+    """Within Dynamo: whether it must not break the graph. Says so, since the traced forward cannot."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx()
+    if found := bool(tracer.one_graph or tracer.error_on_graph_break):
+        said = "a model compiled with fullgraph=True computes its own loss, of all logits: leave it at False to fuse it"
+        warnings.warn(f"parallel_lce: {said}", LogitsWarning, stacklevel=2)
+    return found
 
 
 def _is_unit(module: nn.Module) -> bool:
@@ -506,7 +521,7 @@ def patch(
     own, name, layer = owner.loss_function, type(owner).__name__, owner.get_output_embeddings()
     if not _is_stock(owner, own):
         raise ValueError(f"the loss_function of {name} must be transformers' ForCausalLMLoss, got {own!r}")
-    if _output_layer(owner) is None:
+    if not any(isinstance(module, nn.Linear) for module in (layer.modules() if isinstance(layer, nn.Module) else ())):
         raise ValueError(f"the output layer of {name} must be an nn.Linear, got {type(layer)}")
     watch_optimizers()
     unpatch(model)

@@ -268,6 +268,13 @@ def compiled_in_eval(model, given, patch):
     return out["loss"], out["logits"], type(out["logits"])
 
 
+def compiled_in_training(model, given, patch, fullgraph=True):
+    torch._dynamo.reset()
+    patch(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    return trained(compiled, given), trained(compiled, given)
+
+
 def exported(model, given, patch):
     patch(model).eval()
 
@@ -344,6 +351,8 @@ HABITS = {
     "no label counts": (no_labels_count, None, True),
     "state and names": (state, None, True),
     "compiled in eval": (compiled_in_eval, None, False),
+    "compiled": (functools.partial(compiled_in_training, fullgraph=False), None, True),
+    "compiled as one graph": (compiled_in_training, "fullgraph=True computes its own loss", False),
     "exported in eval": (exported, None, False),
     "no_grad in training": (no_grad_in_training, None, True),
     "labels by place": (labels_by_place, None, True),

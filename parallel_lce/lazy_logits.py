@@ -256,6 +256,12 @@ class LazyLogits:
         return function(*args, **options)
 
 
+def _after(steps: tuple[tuple[str, tuple[Any, ...]], ...], logits: Tensor) -> Tensor:
+    for name, arguments in steps:
+        logits = getattr(logits, name)(*arguments)
+    return logits
+
+
 class RecordedLogits(LazyLogits):
     """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
     to fp32, and after the loss to any dtype. Real logits are made by :meth:`_stock`, and go through the same steps.
@@ -276,8 +282,7 @@ class RecordedLogits(LazyLogits):
     def _make(self) -> Tensor:
         logits = self._stock()
         vars(self)["before"] = get_gradient_edge(logits) if logits.requires_grad else None
-        for name, arguments in self.steps:
-            logits = getattr(logits, name)(*arguments)
+        logits = _after(self.steps, logits)
         for hook in self.hooks if logits.requires_grad else ():
             logits.register_hook(hook)
         return logits
@@ -342,11 +347,13 @@ class _Attached(torch.autograd.Function):
         if gradient is None:
             return None, *(None for _ in ctx.operands)
         lazy, needed = ctx.lazy, [operand.requires_grad for operand in ctx.operands]
-        (gradient,) = torch.autograd.grad(lazy.materialize("a gradient"), [lazy.before], gradient, retain_graph=True)
-        # Apart, since the hidden states may come from the same weight.
+        real, steps = lazy.materialize("a gradient"), lazy.steps
+        if real._version:  # changed in place; else its own graph may be freed by now
+            (gradient,), steps = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), ()
+        # Of copies, since the hidden states may come from the same weight.
         leaves = [operand.detach().requires_grad_(need) for operand, need in zip(ctx.operands, needed)]
         with torch.enable_grad(), lazy.autocast():
-            logits = nn.functional.linear(*leaves)
+            logits = _after(steps, nn.functional.linear(*leaves))
         found = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient))
         return None, *(next(found) if need else None for need in needed)
 

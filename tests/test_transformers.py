@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import transformers_bodies as bodies
+import transformers_habits as habits
 from parallel_lce import transformers as door
 from parallel_lce import trl as trl_door
 from parallel_lce.core.budget import BUDGET_VARIABLE
@@ -19,7 +20,8 @@ from transformers_standin import CausalLM
 RELEASE = "5.24.0"
 # Beside torch and tokenizers, all that TRL's trainers import.
 OTHERS = "accelerate==1.15.0 regex==2026.11.19 psutil==7.2.2 datasets==5.2.0 pandas==3.1.1 pyarrow==26.0.1 dill==0.4.1 "
-OTHERS += "multiprocess==0.70.19 xxhash==4.1.0 requests==2.34.2 urllib3==2.8.0 certifi charset_normalizer trl==1.16.0"
+OTHERS += "multiprocess==0.70.19 xxhash==4.1.0 requests==2.34.2 urllib3==2.8.0 certifi charset_normalizer"
+OTHERS += " trl==1.16.0 peft==0.21.2"
 
 
 @pytest.fixture(params=["cpu"])
@@ -54,6 +56,7 @@ def _tiered(cases: list[tuple], release_alone: list[tuple]) -> list:
     return [*(("stand-in", *case) for case in cases), *slow]
 
 
+RELEASES = ["stand-in", pytest.param("release", marks=pytest.mark.slow)]
 KINDS, TRAINED = ("plain", "capped", "tied, biased", "biased"), ("plain", "capped", "tied, biased")
 ONLY_RELEASED = ("scaled", "divided", "experts")
 # The kind of the model, what is around it, and whether it is patched before that.
@@ -80,9 +83,40 @@ def test_modes(release, kind, run):
 
 
 @pytest.mark.parametrize("body", [bodies.rounded, bodies.fallbacks, bodies.log_probs], ids=lambda body: body.__name__)
-@pytest.mark.parametrize("release", ["stand-in", pytest.param("release", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("release", RELEASES)
 def test_on_one_process(release, body, run):
     run(release, 1, body, release)
+
+
+@pytest.mark.thinned("name", "kind")
+@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("name", habits.HABITS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_habits(release, name, kind, run):
+    run(release, 1, habits.check, release, name, kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_uses_of_the_logits(release, kind, run):
+    run(release, 1, habits.uses, release, kind)
+
+
+@pytest.mark.parametrize("name", habits.STEPS)
+def test_logits_after_an_optimizers_step(name):
+    habits.after_a_step(name)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("release", RELEASES)
+def test_saved_modules(release, before, run):
+    run(release, 1, habits.saved_modules, release, before)
+
+
+@pytest.mark.parametrize("how", bodies.UNITS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_units_of_the_output_layer(release, how, run):
+    run(release, 2, bodies.units, release, how)
 
 
 TRAININGS = [("", ranks, kind) for ranks in (1, 2) for kind in TRAINED]

@@ -1,5 +1,6 @@
 """What parallel_lce.transformers and parallel_lce.trl use of transformers 5 and TRL 1.16, of the same contract."""
 
+import copy
 import sys
 import types
 from collections import OrderedDict
@@ -80,6 +81,43 @@ class CausalLM(nn.Module):
         loss_function = cross_entropy if self.own_loss else self.loss_function
         loss = None if labels is None else loss_function(logits, labels, vocabulary, **kwargs)
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)[loss is None :]
+
+
+class ModulesToSave(nn.Module):
+    """PEFT's wrapper of this name, around the output layer: it trains a copy, and has the copy's attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.modules_to_save["default"], name)
+
+    def forward(self, *arguments, **options):
+        return self.modules_to_save["default"](*arguments, **options)
+
+
+class Unit(nn.Module):
+    """A module around an output layer."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def weight(self):
+        return self.head.weight
+
+    @property
+    def out_features(self) -> int:
+        return self.head.out_features
+
+    def forward(self, hidden):
+        return self.head(hidden)
 
 
 class ColwiseGatherOutput:

@@ -1,7 +1,6 @@
 """What programs do with a model of transformers beside training it: after ``patch`` the same, or the same with a word.
 
-A habit is a function of the model, of a batch with labels and of ``patch``, and gives what its program looks at. With
-stand-ins by default, with the release by --all."""
+A habit is a function of the model, of a batch with labels and of ``patch``, and gives what its program looks at."""
 
 import copy
 import functools
@@ -10,6 +9,7 @@ import pickle
 import warnings
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import parallel_lce.transformers as door
 import transformers_bodies as bodies
 from parallel_lce import linear_cross_entropy
+from transformers_standin import ModulesToSave
 
 AFTER, OWN = "makes the logits beside its fused loss", "computes its own loss, of all logits: "
 
@@ -362,7 +363,12 @@ HABITS = {
 def same(a, b) -> None:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = a[...].detach(), b[...].detach()
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+        size = a.float().nan_to_num().abs().max().item() if a.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(size, 1.0), equal_nan=True)
+    elif isinstance(a, numpy.ndarray):
+        assert numpy.allclose(a, b, rtol=1e-5, atol=1e-5)
+    elif isinstance(a, float):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     elif isinstance(a, (list, tuple)):
         assert type(a) is type(b) and len(a) == len(b), (a, b)
         for x, y in zip(a, b):
@@ -382,14 +388,178 @@ def beside_stock(habit, model, given, **options) -> tuple[list[str], bool]:
     return [str(w.message) for w in caught if w.category is door.LogitsWarning], called.called
 
 
-@pytest.mark.parametrize("kind", ["plain", "capped"])
-@pytest.mark.parametrize("name", HABITS)
-def test_habits(name, kind):
-    of(name, kind, "stand-in")
-
-
-def of(name, kind, release):
+def check(member, release, name, kind):
     habit, said, fused = HABITS[name]
     found, was_fused = beside_stock(habit, bodies.model_of(release, kind).train(), bodies.batch(1))
     assert was_fused == fused, found
     assert len(found) == (said is not None) and all(said in text for text in found), found
+
+
+# What is done with the logits ``z`` of a loss without them.
+USES = """
+isinstance(z, torch.Tensor), torch.is_tensor(z), z.is_cuda, z.layout, z.stride(), z.is_contiguous(), z.nbytes
+torch.utils.data.default_collate([z, z]), torch.stack([z, z]), torch.cat([z, torch.zeros_like(z)])
+torch.testing.assert_close(z, z.clone()), torch.testing.assert_close(z[...], z), torch.equal(z, z), z == z
+z.detach().numpy(), numpy.asarray(z.detach()), numpy.argmax(z.detach(), -1), z.tolist(), z.sum().item(), list(z)
+pickle.loads(pickle.dumps(z)), copy.deepcopy(z.detach()), saved(z.detach()), len({z, z}), {z: 1}[z], f"{z.mean():.3f}"
+z.cpu(), z.detach().half(), z.detach().to(torch.bfloat16), z.to(torch.zeros(1)), z.type(torch.float64), z.data
+z.mT, z.new_ones(3), z.element_size()
+torch.zeros(z.shape).copy_(z), torch.where(z > 0, z, 0.0), torch.einsum("abc->c", z), z.topk(3).values, z.max(-1)
+torch.vmap(torch.sum)(z), torch.func.grad(lambda x: x.square().sum())(z.detach()), torch.jit.script(nn.Softmax(-1))(z)
+torch.compile(lambda x: x * 2 + 1, backend="eager")(z), torch.ops.aten._softmax.default(z, -1, False)
+z.untyped_storage().nbytes(), z.data_ptr() != 0, torch.from_dlpack(z.detach()), nn.Parameter(z.detach())
+torch.no_grad()(z.mul_)(2.0), z
+checkpoint(torch.square, z, use_reentrant=False), checkpoint(torch.square, z, use_reentrant=True), Twice.apply(z)
+"""
+# accelerate's, transformers' and safetensors'.
+RELEASED = """
+accelerator.gather(z), accelerator.gather_for_metrics(z), accelerator.reduce(z), accelerator.pad_across_processes(z)
+nested_concat(z, z), nested_concat((z,), (z,)), nested_numpify(nested_detach(z)), find_batch_size(z)
+send_to_device(z, "cpu"), convert_to_fp32(z), concatenate([z, z]), pad_across_processes(z, dim=1)
+as_safe_file(z.detach())
+"""
+
+
+def as_safe_file(z):
+    from safetensors.torch import load, save
+
+    return load(save({"z": z}))
+
+
+def _names(release) -> dict:
+    names = {**globals(), "checkpoint": torch.utils.checkpoint.checkpoint}
+    if release == "release":
+        import accelerate
+        from accelerate.utils import operations
+        from transformers import trainer_pt_utils
+
+        names = {**vars(operations), **vars(trainer_pt_utils), **names}
+        names["accelerator"] = accelerate.Accelerator(cpu=True)
+    return names
+
+
+def uses(member, release, kind):
+    """In training with the gradients of their sum beside the loss, and in evaluation without logits."""
+    names = _names(release)
+    for use in (USES + RELEASED * (release == "release")).strip().splitlines():
+        for training in (True, False):
+            torch._dynamo.reset()
+
+            def habit(model, given, patch):
+                patch(model).train(training)
+
+                def used(out):
+                    names["z"] = out["logits"]
+                    found = eval(use, names)
+                    parts = [v for v in (found if type(found) is tuple else [found]) if torch.is_tensor(v)]
+                    sums = [v.float().square().mean() for v in parts if v.requires_grad]
+                    return sum(sums) if sums and training else found
+
+                if training:
+                    return trained(model, given, used)
+                with torch.no_grad():
+                    out = model(**given)
+                    return used(out), out["loss"]
+
+            said, fused = beside_stock(habit, bodies.model_of(release, kind), bodies.batch(1), eval_logits=False)
+            assert fused and len(said) == 1 and AFTER in said[0], (use, said)
+
+
+class DataSGD(torch.optim.Optimizer):
+    """Writes as 8-bit optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def _of_copies(model):
+    """Steps copies in fp32, and writes them back."""
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, fused=True)
+
+    def step():
+        for mine, own in zip(copies, model.parameters()):
+            mine.grad = own.grad
+        optimizer.step()
+        for mine, own in zip(copies, model.parameters()):
+            own.data.copy_(mine)
+
+    return step
+
+
+def _of_another(model):
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    return torch.optim.AdamW([other], fused=True).step
+
+
+STEPS = {
+    "fused": (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step, True),
+    "foreach": (lambda m: torch.optim.SGD(m.parameters(), foreach=True).step, True),
+    "through .data": (lambda m: DataSGD(m.parameters()).step, True),
+    "a view": (lambda m: torch.optim.SGD([_gradient_of(m.lm_head.weight.data.view(-1))], fused=True).step, True),
+    "copies": (_of_copies, True),
+    "another model's": (_of_another, False),
+    "all but the head": (
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p is not m.lm_head.weight], fused=True).step,
+        False,
+    ),
+}
+
+
+def _gradient_of(value):
+    parameter = nn.Parameter(value)
+    parameter.grad = torch.ones_like(value)
+    return parameter
+
+
+def after_a_step(name):
+    """Never those of other weights: those of the forward, or a word."""
+    make, is_refused = STEPS[name]
+    model = door.patch(bodies.model_of("stand-in", "plain").train())
+    with torch.no_grad():
+        truth = door.unpatch(copy.deepcopy(model))(**bodies.batch(1))["logits"]
+    kept, read = model(**bodies.batch(1)), model(**bodies.batch(1))
+    assert read["logits"].sum().isfinite()
+    (kept["loss"] + read["loss"]).backward()
+    make(model)()
+    if is_refused:
+        with pytest.raises(RuntimeError, match="optimizer's step may have|weight changed in place"):
+            kept["logits"].sum()
+    else:
+        same(kept["logits"], truth)
+    same(read["logits"], truth)
+    assert model(**bodies.batch(1))["logits"].sum().isfinite()
+
+
+def saved_modules(member, release, before):
+    """PEFT's ``modules_to_save`` around the output layer: fused, patched again, and after unpatch as without."""
+
+    def adapted(model):
+        torch.manual_seed(3)
+        if release == "stand-in":
+            model.lm_head = ModulesToSave(model.lm_head)
+            return model
+        import peft
+
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+    def habit(model, given, patch):
+        outer = adapted(patch(model)) if before else patch(adapted(model))
+        found = outer(**given)
+        found["loss"].backward()
+        return [found["loss"], *(p.grad for p in outer.parameters() if p.requires_grad), *outer.state_dict()]
+
+    model, given = bodies.model_of(release, "plain").train(), bodies.batch(1)
+    said, fused = beside_stock(habit, copy.deepcopy(model), given)
+    assert fused and not said
+    outer = adapted(door.patch(model)) if before else door.patch(adapted(model))
+    assert "token_accuracy" not in outer(**given)
+    assert "token_accuracy" in door.patch(outer, token_accuracy=True)(**given)
+    out = door.unpatch(outer)(**given)
+    assert type(out["logits"]) is torch.Tensor and "token_accuracy" not in out
+    assert not any(type(module).__module__.startswith("parallel_lce") for module in outer.modules())

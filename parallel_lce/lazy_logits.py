@@ -229,7 +229,7 @@ class LazyLogits:
         if not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.has_loss and self.made is None and name in _HOOKS:
-            self.hook_after_loss(name)
+            LazyLogits.hook_after_loss(self, name)
         return getattr(self.materialize(f"attribute {name!r}"), name)
 
     def hook_after_loss(self, name: str, *_: Any) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -35,7 +36,10 @@ _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
 _CROSS_ENTROPY = nn.functional.cross_entropy
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
-_ACCURACY = "; for the share of labels with the largest logit take patch(model, token_accuracy=True)"
+_REMEDY = (
+    "take patch(model, token_accuracy=True) for the accuracy, parallel_lce.token_statistics of the hidden states for "
+    "other statistics, or unpatch(model)"
+)
 
 
 class LogitsWarning(UserWarning):
@@ -47,6 +51,7 @@ class _LazyLogits(RecordedLogits):
 
     call: _Call
     origin: _LazyLogits
+    loss: tuple[weakref.ref[Tensor], Callable[[Tensor], Tensor]]  # the fused loss, and the model's own of real logits
 
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
@@ -77,8 +82,8 @@ class _LazyLogits(RecordedLogits):
 
     def _warn(self, use: str) -> None:
         if self.origin.has_loss:
-            said = f"makes the logits beside its fused loss, whose forward had none: {use} of output.logits wants them"
-            self.call.door.say(self.call.model, said + _ACCURACY, key="beside")
+            said = f"makes the logits beside its fused loss, since {use} of output.logits wants them: {_REMEDY}"
+            self.call.door.say(self.call.model, said, key="beside")
         elif self.call.made_by is None:
             self.call.made_by = use
 
@@ -97,12 +102,26 @@ class _LazyLogits(RecordedLogits):
         one = self.hidden.new_empty((), dtype=[self.autocast_dtype or self.hidden.dtype, *casts][-1])
         return one.expand(*self.hidden.shape[:-1], self.vocabulary)
 
-    def hook_after_loss(self, name: str, *arguments: Any) -> None:
-        hook = arguments[0] if arguments else None
-        hook = getattr(hook, "func", hook)  # FSDP1's is a partial one
-        if name != "register_hook" or not (getattr(hook, "__module__", None) or "").startswith(_FSDP):
-            super().hook_after_loss(name)
-        vars(self)["hooks"] = (*self.hooks, arguments[0])  # FSDP puts one on each output, and needs one of them
+    def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:
+        """The loss has no logits in its graph: its own hook gets their gradient, of the model's own loss."""
+        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_FSDP):
+            vars(self)["hooks"] = (*self.hooks, hook)  # FSDP puts one on each output, and needs one of them
+            return
+        loss, own = self.origin.loss
+        real = self.materialize(repr(name))
+
+        def gradient_of_loss(upstream: Tensor) -> None:
+            logits = real.detach().requires_grad_()
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(own(logits), logits, upstream)
+            if hook is None:
+                real.grad = gradient if real.grad is None else real.grad + gradient
+            elif hook(gradient) is not None:
+                said = "a hook changes the gradient of logits after the loss, which was computed without them"
+                raise RuntimeError(f"parallel_lce: {said}: call unpatch(model) before the forward")
+
+        getattr(real, name)(*([] if hook is None else [hook]))
+        loss().register_hook(gradient_of_loss)
 
 
 class _Head(nn.Linear):
@@ -192,6 +211,8 @@ class _Loss:
             elif lazy.made is None:
                 items = given.get("num_items_in_batch")
                 loss, call.accuracy = self._fused(lazy, target, items, ignore)
+                rest = {name: value for name, value in given.items() if name != "logits"}
+                lazy.origin.loss = weakref.ref(loss), lambda real: self.own(real, **rest)
                 call.fused = True
                 return loss
             real = lazy.materialize("the loss")

@@ -130,6 +130,12 @@ def test_trainers(name, ranks, kind, run):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", habits.TRAINERS)
+def test_losses_and_metrics_of_the_trainer(name, run):
+    run("release", 1, habits.by_trainer, name)
+
+
+@pytest.mark.slow
 def test_the_lines_of_the_page(run):
     run("release", 1, bodies.page)
 

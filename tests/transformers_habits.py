@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import tempfile
 import warnings
 from unittest import mock
 
@@ -33,6 +34,19 @@ def trained(model, given, use=lambda out: None) -> list:
         loss = loss + value
     loss.backward()
     return [loss.detach(), value, *(p.grad for p in model.parameters())]
+
+
+def kept(z):
+    z.retain_grad()
+    return z
+
+
+def hooked(model, given, hook=lambda gradient: None):
+    found = []
+    out = model(**given)
+    out["logits"].register_hook(lambda gradient: (found.append(gradient), hook(gradient))[1])
+    (3 * out["loss"]).backward()
+    return found
 
 
 def with_f(loss):
@@ -313,6 +327,8 @@ HABITS = {
         AFTER,
         True,
     ),
+    "the logits' gradient": (lambda m, g, p: trained(p(m), g, lambda o: kept(o["logits"]))[1].grad, AFTER, True),
+    "a hook on the logits": (lambda m, g, p: hooked(p(m), g), AFTER, True),
     "metrics of the logits": (lambda m, g, p: trained(p(m), g, lambda o: o["logits"].argmax(-1)), AFTER, True),
     "sizes": (
         lambda m, g, p: trained(p(m), g, lambda o: (o["logits"].shape, len(o["logits"]), o["logits"].dtype)),
@@ -373,6 +389,8 @@ def same(a, b) -> None:
         assert type(a) is type(b) and len(a) == len(b), (a, b)
         for x, y in zip(a, b):
             same(x, y)
+    elif isinstance(a, dict) and all(isinstance(value, float) for value in a.values()):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     else:
         assert a == b, (a, b)
 
@@ -423,7 +441,7 @@ as_safe_file(z.detach())
 def as_safe_file(z):
     from safetensors.torch import load, save
 
-    return load(save({"z": z}))
+    return load(save({"z": z}))["z"]
 
 
 def _names(release) -> dict:
@@ -441,7 +459,7 @@ def _names(release) -> dict:
 def uses(member, release, kind):
     """In training with the gradients of their sum beside the loss, and in evaluation without logits."""
     names = _names(release)
-    for use in (USES + RELEASED * (release == "release")).strip().splitlines():
+    for use in filter(None, (USES + RELEASED * (release == "release")).splitlines()):
         for training in (True, False):
             torch._dynamo.reset()
 
@@ -563,3 +581,57 @@ def saved_modules(member, release, before):
     out = door.unpatch(outer)(**given)
     assert type(out["logits"]) is torch.Tensor and "token_accuracy" not in out
     assert not any(type(module).__module__.startswith("parallel_lce") for module in outer.modules())
+
+
+def _loss_of(out, labels, num_items_in_batch=None):
+    return F.cross_entropy(out["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def _right(found) -> dict:
+    top = found.predictions[0] if type(found.predictions) is tuple else found.predictions
+    return {"right": bodies.accuracy_of(torch.as_tensor(top), torch.as_tensor(found.label_ids)).item()}
+
+
+def _overridden(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    labels = inputs.pop("labels")
+    out = model(**inputs)
+    loss = _loss_of(out, labels)
+    return (loss, out) if return_outputs else loss
+
+
+def _with_z_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    out = model(**inputs)
+    loss = out["loss"] + 0.01 * out["logits"].float().logsumexp(-1).square().mean()
+    return (loss, out) if return_outputs else loss
+
+
+LABELS = "called without the labels that its caller has"
+EVALUATED = dict(eval_strategy="steps", eval_steps=2)
+# Arguments of transformers' Trainer, others of its own, options of the patch, the Trainer's compute_loss, what is said.
+TRAINERS = {
+    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, {}, None, LABELS),
+    "compute_loss_func": ({}, {"compute_loss_func": _loss_of}, {}, None, LABELS),
+    "compute_loss": ({}, {}, {}, _overridden, LABELS),
+    "compute_loss with a z-loss": ({}, {}, {}, _with_z_loss, AFTER),
+    "metrics": (EVALUATED, {"compute_metrics": _right}, {"eval_logits": False}, None, AFTER),
+    "losses": (EVALUATED, {}, {"eval_logits": False}, None, None),
+}
+
+
+def by_trainer(member, name):
+    import transformers
+
+    configured, more, options, compute_loss, said = TRAINERS[name]
+    data = [{key: value[i] for key, value in bodies.batch(s).items()} for s in range(6) for i in range(2)]
+    changes = {} if compute_loss is None else {"compute_loss": compute_loss}
+    kind = type("Trainer", (transformers.Trainer,), changes)
+
+    def habit(model, given, patch):
+        arguments = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | bodies.SHARED | configured
+        arguments = transformers.TrainingArguments(**arguments)
+        trainer = kind(patch(model), args=arguments, train_dataset=data[4:], eval_dataset=data[:4], **more)
+        trainer.train()
+        return [{n: v for n, v in each.items() if n in bodies.LOGGED} for each in trainer.state.log_history]
+
+    found, _ = beside_stock(habit, bodies.model_of("release", "plain"), None, **options)
+    assert len(found) == (said is not None) and all(said in text for text in found), found

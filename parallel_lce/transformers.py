@@ -139,6 +139,10 @@ def _head_of(kind: type) -> type:
     return _Head if kind is nn.Linear else type(kind.__name__, (_Head, kind), {})  # fully_shard's
 
 
+def _own_class(kind: type) -> type:
+    return nn.Linear if kind is _Head else kind.__bases__[1]
+
+
 @torch.compiler.disable(reason="lazy logits are Python objects")
 def _lazy(layer: Any, hidden: Tensor) -> Any:
     call = getattr(_running, "call", None)
@@ -192,7 +196,8 @@ class _Loss:
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         """As transformers' ``ForCausalLMLoss``."""
         given = {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
-        if isinstance(given.get("logits"), (LogitsTensor, RecordedLogits)) or self.door.token_accuracy:
+        lazy = isinstance(given.get("logits"), (LogitsTensor, RecordedLogits))
+        if lazy or (self.door.token_accuracy and getattr(_running, "call", None) is not None):
             return self._of_call(given, arguments, named)
         return self.own(*arguments, **named)
 
@@ -326,7 +331,7 @@ def _is_ours(value: Any) -> bool:
     return type(value) is LogitsTensor
 
 
-_running = threading.local()
+_running, _lock = threading.local(), threading.Lock()
 
 
 class _Door:
@@ -335,6 +340,7 @@ class _Door:
     def __init__(self, token_accuracy: bool, eval_logits: bool, options: dict[str, Any]) -> None:
         self.token_accuracy, self.eval_logits, self.options = token_accuracy, eval_logits, options
         self.said: set[str] = set()
+        self.calls = 0  # that run
         self.path: list[str] = []  # names from the model to its output layer
 
     def say(self, model: Any, what: str, key: str | None = None) -> None:
@@ -352,10 +358,10 @@ class _Door:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._say_of_labels(model)
             return False
-        if torch.compiler.is_compiling() and _is_one_graph():
-            return False
         # A replica of DataParallel returns its logits to another thread.
-        return not (getattr(model, "_is_replica", False) or torch.compiler.is_exporting() or torch.jit.is_tracing())
+        if getattr(model, "_is_replica", False) or torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return False
+        return not (torch.compiler.is_dynamo_compiling() and _is_one_graph())
 
     def _say_of_labels(self, model: Any) -> None:
         """A caller has labels, and does not give them to the model."""
@@ -374,22 +380,35 @@ class _Door:
     def run(self, model: Any, forward: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
         """The forward, with lazy logits where these are wanted and possible."""
         before, own = getattr(_running, "call", None), model.loss_function
+        own = own.own if isinstance(own, _Loss) else own  # of another thread's call
         if before is not None and before.model is model:  # a forward around a forward
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
         call = _Call(self, model, layer, self._reason(model, layer, own) if wanted else None)
-        kind, lazy = type(layer), wanted and call.reason is None
-        if lazy:
-            layer.__class__ = _head_of(kind)
-        _running.call, vars(model)[_LOSS] = call, _Loss(self, own)
+        _running.call = call
+        self._enter(call, own, wanted and call.reason is None)
         try:
             output = forward(*arguments, **named)
         finally:
             _running.call = before
-            vars(model).pop(_LOSS, None)
-            if lazy:
-                layer.__class__ = kind
+            self._leave(call)
         return call.finish(output)
+
+    def _enter(self, call: _Call, own: Any, lazy: bool) -> None:
+        """Changes the model for the time of this call, and of those of other threads."""
+        with _lock:
+            self.calls += 1
+            vars(call.model)[_LOSS] = _Loss(self, own)
+            if lazy and not isinstance(call.layer, _Head):
+                call.layer.__class__ = _head_of(type(call.layer))
+
+    def _leave(self, call: _Call) -> None:
+        with _lock:
+            self.calls -= 1
+            if self.calls == 0:
+                vars(call.model).pop(_LOSS, None)
+                if isinstance(call.layer, _Head):
+                    call.layer.__class__ = _own_class(type(call.layer))
 
     def _reason(self, model: Any, layer: Any, own: Any) -> str | None:
         """Why a call must make real logits, as far as it is known before; None if it need not."""
@@ -399,6 +418,8 @@ class _Door:
             return "its output layer is no nn.Linear"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "a transform of torch.func runs"
+        if torch.autograd.forward_ad._current_level >= 0:
+            return "forward-mode gradients are computed"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             around = [type(module).__name__ for module in self._around(model, layer) if _is_unit(module)]
             if around:
@@ -510,20 +531,24 @@ def patch(
 
     With labels, in training mode, the loss is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s,
     D]`` that the output layer gets, with its bias and the model's scale and soft-cap: 0-dimensional, fp32 (fp64 for
-    fp64); 0, not NaN, if no label counts. ``labels [b, s]`` are shifted as by transformers; ``shift_labels``,
-    ``num_items_in_batch`` and ``ignore_index`` mean the same. ``output.logits`` are made when they are used. Without
-    labels, and in eval mode, the model is as before. Where the fused loss might not be the same, the model's own loss
-    stays, with a :class:`LogitsWarning` in training: if the model's forward does anything else to the logits, or the
-    output layer has hooks, a replaced forward or a quantized weight.
+    fp64); NaN, as transformers', if no label counts. ``labels [b, s]`` are shifted as by transformers;
+    ``shift_labels``, ``num_items_in_batch`` and ``ignore_index`` mean the same. ``output.logits`` are a tensor, made at
+    its first use, with a :class:`LogitsWarning`. Without labels, and in eval mode, the model is as before. Each call
+    asks whether the fused loss is the model's own. Where it might not be, the model's own loss runs, and a
+    :class:`LogitsWarning` says why, once: another ``loss_function`` or ``loss_type``; a forward that does anything else
+    to the logits; an output layer with hooks, a replaced forward, a quantized weight, or whose weight FSDP gathers for
+    its own forward alone; a transform of ``torch.func``; ``torch.compile(fullgraph=True)``. A call with labels at hand
+    that does not give them to the model is named, too.
 
     Args:
-        model: one whose ``get_output_embeddings()`` is an ``nn.Linear`` and whose ``loss_function`` is
-            ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of PEFT's models the
-            base model is patched. Its parameters, state dict and ``forward`` stay. A second call replaces the options.
+        model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
+            transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
+            PEFT's models the base model is patched. Its class gets a subclass of the same name; parameters, modules and
+            state dict stay. A second call replaces the options.
         token_accuracy: the output of a forward with labels gets ``token_accuracy``, 0-dimensional fp32: the fraction of
             this call's counted tokens whose label has the largest logit. Tuples get none.
-        eval_logits: False: in eval mode a loss makes no logits either, and ``output.logits`` are no tensor until they
-            are used. For evaluation of the loss alone.
+        eval_logits: False: in eval mode a loss makes no logits either, unless ``output.logits`` are used. For
+            evaluation of the loss alone.
         logits_budget: as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB.
             A larger one makes the loss faster, and the peak of a step higher.
         gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
@@ -534,7 +559,9 @@ def patch(
 
     Raises:
         ValueError: another kind of model, or an option that the fused functions refuse; in a forward, as these do.
-        RuntimeError: ``output.logits`` are used after FSDP or the optimizer has changed the weight.
+        RuntimeError: ``output.logits`` are used for the first time after FSDP has taken back the weight, or after an
+            optimizer's step that may have changed it, or a write that raises its version; or a hook changes their
+            gradient after the loss. A write through ``weight.data`` outside of ``torch.optim.Optimizer`` is not seen.
     """
     owner: Any = _owner(model)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)

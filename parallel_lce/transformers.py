@@ -193,21 +193,17 @@ class _Loss:
     def __init__(self, door: _Door, own: Callable[..., Tensor]) -> None:
         self.door, self.own = door, own
 
+    @torch.compiler.disable(reason="lazy logits are Python objects")
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         """As transformers' ``ForCausalLMLoss``."""
-        given = {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
-        lazy = isinstance(given.get("logits"), (LogitsTensor, RecordedLogits))
-        if lazy or (self.door.token_accuracy and getattr(_running, "call", None) is not None):
-            return self._of_call(given, arguments, named)
-        return self.own(*arguments, **named)
-
-    @torch.compiler.disable(reason="lazy logits are Python objects")
-    def _of_call(self, given: dict[str, Any], arguments: tuple, named: dict[str, Any]) -> Tensor:
-        call, logits, ignore = _running.call, given.get("logits"), given.get("ignore_index", -100)
+        call, given = getattr(_running, "call", None), {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
+        if call is None:  # another thread's
+            return self.own(*arguments, **named)
+        call.asked, logits, ignore = True, given.get("logits"), given.get("ignore_index", -100)
         lazy: Any = getattr(logits, "lazy", logits)
-        target = given.get("shift_labels")
-        if target is None and given.get("labels") is not None:
-            target = nn.functional.pad(given["labels"], (0, 1), value=ignore)[..., 1:]
+        target, labels = given.get("shift_labels"), given.get("labels")
+        if target is None and isinstance(labels, Tensor) and labels.dim():
+            target = nn.functional.pad(labels, (0, 1), value=ignore)[..., 1:]
         if isinstance(lazy, _LazyLogits):
             if lazy.made is None and lazy.epilogue() is None:
                 call.reason = f"its forward computes {[name for name, _ in lazy.steps]}"
@@ -224,7 +220,7 @@ class _Loss:
             arguments = tuple(real if value is logits else value for value in arguments)
             named = {name: real if value is logits else value for name, value in named.items()}
             logits = real
-        if self.door.token_accuracy and isinstance(logits, Tensor) and target is not None:
+        if self.door.token_accuracy and isinstance(logits, Tensor) and isinstance(target, Tensor):
             top = logits.detach().argmax(-1)
             if top.numel() == target.numel():
                 call.accuracy = _accuracy(top, target.to(top.device).view(top.shape), ignore)
@@ -294,7 +290,7 @@ class _Call:
         self.door, self.model, self.layer, self.reason = door, model, layer, reason
         self.made_by: str | None = None
         self.accuracy: Tensor | None = None
-        self.fused = False
+        self.asked = self.fused = False
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def finish(self, output: Any) -> Any:
@@ -318,7 +314,9 @@ class _Call:
             output = left(output)
         if not self.fused and (not self.model.training or torch.is_grad_enabled()):
             made = self.made_by if self.made_by != "the loss" else None
-            reason = self.reason or (made and f"its forward makes them by {made}")
+            # Without a loss of logits, as by TRL's fused head, nothing is to be said.
+            asked = self.asked or (isinstance(output, dict) and None not in map(output.get, ("loss", "logits")))
+            reason = (self.reason if asked else None) or (made and f"its forward makes them by {made}")
             if reason is not None:
                 said = f"computes its own loss, of all logits: {reason}; undo that, or end this by unpatch(model)"
                 self.door.say(self.model, said)

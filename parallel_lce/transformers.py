@@ -297,8 +297,8 @@ class _Call:
         """Puts the accuracy into the output. No lazy logits leave a forward without a fused loss."""
 
         def left(value: Any) -> Any:
-            lazy = value if isinstance(value, _LazyLogits) else vars(value).get("lazy") if _is_ours(value) else None
-            if lazy is None:
+            lazy = value.lazy if type(value) is LogitsTensor else value
+            if not isinstance(lazy, _LazyLogits):
                 return value
             if not lazy.origin.has_loss or lazy.made is not None:
                 return lazy.materialize("a forward without a fused loss")
@@ -323,10 +323,6 @@ class _Call:
         if self.accuracy is not None and isinstance(output, dict) and output.get("loss") is not None:
             return _with_accuracy(type(output))(**output, token_accuracy=self.accuracy)
         return output
-
-
-def _is_ours(value: Any) -> bool:
-    return type(value) is LogitsTensor
 
 
 _running, _lock = threading.local(), threading.Lock()

@@ -352,8 +352,10 @@ class _Door:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._say_of_labels(model)
             return False
-        # A replica of DataParallel returns its logits to another thread.
-        if getattr(model, "_is_replica", False) or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return False
+        if getattr(model, "_is_replica", False):  # it returns its logits to another thread
+            self.say(model, "computes its own loss, of all logits, in a replica of DataParallel: take DDP to fuse it")
             return False
         return not (torch.compiler.is_dynamo_compiling() and _is_one_graph())
 

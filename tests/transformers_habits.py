@@ -364,7 +364,7 @@ HABITS = {
     "head replaced": (replaced_head, None, True),
     "parametrized head": (parametrized, None, True),
     "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
-    "DataParallel": (in_a_data_parallel, None, False),
+    "DataParallel": (in_a_data_parallel, "in a replica of DataParallel", False),
     "no label counts": (no_labels_count, None, True),
     "state and names": (state, None, True),
     "compiled in eval": (compiled_in_eval, None, False),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import os
@@ -15,14 +16,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.transformers as door
 import transformers_standin
 from measures import largest_error
 from parallel_lce import trl as trl_door
+from parallel_lce.lazy_logits import LogitsTensor
 from releases import ROOT
-from transformers_standin import CausalLM, ColwiseGatherOutput, installed_trl
+from transformers_standin import CausalLM, ColwiseGatherOutput, ModulesToSave, Unit, installed_trl
 from world import Member, mesh_of
 from wrappers import gradients, whole, wrapped
 
@@ -69,7 +73,12 @@ def near(found, expected) -> None:
 
 
 def fused(output) -> bool:
-    return isinstance(output.logits, door._LazyLogits) and output.logits.made is None
+    """Its logits are a tensor, and not made."""
+    return torch.is_tensor(output.logits) and unmade(output.logits)
+
+
+def unmade(value) -> bool:
+    return type(value) is LogitsTensor and value.lazy.made is None
 
 
 def accuracy_of(logits, labels):
@@ -157,10 +166,81 @@ def check(member: Member, release: str, kind: str, how: str, before: bool, accur
             with pytest.raises(RuntimeError, match="FSDP has taken back the output layer's weight"):
                 found.logits[0]
         else:
+            if not step:
+                with pytest.warns(door.LogitsWarning, match="makes the logits beside its fused loss"):
+                    found.logits[0]
             near(found.logits[..., 2:], expected.logits[..., 2:])
     model.eval(), own.eval()
     with torch.no_grad():
         near(model(**batch(1)).logits, own(**batch(1)).logits)
+
+
+def _unit1(module):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _head1(model):
+    model.lm_head = _unit1(model.lm_head)
+    return _unit1(model)
+
+
+def _by_size(model):
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1500)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+
+
+def _unit2(model):
+    model.lm_head = Unit(model.lm_head)
+    fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)))
+    return fully_shard(model, mesh=mesh_of("cpu", (2,)))
+
+
+def _saved1(model):
+    """As PEFT's policy wraps the module to save."""
+    model.lm_head = ModulesToSave(model.lm_head)
+    saved = model.lm_head.modules_to_save
+    saved["default"] = _unit1(saved["default"])
+    return _unit1(model)
+
+
+def _ddp(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+# What is around the output layer or the model, and whether the loss is fused.
+UNITS = {
+    "FSDP(m.lm_head)": (_head1, False),
+    "size-based policy": (_by_size, False),
+    "a saved module": (_saved1, False),
+    "FSDP2, a module around": (_unit2, False),
+    "DDP, unused parameters": (_ddp, True),
+}
+
+
+def units(member: Member, release: str, how: str) -> None:
+    """Where the output layer's weight is whole in its own forward alone, the model's own loss runs, said once."""
+    wrap, is_fused = UNITS[how]
+    model = model_of(release, "plain").train()
+
+    def losses(patch_first, patch_last):
+        wrapped = wrap(inner := patch_first(copy.deepcopy(model)))
+        patch_last(inner)
+        optimizer, found = torch.optim.SGD(wrapped.parameters(), lr=1.0), []
+        for step in range(3):
+            out = wrapped(**batch(10 * step + member.rank))
+            out.loss.backward()
+            assert fused(out) == (is_fused and door._DOOR in vars(inner))
+            optimizer.step(), optimizer.zero_grad()
+            found.append(out.loss.item())
+        return found
+
+    stock = losses(lambda m: m, lambda m: m)
+    for order in ((door.patch, lambda m: m), (lambda m: m, door.patch)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert losses(*order) == pytest.approx(stock, rel=1e-4)
+        said = [str(w.message) for w in caught if w.category is door.LogitsWarning]
+        assert len(said) == (not is_fused) and all("in a unit of FSDP of its own" in text for text in said), said
 
 
 @without_a_warning()
@@ -172,7 +252,7 @@ def modes(member: Member, release: str, kind: str) -> None:
     model, given = copy.deepcopy(model), batch(1)
     ids = given["input_ids"]
     assert torch.is_tensor(model(ids).logits) and torch.equal(model(ids).logits, own(ids).logits)
-    lazy = [door._LazyLogits in map(type, model(**g, return_dict=False)) for g in (given, {"input_ids": ids})]
+    lazy = [any(map(unmade, model(**g, return_dict=False))) for g in (given, {"input_ids": ids})]
     assert lazy == [True, False]
     if release != "stand-in":
         length = {"max_new_tokens": 5, "do_sample": False}
@@ -198,6 +278,11 @@ def rounded(member: Member, release: str) -> None:
         assert model.get_output_embeddings().weight.grad.dtype == torch.bfloat16 and errors[0] <= errors[1], errors
 
 
+class Twice(torch.nn.Linear):
+    def forward(self, hidden):
+        return 2 * super().forward(hidden)
+
+
 def fallbacks(member: Member, release: str) -> None:
     """The model's own loss, with one warning, where the fused one might be another."""
     changes = {
@@ -205,11 +290,11 @@ def fallbacks(member: Member, release: str) -> None:
             m.lm_head, "forward", lambda h: 2 * h @ m.lm_head.weight.T
         ),
         "its output layer has hooks": lambda m: m.lm_head.register_forward_hook(lambda layer, given, out: 3 * out),
-        "was replaced after patch": lambda m: setattr(m, "lm_head", torch.nn.Linear(D, V)),
+        "its output layer is no nn.Linear": lambda m: setattr(m.lm_head, "__class__", Twice),
     }
     if release == "stand-in":
-        changes["by operator '__add__'"] = lambda m: setattr(m, "plus", 1.0)
-        changes["by attribute 'view'"] = lambda m: setattr(m, "own_loss", True)
+        changes["makes them by 'add'"] = lambda m: setattr(m, "plus", 1.0)
+        changes["makes them by 'view'"] = lambda m: setattr(m, "own_loss", True)
     for said, change in changes.items():
         model = door.patch(model_of(release, "plain").train(), token_accuracy=True)
         change(model)

@@ -1,5 +1,6 @@
 """What parallel_lce.transformers and parallel_lce.trl use of transformers 5 and TRL 1.16, of the same contract."""
 
+import copy
 import sys
 import types
 from collections import OrderedDict
@@ -33,6 +34,13 @@ class Output(OrderedDict):
         return self[name]
 
 
+def ForMaskedLMLoss(logits, labels, vocab_size, **kwargs):
+    return cross_entropy(logits.float(), labels, vocab_size)
+
+
+LOSS_MAPPING = {"ForCausalLM": ForCausalLMLoss, "ForMaskedLM": ForMaskedLMLoss}
+
+
 # As transformers does for its outputs. FSDP2 of torch 2.11 finds a forward's tensors only in what is registered.
 register_pytree_node(Output, lambda o: ([*o.values()], [*o]), lambda values, names: Output(zip(names, values)))
 
@@ -44,16 +52,19 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model["embed"].weight
-        self.own_loss = False
-        self.cap, self.scale, self.plus, self._loss_function = cap, scale, None, ForCausalLMLoss
+        self.own_loss, self.loss_type = False, "ForCausalLM"
+        self.cap, self.scale, self.plus = cap, scale, None
 
     @property
     def loss_function(self):
-        return self._loss_function
+        return self._loss_function if hasattr(self, "_loss_function") else LOSS_MAPPING[self.loss_type]
 
     @loss_function.setter
     def loss_function(self, value) -> None:
         self._loss_function = value
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model["embed"]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -70,6 +81,43 @@ class CausalLM(nn.Module):
         loss_function = cross_entropy if self.own_loss else self.loss_function
         loss = None if labels is None else loss_function(logits, labels, vocabulary, **kwargs)
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)[loss is None :]
+
+
+class ModulesToSave(nn.Module):
+    """PEFT's wrapper of this name, around the output layer: it trains a copy, and has the copy's attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.modules_to_save["default"], name)
+
+    def forward(self, *arguments, **options):
+        return self.modules_to_save["default"](*arguments, **options)
+
+
+class Unit(nn.Module):
+    """A module around an output layer."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def weight(self):
+        return self.head.weight
+
+    @property
+    def out_features(self) -> int:
+        return self.head.out_features
+
+    def forward(self, hidden):
+        return self.head(hidden)
 
 
 class ColwiseGatherOutput:

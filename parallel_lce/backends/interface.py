@@ -204,12 +204,15 @@ def power_of_two_scale(
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
-    affect the others. ``coefficients``: without a factor. No p is above ``1 / sum_exp [R]``.
+    affect the others. ``coefficients``: without a factor. Gradients that are differences may be far smaller than their
+    coefficients: with them, no p counts as more than ``1 / sum_exp [R]``.
     """
     scale, (alpha, beta, gamma, delta, epsilon, _) = projection.token_scale, coefficients
-    terms = [c if c is None else c / sum_exp for c in (alpha, delta, epsilon)]
-    terms[2] = terms[2] if terms[2] is None else terms[2] / sum_exp
-    scaled = [c.abs() if scale is None else (c * scale).abs() for c in (*terms, beta, gamma) if c is not None]
+    if any(c is not None for c in (gamma, delta, epsilon)):
+        alpha, delta, epsilon = (c if c is None else c / sum_exp for c in (alpha, delta, epsilon))
+        epsilon = epsilon if epsilon is None else epsilon / sum_exp
+    terms = [c for c in (alpha, beta, gamma, delta, epsilon) if c is not None]
+    scaled = [c.abs() if scale is None else (c * scale).abs() for c in terms]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
     largest = sum(others, start=first) * abs(projection.scale)
     if selected is not None and len(selected.values):

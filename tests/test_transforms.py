@@ -10,11 +10,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import parallel_lce
 from cases import normal
-from parallel_lce import transformers as door
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.transformers import patch
-from tools import on_ranks, results_of, statistics
-from transformers_standin import CausalLM
+from tools import on_ranks, statistics
 from world import mesh_of
 
 N, V, D = 6, 10, 8
@@ -173,22 +170,6 @@ def test_a_functional_call_over_ranks(member, split):
     found = grad(lambda p: functional_call(head, p, (x,)))(dict(head.named_parameters()))
     head(x).backward()
     assert torch.equal(found["weight"], head.weight.grad)
-
-
-def test_a_patched_model(device):
-    """The gradients of each sequence, as of the model that is not patched."""
-    torch.manual_seed(0)
-    model, ids = CausalLM(V, D).to(device), torch.arange(2 * N, device=device).view(2, N) % V
-    parameters = {name: value.detach() for name, value in model.named_parameters()}
-
-    def loss(parameters, ids):
-        return functional_call(model, parameters, (ids[None],), dict(labels=ids[None])).loss
-
-    expected = vmap(grad(loss), (None, 0))(parameters, ids)
-    with results_of(door, "linear_cross_entropy") as fused:
-        patch(model)
-        torch.testing.assert_close(vmap(grad(loss), (None, 0))(parameters, ids), expected)
-    assert len(fused) == 1
 
 
 # --- exported, and without values ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import refuse, refuse_unknown
 from parallel_lce.call.selection import ids_and_offsets
-from parallel_lce.core.options import Options, Tensors, apart, shortened
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, shortened
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -167,7 +167,7 @@ def linear_cross_entropy(
     options = Options(
         "linear_cross_entropy",
         reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
+        ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         logit_scale=one_scale,
@@ -270,6 +270,7 @@ def token_statistics(
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options(
         "token_statistics",
+        ignore_index=NO_LABEL,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,
@@ -288,6 +289,17 @@ def token_statistics(
         top_k=top_k,
         sample_seed=sample_seed,
     )
+    return statistics_of(options, tensors, process_group, mask, counted_tokens)
+
+
+def statistics_of(
+    options: Options,
+    tensors: Tensors,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    mask: Tensor | None = None,
+    counted_tokens: int | None = None,
+) -> TokenStatistics:
+    """:func:`token_statistics` of options and tensors."""
     options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:
         statistics = fused_statistics(options, tensors, group)

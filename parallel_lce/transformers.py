@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _modules
 
 from parallel_lce.core.budget import lean_budget
+from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import RecordedLogits
 from parallel_lce.modules import LinearCrossEntropy
@@ -133,7 +134,8 @@ class _Loss:
         given.update(zip(("num_items_in_batch", "ignore_index", "shift_labels"), rest))
         ignore, target = given.get("ignore_index", -100), given.get("shift_labels")
         if target is None:
-            target = nn.functional.pad(labels, (0, 1), value=ignore)[..., 1:]
+            target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
+        target = as_int64(target)
         lazy, accuracy = isinstance(logits, _LazyLogits), None
         reason = logits.reason(vocab_size) if lazy else "its loss gets no lazy logits"
         if reason is None:
@@ -165,12 +167,12 @@ class _Loss:
             if not self.token_accuracy:
                 arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 return (_whole(linear_cross_entropy(hidden, weight, target, **arguments)),)
-            found = token_statistics(hidden, weight, target, argmax=True, **arguments)
+            counted = target != ignore
+            labels = target.masked_fill(~counted, NO_LABEL)
+            found = token_statistics(hidden, weight, labels, argmax=True, **arguments)
             assert found.target_log_prob is not None and found.argmax is not None
             top.append(_whole(found.argmax))
-            counted, outside = target != ignore, (target < 0) | (target >= layer.out_features)
-            losses = -_whole(found.target_log_prob).masked_fill(outside, float("nan"))
-            total = losses.where(counted, 0.0).sum()
+            total = -_whole(found.target_log_prob).sum()
             return (total / counted.sum().clamp(min=1) if items is None else total,)
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():

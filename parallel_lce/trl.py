@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_lce.call.checks import renamed
+from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.core.budget import lean_budget
+from parallel_lce.core.options import NO_LABEL
 from parallel_lce.functional import token_statistics
 
 _NAME = "_ChunkedLogProbFunction"
@@ -37,12 +38,14 @@ class _LogProbs:
             raise ValueError(f"outputs must be among {_OUTPUTS}, got {sorted(unknown)}")
         if hasattr(weight, "ds_id"):  # TRL gathers ZeRO-3's weight for this call, and again in its own backward
             return cls.own.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+        targets = int64_ids("targets", targets)
+        inside = (targets >= 0) & (targets < len(weight))
         own = dict(input="hidden", linear_weight="weight", target="targets", linear_bias="bias")
         with renamed(**own):
             found = token_statistics(
                 hidden,
                 weight.to(hidden.dtype),
-                targets,
+                targets.masked_fill(~inside, NO_LABEL),
                 linear_bias=bias if bias is None else bias.to(hidden.dtype),
                 logit_scale=logit_scale,
                 logit_softcap=softcap,
@@ -56,7 +59,9 @@ class _LogProbs:
         squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log()
         mean = None if found.mean_logit is None else found.mean_logit.detach()
         top = None if found.argmax is None else found.argmax == targets
-        return found.target_log_prob, found.entropy, squares, mean, top
+        assert found.target_log_prob is not None
+        # As in TRL, a target outside the vocabulary has a logit of 0.
+        return found.target_log_prob.where(inside, -found.lse), found.entropy, squares, mean, top
 
 
 def patch(*, logits_budget: int | None = None) -> None:

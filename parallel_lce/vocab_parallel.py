@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import as_float, is_number, shortened
+from parallel_lce.core.options import as_float, as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.run.autograd import first_order_only
 
@@ -75,8 +75,8 @@ def vocab_parallel_cross_entropy(
             "label_smoothing": label_smoothing,
             "backend": backend.NAME,
         }
-        debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
-    ids = in_memory(target).reshape(-1).long().contiguous()
+        debug.agree(layout, settings, {"target": as_int64(target)}, (layout.rank * entries, entries))
+    ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
     loss = _LogitsCrossEntropy.apply(logits, ids, smoothing, layout, digest, backend)

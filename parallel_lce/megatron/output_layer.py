@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors, apart
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -124,7 +124,7 @@ def _lazy_class(base: type) -> type:
             if reduction == "none":
                 return losses
             total = losses.sum()
-            return total if reduction == "sum" else total / (labels != ignore_index).sum()
+            return total if reduction == "sum" else total / (as_int64(labels) != ignore_index).sum()
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
@@ -169,7 +169,7 @@ def token_losses(
     Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``. If the real logits exist: as
     in :func:`parallel_lce.vocab_parallel_cross_entropy`.
     """
-    target = _swapped(labels)
+    target = _swapped(as_int64(labels))
     if isinstance(logits, LazyLogits) and logits.made is None:
         options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
         return _swapped(_called(fused_loss, logits, target, options))
@@ -188,7 +188,7 @@ def token_statistics(
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
     _, number, _, each = apart(1.0, temperature)
-    options = Options("token_log_probs", temperature=number, expected_logit=entropy)
+    options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
     statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])

@@ -59,7 +59,7 @@ def linear_cross_entropy(
             copied if its rows are not contiguous. Shards may be uneven, or empty.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
-            if its ``token_weight`` is 0.
+            if its ``token_weight`` is 0; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary").
         linear_bias: ``[V/P]`` or None.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the sum of the weights of the
             tokens that are not ignored, over the whole sequence. If the weights sum to 0, the loss and its gradients
@@ -156,7 +156,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
-        has the given and the expected value.
+        has the given and the expected value. For a target outside the vocabulary it is an IndexError, too.
         TypeError: an unknown keyword argument. NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
@@ -224,17 +224,17 @@ def token_statistics(
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
     Arguments, layouts and errors as in :func:`linear_cross_entropy`. With ``target=None`` there are no statistics of a
-    target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and ``target_log_prob``
-    ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``, ``expected_logit`` for
-    ``expected_logit`` and ``entropy``, ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these
-    fields are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in
-    backward, even saved ones.
+    target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, to which no gradient flows. Another one
+    outside ``[0, V)`` has NaN; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary"). ``mean_logit``
+    asks for the fields ``mean_logit`` and ``mean_log_prob``, ``expected_logit`` for ``expected_logit`` and ``entropy``,
+    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None. For fp16 an
+    upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
             where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``. Offsets give NaN if they do not
-            begin with 0, do not end with E, or decrease.
+            may come twice. An id outside ``[0, V)`` has the log-probability -inf and no gradient. Offsets give NaN if
+            they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn

@@ -55,7 +55,7 @@ def linear_cross_entropy(
     Returns:
         Log-probabilities ``[N]``, or 0-dimensional, and entropies in nats ``[N]``, fp32 (fp64 for fp64), N tokens in
         row-major order; differentiable, identical on every rank bit for bit. With ``sum_p_squared`` a third tensor
-        ``[N]``. A label outside the vocabulary has the log-probability ``-lse``.
+        ``[N]``. As in verl's kernel, a label outside the vocabulary has the log-probability ``-lse``.
 
     Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4, or 5 with
     ``sum_p_squared``; backward, none, or one all-reduce of N * D elements with ``reduce_hidden_grad``.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss, compute_logprobs
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, compute_logprobs
 from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
@@ -218,9 +218,9 @@ def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def _compute_logprobs(logits: dict[str, Any], labels: Tensor, *, return_entropy: bool = False) -> Any:
-    """torchtitan's function: ``[b, s]``, 0 for labels that are ``IGNORE_INDEX``; entropies without a gradient."""
+    """torchtitan's function: ``[b, s]``, 0 for its ``IGNORE_INDEX``, -100; entropies without a gradient."""
     found = parallel_lce.token_statistics(target=labels, expected_logit=return_entropy, **logits)
-    log_probs = _local(found.target_log_prob).masked_fill(labels == IGNORE_INDEX, 0.0)
+    log_probs = _local(found.target_log_prob)
     return (log_probs, _local(found.entropy).detach()) if return_entropy else log_probs
 
 

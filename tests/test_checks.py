@@ -291,6 +291,7 @@ MESSAGES = {
         r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
     ),
     "target everywhere": (lambda t: dict(target=_with(t.y, 4, 3 * V)), r"target 30 at position 4 is outside \[0, 30\)"),
+    "statistics: target": (lambda t: dict(target=_with(t.y, 4, -7)), r"target -7 at position 4 is outside \[0, 30\)"),
     "no vocabulary": (lambda t: dict(linear_weight=t.w[:0], vocab_start=0), "none of the 3 shards has a row"),
     "gap": (lambda t: dict(vocab_start=(0, 10, 21)[t.rank]), "leave a gap: one ends at 20, the next starts at 21"),
     "overlap": (lambda t: dict(vocab_start=(0, 10, 19)[t.rank]), "an overlap: one ends at 20, the next starts at 19"),

@@ -31,7 +31,14 @@ def main() -> None:
     optimizer = torch.optim.SGD([shard], lr=1000.0)
     for step in range(STEPS):
         loss = divergence(
-            hidden, shard, teacher_hidden, teacher_shard, beta=BETA, temperature=TEMPERATURE, process_group=group
+            hidden,
+            shard,
+            teacher_hidden,
+            teacher_shard,
+            beta=BETA,
+            temperature=TEMPERATURE,
+            process_group=group,
+            vocab_size=V,
         )
         optimizer.zero_grad()
         loss.backward()

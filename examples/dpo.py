@@ -39,7 +39,9 @@ def main() -> None:
     optimizer, reference, count = torch.optim.SGD([shard], lr=5.0), None, int(mask.sum())
     for step in range(STEPS):
         # The call works on the answer tokens alone.
-        statistics = token_statistics(hidden, shard, tokens, process_group=group, mask=mask, counted_tokens=count)
+        statistics = token_statistics(
+            hidden, shard, tokens, process_group=group, vocab_size=V, mask=mask, counted_tokens=count
+        )
         log_probs = log_prob(statistics).sum(-1)  # [2, PAIRS]
         reference = log_probs.detach() if reference is None else reference
         loss = dpo_loss(log_probs, reference)

@@ -43,7 +43,9 @@ def main() -> None:
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the output layer's weight
     optimizer, old = torch.optim.SGD([shard], lr=5.0), None
     for step in range(STEPS):
-        log_probs, entropies = rl.linear_cross_entropy(hidden, shard, tokens, TEMPERATURE, dist_process_group=group)
+        log_probs, entropies = rl.linear_cross_entropy(
+            hidden, shard, tokens, TEMPERATURE, dist_process_group=group, vocab_size=V
+        )
         log_probs = log_probs.view(tokens.shape)
         old = log_probs.detach() if old is None else old
         loss = grpo_loss(log_probs, old, rewards)

@@ -34,9 +34,9 @@ def main() -> None:
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the output layer's weight
     optimizer = torch.optim.SGD([shard], lr=5.0)
     with torch.no_grad():  # log-probabilities by the policy that sampled the tokens
-        old = log_prob(token_statistics(hidden, shard, tokens, process_group=group))
+        old = log_prob(token_statistics(hidden, shard, tokens, process_group=group, vocab_size=V))
     for step in range(STEPS):
-        statistics = token_statistics(hidden, shard, tokens, process_group=group, expected_logit=True)
+        statistics = token_statistics(hidden, shard, tokens, process_group=group, vocab_size=V, entropy=True)
         log_probs, entropies = log_prob(statistics), entropy(statistics)  # [N], the same on every rank
         loss = policy_loss(log_probs, old, advantage, entropies)
         optimizer.zero_grad()

@@ -38,7 +38,7 @@ def main() -> None:
     for step in range(STEPS):
         tokens, target = (x.to(device) for x in batch(step))
         hidden = body(tokens.chunk(size)[rank])  # [S/P, B, D]: this rank's part of the sequence
-        loss = linear_cross_entropy(hidden, shard, target, process_group=group, sequence_parallel=True)
+        loss = linear_cross_entropy(hidden, shard, target, process_group=group, sequence_parallel=True, vocab_size=V)
         if step == 0:
             logits = F.linear(body(tokens), whole)  # [S, B, V], for comparison: the fused loss makes no logits
             unsharded = F.cross_entropy(logits.flatten(0, 1), target.flatten())

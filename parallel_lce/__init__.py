@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if not (_Path(__file__).parent / "kernels").is_dir():
     raise ImportError(
         "parallel_lce/kernels is missing: it is a symbolic link to ../kernels in the repository, "
-        "lost by some archive tools and by git with core.symlinks=false; clone with symbolic links "
-        "or install the package with pip"
+        "lost by some archive tools and by git with core.symlinks=false; clone with symbolic links: "
+        "git clone -c core.symlinks=true"
     )
 
+from parallel_lce.core.budget import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.losses import entropy, log_prob
@@ -20,6 +21,10 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 if _TYPE_CHECKING:
     from parallel_lce.style import LinearCrossEntropyParallel
+
+    __version__: str
+
+_warn_of_unknown_variables()
 
 __all__ = [
     "LinearCrossEntropy",
@@ -41,4 +46,26 @@ def __getattr__(name: str) -> object:
         from parallel_lce.style import LinearCrossEntropyParallel
 
         return LinearCrossEntropyParallel
+    if name == "__version__":
+        globals()[name] = _version()
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The version of the installation that this package belongs to. In a checkout that is not installed, what
+    setuptools-scm makes of its tags and commits: another version may be installed elsewhere."""
+    import importlib.metadata
+    import json
+
+    package = _Path(__file__).resolve().parent
+    for found in importlib.metadata.distributions(name="parallel-lce"):
+        editable = json.loads(found.read_text("direct_url.json") or "{}").get("url")
+        if editable == package.parent.as_uri() or _Path(str(found.locate_file(package.name))).resolve() == package:
+            return found.version
+    try:
+        from setuptools_scm import get_version
+
+        return get_version(str(package.parent), fallback_version="0.0.0")
+    except (ImportError, LookupError):
+        return "0.0.0"  # as of a copy without git: pyproject.toml

@@ -18,7 +18,7 @@ from parallel_lce.backends import valueless
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import INTEGERS, described, known_vocab_size, refuse, refuse_unknown, renamed
+from parallel_lce.call.checks import INTEGERS, described, known_vocab_size, public, refuse_unknown, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
@@ -36,11 +36,14 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import selected_log_probs
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
+@public
+@operator
 def divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -113,7 +116,7 @@ def divergence(
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
     if unknown:
-        refuse_unknown(divergence, unknown, process_group)
+        refuse_unknown(divergence, unknown)
     beta, temperature = as_float(beta), as_float(temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
@@ -136,8 +139,8 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if inputs[1].is_meta:
-        result = inputs[0].new_empty(shape, dtype=accumulation_dtype(dtype))
+    if valueless(inputs[1]):
+        result = without_values(shape, *inputs)
     else:
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignored)
@@ -155,6 +158,8 @@ def divergence(
 divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+@public
+@operator
 def top_k_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -204,7 +209,7 @@ def top_k_divergence(
         ValueError: as :func:`divergence`.
     """
     if unknown:
-        refuse_unknown(top_k_divergence, unknown, process_group)
+        refuse_unknown(top_k_divergence, unknown)
     given = Tensors(student_hidden, student_weight, target, student_bias, selected=teacher_ids)
     with _naming("student", selected="teacher_ids"):
         asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
@@ -216,20 +221,17 @@ def top_k_divergence(
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
-    try:
-        _check_numbers(beta, reduction, ignore_index)
-        check_option("temperature", temperature)
-        check_option("logits_budget", as_number(logits_budget))
-        _check_stored(teacher_ids, teacher_log_probs, tail, target)
-    except ValueError as refusal:
-        refuse(refusal, group)
+    _check_numbers(beta, reduction, ignore_index)
+    check_option("temperature", temperature)
+    check_option("logits_budget", as_number(logits_budget))
+    _check_stored(teacher_ids, teacher_log_probs, tail, target)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
     if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
         settings = {"beta": beta, "temperature": temperature, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
-        debug.agree(layout, settings, stored, (0, 0))
+        debug.agree(layout, settings, stored)
     options: dict[str, Any] = dict(
         linear_bias=student_bias,
         temperature=temperature,

@@ -9,15 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import refuse, refuse_unknown
+from parallel_lce.call.checks import public, refuse_unknown
 from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, shortened
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.transforms import transformable
 
 
+@public
+@transformable
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -66,7 +69,7 @@ def linear_cross_entropy(
             are 0.
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
-        z_loss: adds ``z_loss * lse**2`` per token.
+        z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
         logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
@@ -151,17 +154,18 @@ def linear_cross_entropy(
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
     no ``vocab_start``, a collective may fail or hang: each rank computes its size from its own rows.
-    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, targets out of range, and arguments that
-    differ between ranks; it synchronises the host with the device. Meta and fake tensors give the shapes of results.
+    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, for equal shards (a weight that was not
+    sharded), targets out of range, and arguments that differ between ranks or that one rank refuses; it synchronises
+    the host with the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
         has the given and the expected value. For a target outside the vocabulary it is an IndexError, too.
-        TypeError: an unknown keyword argument. NotImplementedError: a tensor with a forward-mode tangent.
+        TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
     if unsupported or reduction is None:
-        _refuse_unsupported(reduction, unsupported, process_group)
+        _refuse_unsupported(reduction, unsupported)
     one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
     options = Options(
@@ -192,6 +196,8 @@ def linear_cross_entropy(
     return loss if arrangement is None else arrangement.loss(loss)
 
 
+@public
+@transformable
 def token_statistics(
     input: Tensor,
     linear_weight: Tensor,
@@ -208,7 +214,7 @@ def token_statistics(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     mean_logit: bool = False,
-    expected_logit: bool = False,
+    entropy: bool = False,
     argmax: bool = False,
     sum_p_squared: bool = False,
     selected: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -219,6 +225,7 @@ def token_statistics(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
+    expected_logit: bool = False,
     **unknown: Never,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
@@ -226,15 +233,16 @@ def token_statistics(
     Arguments, layouts and errors as in :func:`linear_cross_entropy`. With ``target=None`` there are no statistics of a
     target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, to which no gradient flows. Another one
     outside ``[0, V)`` has NaN; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary"). ``mean_logit``
-    asks for the fields ``mean_logit`` and ``mean_log_prob``, ``expected_logit`` for ``expected_logit`` and ``entropy``,
-    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None. For fp16 an
-    upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in backward, even saved ones.
+    asks for the fields ``mean_logit`` and ``mean_log_prob``, ``entropy`` for ``entropy`` and ``expected_logit``,
+    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None.
+    ``expected_logit=True`` is another name of ``entropy=True``. For fp16 an upstream gradient of ``expected_logit`` or
+    ``entropy`` recomputes all logits in backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
-            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            may come twice. An id outside ``[0, V)`` has the log-probability -inf and no gradient. Offsets give NaN if
-            they do not begin with 0, do not end with E, or decrease.
+            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype. If they differ between ranks,
+            the statistics are NaN. An id may come twice. An id outside ``[0, V)`` has the log-probability -inf and no
+            gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
@@ -249,7 +257,7 @@ def token_statistics(
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
             NaN and ids -1. See :func:`linear_cross_entropy`.
-        gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``expected_logit``,
+        gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``entropy``,
             ``sum_p_squared`` and ``selected``: with them the gradient of a logit is not its probability times one
             number per token.
 
@@ -258,13 +266,13 @@ def token_statistics(
         identical on every rank bit for bit.
 
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 3
-    elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
+    elements per rank: C = 3, plus 1 for each of ``entropy``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
     for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one
     all-reduce of N int64.
     """
     if unknown:
-        refuse_unknown(token_statistics, unknown, process_group)
+        refuse_unknown(token_statistics, unknown)
     ids, offsets = ids_and_offsets(selected)
     one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
@@ -283,7 +291,7 @@ def token_statistics(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
         mean_logit=bool(mean_logit),
-        expected_logit=bool(expected_logit),
+        expected_logit=bool(entropy or expected_logit),
         argmax=bool(argmax),
         sum_p_squared=bool(sum_p_squared),
         top_k=top_k,
@@ -320,15 +328,13 @@ _ONLY_TORCH = {
 }
 
 
-def _refuse_unsupported(
-    reduction: object, given: dict[str, object], group: dist.ProcessGroup | DeviceMesh | None
-) -> None:
+def _refuse_unsupported(reduction: object, given: dict[str, object]) -> None:
     """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None."""
     for name, value in given.items():
         if name not in _ONLY_TORCH:
-            refuse_unknown(linear_cross_entropy, {name: value}, group)
+            refuse_unknown(linear_cross_entropy, {name: value})
         if value is not None:
             said = f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported"
-            refuse(ValueError(f"{said}: {_ONLY_TORCH[name]}"), group)
+            raise ValueError(f"{said}: {_ONLY_TORCH[name]}")
     if reduction is None:
-        refuse(ValueError("reduction must be 'none', 'mean' or 'sum', got None"), group)
+        raise ValueError("reduction must be 'none', 'mean' or 'sum', got None")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import as_group, refuse_unknown
+from parallel_lce.call.checks import as_group, described, public, refuse_unknown
 from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
@@ -72,6 +72,12 @@ class LinearCrossEntropy(nn.Module):
         if unknown:
             refuse_unknown(type(self), unknown)
         group = as_group(process_group)
+        for name in ("logit_scale", "temperature"):
+            if hasattr(given[name], "__len__") and not isinstance(given[name], str):  # tensors, arrays, lists
+                raise ValueError(
+                    f"{name} must be one number in a LinearCrossEntropy, got {described(given[name])}: pass "
+                    f"float({name}), or one number per token to parallel_lce.linear_cross_entropy at each call"
+                )
         # Converted here: torch.compile turns NumPy scalars into tensors.
         options = with_python_numbers(Options.of(type(self).__name__, given))
         check_reduction(reduction)
@@ -91,6 +97,7 @@ class LinearCrossEntropy(nn.Module):
     def process_group(self, group: dist.ProcessGroup | DeviceMesh | None) -> None:
         self._held = _Held(as_group(group))
 
+    @public
     def forward(
         self,
         input: Tensor,

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import int64_ids, renamed
+from parallel_lce.call.checks import int64_ids, public, renamed
 from parallel_lce.core.options import Options, Tensors, apart, as_number, shortened
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.statistics import TokenStatistics
 
 
+@public
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -38,7 +39,7 @@ def linear_cross_entropy(
     As in verl, the gradient of ``hidden`` is the term of this rank's shard: it is not summed over the ranks. A mapping
     in front of this function sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
     parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). verl's Megatron path without sequence
-    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` completes it.
+    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` sums it within verl's functions.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
@@ -96,6 +97,7 @@ def linear_cross_entropy(
     return log_probs, statistics.entropy
 
 
+@public
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -172,6 +174,7 @@ class FusedLinearLogprobTriton:
     Triton."""
 
     @staticmethod
+    @public
     def apply(
         hidden: Tensor,
         weight: Tensor,

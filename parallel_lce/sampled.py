@@ -17,23 +17,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_lce.backends import valueless
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import power_of_two_near
+from parallel_lce.call import debug
 from parallel_lce.call.call import Call, flattened, token_count
-from parallel_lce.call.checks import INTEGERS, as_group, described
-from parallel_lce.call.prepare import prepare
+from parallel_lce.call.checks import INTEGERS, as_group, check_kind, described, public
+from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core import plan
 from parallel_lce.core.budget import default_budget
-from parallel_lce.core.collectives import all_gather, gather_whole, reduce_scatter
+from parallel_lce.core.collectives import Layout, all_gather, gather_whole, reduce_scatter
 from parallel_lce.core.memory import device_without_autocast, in_memory
-from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, check_reduction
+from parallel_lce.core.options import Options, Tensors, as_bool, as_int64, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import gathered_logits, gradients_of_logits
 
 
+@public
+@operator
 def sampled_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -60,15 +65,17 @@ def sampled_linear_cross_entropy(
             under sequence parallelism of the whole sequence. An id that comes twice counts twice. An id outside
             ``[0, V)``, such as -1, is no sample.
         log_expected_count: the logarithm of how often each sample was expected, of ``sampled``'s shape. It is
-            subtracted from the logit. None: nothing is.
-        target_log_expected_count: the same for the targets, of the target's shape.
+            subtracted from the logit. Needs ``target_log_expected_count``. None: nothing is subtracted.
+        target_log_expected_count: the same for the targets, of the target's shape. With zeros, which subtract nothing,
+            the sum of exponentials is an unbiased estimate of the vocabulary's (arXiv:1712.00527).
         remove_accidental_hits: samples that equal a token's target are left out of that token's loss.
         logit_scale: a Python number.
 
     Returns:
         The loss, fp32 (fp64 for fp64), of the target's shape for 'none', else 0-dimensional; identical on every rank
-        bit for bit, differentiable once. The gradient of the weight is dense, 0 in rows that are neither a target nor
-        sampled. A graph of torch.compile breaks at this call.
+        bit for bit, differentiable once, also by the expected counts. NaN if the ranks' ids or options differ, but
+        a collective may fail or hang if they have different numbers of ids. The gradient of the weight is dense, 0 in
+        rows that are neither a target nor sampled. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order; P ranks, N tokens, M' = M rounded up to a multiple of P. SP: under
     sequence parallelism.
@@ -81,18 +88,26 @@ def sampled_linear_cross_entropy(
       shared samples both of these twice, and an all-gather of M'/P * (D + 1) fp32 elements per rank.
 
     Raises:
-        ValueError: as :func:`parallel_lce.linear_cross_entropy`, before any collective.
+        ValueError: as :func:`parallel_lce.linear_cross_entropy`, before any collective. ``PARALLEL_LCE_DEBUG=1``
+            compares the samples and the expected counts, too.
     """
     check_reduction(reduction)
     check_option("ignore_index", ignore_index := -100 if ignore_index is None else as_number(ignore_index))
     remove_accidental_hits = as_bool(remove_accidental_hits)
     _check(target, sampled, log_expected_count, target_log_expected_count, logit_scale)
-    target, sampled, shared = target.long(), sampled.long(), sampled.dim() == 1 and target.dim() != 0
+    target, sampled, shared = as_int64(target), as_int64(sampled), sampled.dim() == 1 and target.dim() != 0
     ids = target.unsqueeze(-1)
     if not shared:
         ids = torch.cat([ids, sampled], -1)
     # Ranks compare the name, and so these settings.
-    name = f"sampled_linear_cross_entropy with {reduction=}, {ignore_index=} and {remove_accidental_hits=}"
+    corrected = log_expected_count is not None
+    settings = f"{reduction=}, {ignore_index=}, {remove_accidental_hits=}, {corrected=}, {[*sampled.shape]} samples"
+    name, group = f"sampled_linear_cross_entropy with {settings}", as_group(process_group)
+    if debug.enabled() and not valueless(target) and (layout := Layout.of(group, False)).ranks > 1:
+        given = dict(target=target, sampled=sampled)
+        counts = dict(log_expected_count=log_expected_count, target_log_expected_count=target_log_expected_count)
+        given |= {n: None if t is None else t.double() for n, t in counts.items()}
+        debug.agree(layout, {"function": "sampled_linear_cross_entropy"}, given, (0, 0))
     options = Options(
         name,
         logit_scale=logit_scale,  # pyright: ignore[reportArgumentType]
@@ -102,11 +117,13 @@ def sampled_linear_cross_entropy(
         logits_budget=0,
     )
     tensors = Tensors(input, linear_weight, None, linear_bias, selected=ids)
-    call, inputs = prepare(options, tensors, as_group(process_group), planned=False)
+    if valueless(target):
+        check(options, autocasted(tensors), group)
+        return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
+    call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
-    logits, outside = _EntryLogits.apply(*inputs, call)
-    logits, outside = logits.view(count, -1), outside.view(count, -1)
-    target, sampled = target.reshape(-1), sampled if shared else sampled.reshape(count, -1)
+    logits, outside = [t.view(count, ids.shape[-1]) for t in _EntryLogits.apply(*inputs, call, sampled)]
+    target, sampled = target.reshape(-1), sampled if shared else sampled.reshape(count, sampled.shape[-1])
     offsets = torch.zeros_like(sampled, dtype=dtype)
     if log_expected_count is not None:
         offsets = offsets - log_expected_count.reshape(sampled.shape).to(dtype)
@@ -137,6 +154,7 @@ def _check(target: Any, sampled: Any, of_samples: Any, of_targets: Any, logit_sc
     for name, value in (("target", target), ("sampled", sampled)):
         if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
             raise ValueError(f"{name} must be ids of an integer dtype, got {described(value)}")
+        check_kind(name, value)
     if isinstance(logit_scale, Tensor):
         raise ValueError("logit_scale must be a finite Python number, got a tensor")
     if sampled.dim() != 1 and sampled.shape[:-1] != target.shape:
@@ -150,9 +168,15 @@ def _check(target: Any, sampled: Any, of_samples: Any, of_targets: Any, logit_sc
         ("target_log_expected_count", of_targets, target),
     ):
         if value is None:
+            if of_samples is not of_targets:
+                raise ValueError(
+                    f"log_expected_count and target_log_expected_count must be given together, got no {name}: zeros "
+                    "subtract nothing"
+                )
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != ids.shape:
             raise ValueError(f"{name} must be floating-point of shape {list(ids.shape)}, got {described(value)}")
+        check_kind(name, value)
         if value.device != ids.device:
             raise ValueError(f"{name} is on {value.device} and target is on {ids.device}")
 
@@ -161,9 +185,11 @@ class _EntryLogits(torch.autograd.Function):
     """Logits ``[E]`` of the call's selected entries, and which of their ids are outside the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sampled: Tensor
+    ) -> tuple[Tensor, Tensor]:
         assert call.selected is not None
-        packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias)
+        packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias, sampled)
         ids = call.selected.ids
         outside = (ids < 0) | (ids >= vocab_size)
         logits = packed[:, : len(ids)].sum(0).masked_fill_(outside, 0.0)
@@ -181,7 +207,7 @@ class _EntryLogits(torch.autograd.Function):
         call = ctx.call.with_tensors(per_token)
         with device_without_autocast(weight):
             values = call.before_softcap(in_memory(upstream).contiguous(), logits)
-        return *gradients_of_logits(call, hidden, weight, bias, values, ctx.needs_input_grad), None
+        return *gradients_of_logits(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None
 
 
 class _SharedLogSumExp(torch.autograd.Function):
@@ -221,13 +247,15 @@ class _SharedLogSumExp(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
         hidden, logsumexp = saved
-        needs_hidden, *needs_rows = ctx.needs_input_grad[:3]
+        needs_hidden, *needs_rows, _, _, needs_offsets = ctx.needs_input_grad[:6]
         with device_without_autocast(hidden):
-            dx, drows, dbias = ctx.work.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
-            dweight = dbias_rows = None
-            if any(needs_rows):
-                dweight, dbias_rows = _to_rows(ctx.work.call, ctx.ids, drows, dbias, ctx.shape, ctx.dtype)
-        return (dx, dweight if needs_rows[0] else None, dbias_rows if needs_rows[1] and ctx.bias else None, *[None] * 5)
+            dx, drows, doffsets = ctx.work.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
+            dweight = dbias = None
+            if any(needs_rows) or needs_offsets:
+                dweight, dbias, doffsets = _to_rows(ctx.work.call, ctx.ids, drows, doffsets, ctx.shape, ctx.dtype)
+        given = needs_rows[0], needs_rows[1] and ctx.bias, False, False, needs_offsets
+        of_rows = [g if needed else None for g, needed in zip((dweight, dbias, None, None, doffsets), given)]
+        return dx, *of_rows, None, None
 
 
 class _SharedSamples:
@@ -265,18 +293,18 @@ class _SharedSamples:
     def gradients(
         self, hidden: Tensor, logsumexp: Tensor, upstream: Tensor, needs_hidden: bool
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """dX, and in fp32 (fp64) the gradients of the rows ``[m, D]`` and of their biases ``[m]``."""
+        """dX, and in fp32 (fp64) the gradients of the rows ``[m, D]`` and of their offsets ``[m]``."""
         call, layout, flat = self.call, self.call.layout, flattened(hidden).contiguous()
         # On CPUs low-precision products are slower, and no more exact.
         dtype = flat.dtype if flat.is_cuda else call.dtype
-        factor = upstream * call.scale
+        factor = upstream
         unscale = None
         if dtype == torch.float16 and len(factor):  # a mean's gradients, 1 / N each, would underflow
-            power = power_of_two_near(factor.abs().nan_to_num(0.0, 0.0).amax())
+            power = power_of_two_near((factor * call.scale).abs().nan_to_num(0.0, 0.0).amax())
             factor, unscale = factor * power, 1 / power
         reduction = call.hidden_reduction(flat) if needs_hidden else None
         drows = self.rows.new_zeros(self.rows.shape, dtype=call.dtype)
-        dbias = drows.new_zeros(len(drows))
+        doffsets = drows.new_zeros(len(drows))
         # A token without a sample has no gradient.
         lse, factor = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0), factor.contiguous()
         gathers = Gathers(flat, self.blocks, layout)
@@ -284,16 +312,16 @@ class _SharedSamples:
             x = gathers.ready().tensor
             gradient = self.logits(block, x).sub_(layout.take(lse, block).unsqueeze(1)).exp_()
             gradient = gradient.mul_(layout.take(factor, block).unsqueeze(1))
-            dbias += gradient.sum(0)
-            gradient = gradient.to(dtype)
+            doffsets += gradient.sum(0)
+            gradient = (gradient if call.scale == 1 else gradient.mul_(call.scale)).to(dtype)
             if reduction is not None:
                 local = reduction.open_block(block)
                 accumulate_nt(local, gradient, self.rows.t(), overwrite=True, factor=unscale)
                 reduction.start(block, local)
             accumulate_nt(drows, gradient.t(), x.t(), overwrite=False)
         if unscale is not None:
-            drows, dbias = drows * unscale, dbias * unscale
-        return None if reduction is None else reduction.wait().view(hidden.shape), drows, dbias
+            drows, doffsets = drows * unscale, doffsets * unscale
+        return None if reduction is None else reduction.wait().view(hidden.shape), drows, doffsets
 
 
 def _rows_of(call: Call, weight: Tensor, bias: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,11 +353,12 @@ def _local(call: Call, ids: Tensor) -> Tensor:
 
 
 def _to_rows(
-    call: Call, ids: Tensor, drows: Tensor, dbias: Tensor, shape: torch.Size, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """dW ``[V/P, D]`` and dbias ``[V/P]`` of this rank's shard, from each rank's ``drows [m, D]`` and ``dbias [m]``."""
+    call: Call, ids: Tensor, drows: Tensor, doffsets: Tensor, shape: torch.Size, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW ``[V/P, D]`` and dbias ``[V/P]`` of this rank's shard, and the gradients of all offsets ``[M]``, from each
+    rank's ``drows [m, D]`` and ``doffsets [m]``."""
     layout, count = call.layout, len(ids)
-    whole = torch.cat([drows, dbias.unsqueeze(1)], 1)
+    whole = torch.cat([drows, doffsets.unsqueeze(1)], 1)
     if layout.ranks > 1:
         gathered = whole.new_empty(layout.ranks * len(whole), whole.shape[1])
         all_gather(gathered, whole, group=layout.group, async_op=True).wait()
@@ -343,5 +372,5 @@ def _to_rows(
     dweight = whole.new_zeros(shape[0] + 1, shape[1], dtype=dtype)
     of_bias = whole.new_zeros(shape[0] + 1, dtype=dtype)
     place = local.masked_fill(local == call.shard.real_rows, shape[0])
-    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), sums[:, -1].to(dtype)
-    return dweight[:-1], of_bias[:-1]
+    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.scale).to(dtype)
+    return dweight[:-1], of_bias[:-1], whole[:count, -1]

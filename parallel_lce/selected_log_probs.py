@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_lce.backends import valueless
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
-from parallel_lce.call.checks import refuse_unknown
-from parallel_lce.call.prepare import prepare
+from parallel_lce.call.checks import public, refuse_unknown
+from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
@@ -21,8 +22,11 @@ from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.transforms import operator, without_values
 
 
+@public
+@operator
 def selected_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -56,8 +60,8 @@ def selected_log_probs(
 
     Returns:
         ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
-        if shards leave a gap or overlap, if options differ between ranks, or if the offsets are invalid. dW is dense, 0
-        in rows that no token selects. A graph of torch.compile breaks at this call.
+        if shards leave a gap or overlap, if ids or options differ between ranks, or if the offsets are invalid. dW is
+        dense, 0 in rows that no token selects. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
     states, N/P * D elements per rank; an all-gather of the logits, E + 3 elements of fp32 per rank. Backward: an
@@ -68,7 +72,7 @@ def selected_log_probs(
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
     if unknown:
-        refuse_unknown(selected_log_probs, unknown, process_group)
+        refuse_unknown(selected_log_probs, unknown)
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
@@ -86,11 +90,12 @@ selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunction
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> Tensor:
     """:func:`selected_log_probs` of options and tensors."""
-    call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
-    shape = tensors.selected.shape
-    if tensors.linear_weight.is_meta:
-        return tensors.input.new_empty(shape, dtype=accumulation_dtype(tensors.input.dtype))
-    return _SelectedLogProbs.apply(*inputs, call).view(shape)
+    options, weight = options._replace(logits_budget=0), tensors.linear_weight
+    if isinstance(weight, Tensor) and valueless(weight):
+        check(options, autocasted(tensors), group)
+        return without_values(tensors.selected.shape, tensors.input, weight, tensors.linear_bias)
+    call, inputs = prepare(options, tensors, group, planned=False)
+    return _SelectedLogProbs.apply(*inputs, call).view(tensors.selected.shape)
 
 
 class _SelectedLogProbs(torch.autograd.Function):
@@ -127,10 +132,10 @@ def _whole(call: Call) -> Block:
 
 
 def gathered_logits(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, more_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | int]:
     """All ranks' logits of the selected entries ``[P, >= E]``, 0 for other ranks' ids; a 0-dimensional flag, or None,
-    that is true if shards or offsets are invalid; and V."""
+    that is true if shards or offsets are invalid, or if the ranks' ids, offsets or ``more_ids`` differ; and V."""
     layout, shard, selected, whole = call.layout, call.shard, call.selected, _whole(call)
     assert selected is not None
     count, dtype = selected.count, accumulation_dtype(weight.dtype)
@@ -141,7 +146,7 @@ def gathered_logits(
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)
         call.backend.selected_logits(projection, x, selected.of_block(layout, whole, shard.start), own[:count])
-        vocab_size, wrong = gather_with_trailer(packed, shard, layout)
+        vocab_size, wrong = gather_with_trailer(packed, shard, layout, (*selected.tensors, more_ids))
         broken = selected.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong

@@ -27,7 +27,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: for another placement; and when it is applied, for another module or a mesh of several dimensions.
+        ValueError: for another placement; when it is applied, for another module or a mesh of several dimensions; and
+        when the module is called with a weight that no style has sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
@@ -41,20 +42,27 @@ class LinearCrossEntropyParallel(ParallelStyle):
         if not isinstance(module, LinearCrossEntropy):
             raise ValueError(
                 "LinearCrossEntropyParallel is for parallel_lce.LinearCrossEntropy, and this module is a "
-                f"{type(module).__name__}"
+                f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
             )
         as_group(device_mesh)  # raises for a mesh of several dimensions
         layout = self.input_layouts
 
         def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             hidden = args[0] if args else kwargs.get("input")
+            weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
+            if isinstance(weight, Tensor) and not isinstance(weight, DTensor):
+                raise ValueError(
+                    f"linear_weight {list(weight.shape)} is a plain tensor: LinearCrossEntropyParallel needs the "
+                    "output layer in the plan, too, with ColwiseParallel()"
+                )
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})
             return args, kwargs
 
         def local(module: nn.Module, args: tuple, loss: Any) -> Any:
-            return loss.to_local() if isinstance(loss, DTensor) else loss
+            # No view: FSDP2 loses its hook at the end of a module if the caller changes a view in place.
+            return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
         module.register_forward_pre_hook(with_placements, with_kwargs=True)
         if self.use_local_output:

@@ -9,31 +9,44 @@ torchtitan sums dX, the gradient of the hidden states. Its decoders' last norm g
 on the tensor-parallel axis, also under sequence parallelism, and takes this rank's term of dX back. The norm's boundary
 then reduces the terms: by an all-reduce, or by a reduce-scatter under sequence parallelism.
 
+A call that the fused loss does not compute as torchtitan would, such as one of an ``lm_head`` with a forward or hooks
+of its own, runs torchtitan's own loss instead, after a warning.
+
 Importing this module imports torchtitan; nothing else in the package does.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types as spmd
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, compute_logprobs
-from torchtitan.config import CompileConfig
-from torchtitan.config.override import derive, override
-from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
 import parallel_lce
 
 _OURS = "parallel_lce.torchtitan"
+try:
+    import spmd_types as spmd
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.config import CompileConfig
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+except ImportError as error:
+    needed = f"{_OURS} needs torchtitan 0.3.0 (pip install torchtitan spmd_types) and a PyTorch that it supports"
+    raise ImportError(f"{needed}: {error}") from error
+
+_LOSSES = vars(sys.modules["torchtitan.components.loss"])
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
@@ -53,10 +66,12 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         """As in :func:`parallel_lce.linear_cross_entropy`. Only with ``CrossEntropyLoss``."""
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
-        cross_entropy = type(config.loss_fn) is CrossEntropyLoss.Config
+        cross_entropy = config.loss_fn._owner is CrossEntropyLoss
         super().__init__(config, compile_config=None if cross_entropy else compile_config)
-        self.fn = parallel_lce.linear_cross_entropy
-        self._log_prob_loss = None if cross_entropy else _on_log_probs(type(self.loss_fn))
+        self.fn, self._cross_entropy, self._said = parallel_lce.linear_cross_entropy, cross_entropy, False
+        if not cross_entropy and not _takes_log_probs(type(self.loss_fn)):
+            name = type(self.loss_fn).__name__
+            raise ValueError(f"{_OURS}: loss_fn must be CrossEntropyLoss or call compute_logprobs, got {name}")
         self._options: dict[str, Any] = {"logits_budget": config.logits_budget}
         if cross_entropy:
             self._options |= {"gradient_filter": config.gradient_filter}
@@ -86,16 +101,24 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         Collectives: those of :func:`parallel_lce.linear_cross_entropy`, or ``token_statistics``, on the tensor-parallel
         group, without a reduction of dX; and FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
 
+        A warning says once why torchtitan's own loss runs instead: ``lm_head`` is no plain linear layer and no
+        ``SoftCappedLinear``, has hooks on its logits, or another input than torchtitan's
+        ``set_decoder_sharding_config`` gives it; ``global_vocab_size`` differs from the layer's size; or other code has
+        replaced a function of torchtitan's losses.
+
         Raises:
-            ValueError: ``lm_head`` is not set, or is no plain linear layer and no ``SoftCappedLinear``; ``lm_head`` or
-            its input is not sharded as by torchtitan's ``set_decoder_sharding_config``; ``global_vocab_size`` differs
-            from the layer's size.
-            TypeError, AttributeError: a log-probability loss computes with the logits. Further errors as in
+            ValueError: ``lm_head`` is not set, or its rows are no shard of torchtitan's. Further errors as in
             :func:`parallel_lce.linear_cross_entropy`.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:
             raise ValueError(f"{_OURS}: call set_lm_head before the loss")
+        reason = self._other_loss() or _other_projection(lm_head, self.loss_fn, pred)
+        if reason:
+            if not self._said:
+                warnings.warn(f"{_OURS}: torchtitan's own loss runs, with logits: {reason}", stacklevel=2)
+                self._said = True
+            return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
         if checking := spmd.is_type_checking():
             spmd.assert_type(pred, {"tp": spmd.R})
             spmd.assert_type(labels, {"tp": spmd.I})
@@ -105,11 +128,12 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
             tensors."""
             projection, local = self._projection(lm_head, hidden), _local(labels)
-            if self._log_prob_loss is None:
+            if self._cross_entropy:
                 total = _local(self.fn(target=local, reduction="sum", **projection))
                 return (total if global_valid_tokens is None else total / global_valid_tokens,)
             inputs = {name: _local(value) for name, value in loss_inputs.items()}
-            loss, found = self._log_prob_loss(self.loss_fn, projection, local, global_valid_tokens, **inputs)
+            of_log_probs = _on_log_probs(type(self.loss_fn))
+            loss, found = of_log_probs(self.loss_fn, projection, local, global_valid_tokens, **inputs)
             metrics.update(found)
             return (loss,)
 
@@ -138,18 +162,23 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, metrics
 
+    def _other_loss(self) -> str | None:
+        """Why the loss may be another than the one that is fused, if it may be."""
+        loss_fn: Any = self.loss_fn
+        if not _wraps_as_torchtitan():
+            return "other code has replaced ChunkedLossWrapper.__call__"
+        if _is_cross_entropy(type(loss_fn), loss_fn.fn) if self._cross_entropy else _takes_log_probs(type(loss_fn)):
+            return None
+        return f"other code has replaced {type(loss_fn).__name__} or its function"
+
     def _projection(self, lm_head: Any, hidden: Tensor) -> dict[str, Any]:
         """Arguments of the fused functions, which stand for the logits. These functions check DTensors, and give the
         gradients the placements that they have with torchtitan's own loss: ``Partial`` for ``hidden`` on the axis that
         shards the weight, and for the parameters on the axes that shard the tokens."""
         arguments = {"input": hidden, "linear_weight": lm_head.weight, "linear_bias": lm_head.bias}
-        arguments |= {"reduce_hidden_grad": False, **_epilogue(lm_head), **self._options}
+        arguments |= {"reduce_hidden_grad": False, **(_epilogue(lm_head) or {}), **self._options}
         rows, V = len(lm_head.weight), lm_head.out_features
-        expected = getattr(self.loss_fn, "global_vocab_size", None)
-        if expected not in (None, V):
-            raise ValueError(f"{_OURS}: global_vocab_size is {expected}, but lm_head has {V} entries")
         if not isinstance(hidden, DTensor) and spmd_mesh_size("tp") > 1:
-            _check_replicated(lm_head)
             group = current_spmd_mesh().get_group("tp")
             shard = -(-V // dist.get_world_size(group))  # of all ranks but the last ones
             start = min(V, shard * dist.get_rank(group))
@@ -175,41 +204,87 @@ def _through(module: Any, forward: Callable[[Tensor], tuple[Tensor]], hidden: Te
             module.forward = own
 
 
-def _epilogue(lm_head: nn.Module) -> dict[str, Any]:
-    """The layer's scale and soft-cap as arguments of the fused functions. Raises ``ValueError`` for another forward."""
+def _epilogue(lm_head: nn.Module) -> dict[str, Any] | None:
+    """The layer's scale and soft-cap as arguments of the fused functions. None for a layer that computes otherwise."""
     layer: Any = lm_head
     forward = type(lm_head).forward  # fully_shard derives a class
-    if forward is nn.Linear.forward:
+    if forward is nn.Linear.forward and _globals(forward) is vars(sys.modules["torch.nn.modules.linear"]):
         return {}
     muse: Any = sys.modules.get("torchtitan.models.muse_glimmer.model")
-    if muse is not None and forward is muse.SoftCappedLinear.forward:
+    if muse is not None and forward is muse.SoftCappedLinear.forward and _globals(forward) is vars(muse):
         return {"logit_scale": layer.output_multiplier, "logit_softcap": layer.output_soft_cap_temp}
-    raise ValueError(
-        f"{_OURS}: lm_head must be a plain linear layer or a SoftCappedLinear, got {type(lm_head).__name__} with a "
-        "forward of its own; leave lm_head out of quantization and LoRA, or this override out"
-    )
+    return None
 
 
-def _check_replicated(lm_head: nn.Module) -> None:
-    """Raise ``ValueError`` unless the layer's configuration replicates its input over the tensor-parallel ranks: a
-    plain tensor does not show its sharding."""
-    config: Any = getattr(lm_head, "_sharding_config", None)
-    layout = ((config and config.in_src_shardings) or {}).get("input")
-    found = layout and layout.per_axis_spmd_types().get("tp")
-    if found is not spmd.R:
-        raise ValueError(f"{_OURS}: lm_head.sharding_config must say that its input is R on 'tp', got {found}")
+def _other_projection(lm_head: Any, loss_fn: Any, pred: Tensor) -> str | None:
+    """Why the logits may be others than those that are fused, if they may be. The same on every rank."""
+    instead = vars(lm_head).get("forward")  # torchtitan's own distributes inputs and outputs
+    others = instead is not None and not _globals(instead).get("__name__", "").startswith("torchtitan.")
+    if others or _epilogue(lm_head) is None:
+        return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
+    hooks = lm_head._forward_hooks, lm_head._backward_hooks, lm_head._backward_pre_hooks
+    for hook in (hook for each in hooks for hook in each.values()):
+        module = getattr(hook, "__module__", None) or type(hook).__module__
+        if not module.startswith("torch.distributed."):  # FSDP's
+            return "lm_head has a hook on its logits or their gradient; remove it"
+    expected, V = getattr(loss_fn, "global_vocab_size", None), lm_head.out_features
+    if expected not in (None, V):
+        return f"global_vocab_size is {expected}, but lm_head has {V} entries"
+    if not isinstance(pred, DTensor) and spmd_mesh_size("tp") > 1:
+        # A plain tensor does not show its sharding.
+        config: Any = getattr(lm_head, "_sharding_config", None)
+        layout = ((config and config.in_src_shardings) or {}).get("input")
+        found = layout and layout.per_axis_spmd_types().get("tp")
+        if found is not spmd.R:
+            return f"lm_head.sharding_config must say that its input is R on 'tp', got {found}"
+    return None
 
 
-def _takes_log_probs(loss: Any) -> bool:
-    call: Any = getattr(loss, "__call__", None)  # noqa: B004
-    names = getattr(getattr(call, "__code__", None), "co_names", ())
-    return "compute_logprobs" in names and call.__globals__.get("compute_logprobs") is compute_logprobs
+def _globals(function: Any) -> dict[str, Any]:
+    """The namespace of a function's code: wrappers copy the names of what they wrap, but not this."""
+    return getattr(function, "__globals__", {})
+
+
+def _is_torchtitans(function: Any, name: str) -> bool:
+    return _globals(function) is _LOSSES and function.__qualname__ == name
+
+
+def _wraps_as_torchtitan() -> bool:
+    own = ChunkedLossWrapper.Config._owner is ChunkedLossWrapper
+    return own and _is_torchtitans(ChunkedLossWrapper.__call__, "ChunkedLossWrapper.__call__")
+
+
+def _is_cross_entropy(loss: type, fn: Any) -> bool:
+    """Whether a ``loss`` with this ``fn`` computes torchtitan's cross-entropy."""
+    own = _is_torchtitans(CrossEntropyLoss.__call__, "CrossEntropyLoss.__call__")
+    return loss is CrossEntropyLoss and own and _is_torchtitans(fn, "cross_entropy_loss")
+
+
+def _takes_log_probs(loss: type) -> bool:
+    call: Any = loss.__call__
+    return _is_torchtitans(_globals(call).get("compute_logprobs"), "compute_logprobs") and _passes_logits_on(call)
+
+
+@functools.cache
+def _passes_logits_on(call: Any) -> bool:
+    """Whether ``call(self, logits, ...)`` uses its logits as the first argument of ``compute_logprobs`` alone."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(call))).body
+    except (OSError, TypeError, SyntaxError):  # no source
+        return False
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
+        return False
+    logits, passed, used = function.args.args[1].arg, 0, 0
+    for node in ast.walk(function):
+        used += isinstance(node, ast.Name) and node.id == logits
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "compute_logprobs":
+            passed += bool(node.args) and isinstance(node.args[0], ast.Name) and node.args[0].id == logits
+    return 0 < passed == used
 
 
 def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-    """``loss.__call__`` with a ``compute_logprobs`` that takes a ``_projection`` as logits."""
-    if not _takes_log_probs(loss):
-        raise ValueError(f"{_OURS}: loss_fn must be CrossEntropyLoss or call compute_logprobs, got {loss.__name__}")
+    """``loss.__call__`` with a ``compute_logprobs`` that takes a ``_projection`` as logits, and else the globals of
+    now."""
     call: Any = loss.__call__
     names = {**call.__globals__, "compute_logprobs": _compute_logprobs}
     changed = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
@@ -219,7 +294,7 @@ def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 def _compute_logprobs(logits: dict[str, Any], labels: Tensor, *, return_entropy: bool = False) -> Any:
     """torchtitan's function: ``[b, s]``, 0 for its ``IGNORE_INDEX``, -100; entropies without a gradient."""
-    found = parallel_lce.token_statistics(target=labels, expected_logit=return_entropy, **logits)
+    found = parallel_lce.token_statistics(target=labels, entropy=return_entropy, **logits)
     log_probs = _local(found.target_log_prob)
     return (log_probs, _local(found.entropy).detach()) if return_entropy else log_probs
 
@@ -229,12 +304,18 @@ def linear_cross_entropy(
     cfg: ChunkedLossWrapper.Config, *, logits_budget: int | None = None, gradient_filter: float | None = None
 ) -> ChunkedLossWrapper.Config:
     """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config`. Subclasses of the wrapper's config,
-    and inner losses that need logits, such as ``MSELoss``, stay as they are, with a warning."""
-    if type(cfg) is not ChunkedLossWrapper.Config:
-        left = type(cfg).__qualname__
-    elif type(cfg.loss_fn) is not CrossEntropyLoss.Config and not _takes_log_probs(cfg.loss_fn._owner):
-        left = f"{type(cfg).__qualname__} of {type(cfg.loss_fn).__qualname__}"
-    else:
-        return derive(cfg, LinearCrossEntropyLoss.Config, logits_budget=logits_budget, gradient_filter=gradient_filter)
-    warnings.warn(f"{_OURS}.linear_cross_entropy leaves {left} alone", stacklevel=2)
+    inner losses that need logits, such as ``MSELoss``, and losses that other code has replaced stay as they are, with a
+    warning."""
+    left = type(cfg).__qualname__
+    if type(cfg) is ChunkedLossWrapper.Config and _wraps_as_torchtitan():
+        inner = cfg.loss_fn._owner
+        if _is_cross_entropy(inner, _LOSSES["cross_entropy_loss"]) or _takes_log_probs(inner):
+            options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
+            return derive(cfg, LinearCrossEntropyLoss.Config, **options)
+        left += f" of {inner.__qualname__}"
+    warnings.warn(
+        f"{_OURS}.linear_cross_entropy leaves {left} alone, which makes logits: the fused loss takes torchtitan's own "
+        "ChunkedLossWrapper of CrossEntropyLoss, or of a loss that only passes its logits to compute_logprobs",
+        stacklevel=2,
+    )
     return cfg

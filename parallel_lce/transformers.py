@@ -25,6 +25,7 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import RecordedLogits
 from parallel_lce.modules import LinearCrossEntropy
+from parallel_lce.run.transforms import transforming
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
@@ -67,7 +68,8 @@ class _LazyLogits(RecordedLogits):
         super().check()
         weight, lost = self.weight, self.origin.has_loss
         if weight is not None:
-            freed = type(weight) is not DTensor and weight.numel() > 0 and weight.untyped_storage().size() == 0
+            has_storage = type(weight) is not DTensor and not transforming()
+            freed = has_storage and weight.numel() > 0 and weight.untyped_storage().size() == 0
             lost = freed or self.layer._parameters.get("weight", weight) is not weight
         if lost and self.made is None:
             after = "after FSDP has taken back the output layer's weight: read output.logits in eval mode"

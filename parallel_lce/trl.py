@@ -51,7 +51,7 @@ class _LogProbs:
                 logit_softcap=softcap,
                 temperature=temperature,
                 logits_budget=lean_budget(cls.logits_budget),
-                expected_logit="entropy" in outputs,
+                entropy="entropy" in outputs,
                 sum_p_squared="log_sum_sq_probs" in outputs,
                 mean_logit="mean_logits" in outputs,
                 argmax="is_top1" in outputs,
@@ -78,7 +78,10 @@ def patch(*, logits_budget: int | None = None) -> None:
         ImportError: there is no TRL, or one without this head. ValueError: in a forward, as
         :func:`parallel_lce.token_statistics`.
     """
-    utils = importlib.import_module("trl.trainer.utils")
+    try:
+        utils = importlib.import_module("trl.trainer.utils")
+    except ImportError as error:
+        raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later (pip install trl): {error}") from error
     own = getattr(utils, _NAME, None)
     if own is None:
         raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no {_NAME}")

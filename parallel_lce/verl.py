@@ -4,24 +4,27 @@ Importing this module calls :func:`install`. verl imports it by the entry point 
 by ``VERL_USE_EXTERNAL_MODULES=parallel_lce.verl``. Nothing of verl or Megatron-core is imported here: modules of verl
 are changed right after their own import.
 
-verl's kernel returns one shard's term of the gradient of the hidden states. On the Megatron path with sequence
-parallelism the mapping that gathers the sequence sums the terms. Without sequence parallelism verl does not sum them,
-and the gradient is wrong. In that case the plugin sums them.
+verl's kernel returns one shard's term of the gradient of the hidden states, and so does ours: whoever calls it has a
+mapping in front that sums the terms. With sequence parallelism this is the gather of verl's own functions. Without it
+they have none, and the gradient is wrong: there, as the model's configuration says, ours sums the terms.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import rl
@@ -38,41 +41,86 @@ class _Call:
         self.sums: Tensor | None = None
 
 
+# Set while verl's own functions run: the decoder's output if nothing sums its gradient, () if verl's gather does.
+_unsummed: ContextVar[Tensor | tuple[()] | None] = ContextVar("unsummed", default=None)
+_KERNEL, _FUSED = "verl.utils.kernel.linear_cross_entropy", "verl.models.mcore.model_forward_fused"
+
+
 # Each of the functions below is called instead of ``original``, a function of verl.
 
 
 def _kernel(
-    original: Callable, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Any = 1.0, *rest: Any, **named: Any
+    original: Callable,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: Any = 1.0,
+    reduction: str | None = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+    **named: Any,
 ) -> tuple[Tensor, ...]:
-    call = temperature if isinstance(temperature, _Call) else _Call(temperature)
-    named["sum_p_squared"] = call.sum_p_squared
-    log_probs, entropy, *sums = rl.linear_cross_entropy(hidden, weight, labels, call.temperature, *rest, **named)
+    """Sums dX only if the hidden states are the very tensor that nothing sums. Between that and another tensor may be a
+    mapping, so this leaves the sum to the caller, as verl's kernel does."""
+    call, states = temperature if isinstance(temperature, _Call) else _Call(temperature), _unsummed.get()
+    known = "reduce_hidden_grad" in named or hidden is states or isinstance(states, tuple)
+    named = {"reduce_hidden_grad": hidden is states, "sum_p_squared": call.sum_p_squared, **named}
+    given = hidden, weight, labels, call.temperature, reduction, dist_process_group
+    log_probs, entropy, *sums = rl.linear_cross_entropy(*given, **named)
+    if not known and log_probs.requires_grad and hidden.requires_grad and dist_process_group is not None:
+        if dist.get_world_size(dist_process_group) > 1:
+            warnings.warn(
+                "parallel_lce.verl: as verl's own, this linear_cross_entropy returns the gradient of the hidden states "
+                "as this rank's term, which a mapping in front must sum over the ranks. If there is none, pass "
+                "reduce_hidden_grad=True; if there is, False ends this warning",
+                stacklevel=3,
+            )
     call.sums = sums[0] if sums else None
     return log_probs, entropy
 
 
-_SAME_STATES = (
-    *("CloneBackward0", "PermuteBackward0", "SqueezeBackward1", "ToCopyBackward0", "TransposeBackward0"),
-    *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
-)
+@contextlib.contextmanager
+def _without_mapping(states: Tensor | tuple[()] | None) -> Iterator[None]:
+    token = _unsummed.set(states)
+    try:
+        yield
+    finally:
+        _unsummed.reset(token)
 
 
-def _kernel_of_megatron(original: Callable, hidden: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Sums dX, unless the hidden states come from a mapping whose backward does."""
-    from megatron.core.tensor_parallel import mappings
+def _needs_sum(config: Any) -> bool:
+    from megatron.core import parallel_state
 
-    node = hidden.grad_fn
-    while node is not None and node.name() in _SAME_STATES:
-        node = node.next_functions[0][0]
-    function = getattr(node, "_forward_cls", None)
-    summed = function in (mappings._GatherFromSequenceParallelRegion, mappings._CopyToModelParallelRegion)
-    named["reduce_hidden_grad"] = not (summed and getattr(node, "tensor_parallel_output_grad", True))
-    return _kernel(original, hidden, *rest, **named)
+    return not config.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
 
 
-def _call_of(batch: Any) -> _Call | None:
+def _processor(original: Callable, *given: Any, hidden_states: Any, config: Any, **named: Any) -> Any:
+    module, states = sys.modules[_FUSED], ()
+    if _needs_sum(config):
+        # What wraps this function may have put a mapping in front.
+        ours, _ = _replaced.get((module, "fused_output_processor"), (None, None))
+        states = hidden_states if module.fused_output_processor is ours else None
+    with _without_mapping(states):
+        return original(*given, hidden_states=hidden_states, config=config, **named)
+
+
+def _model_forward(original: Callable, model: Any, *given: Any, **named: Any) -> Any:
+    if not _needs_sum(model.config):
+        with _without_mapping(()):
+            return original(model, *given, **named)
+
+    def found(decoder: Any, inputs: Any, output: Any) -> None:
+        _unsummed.set(output[0] if isinstance(output, tuple) else output)
+
+    # Before the user's hooks, which may return another tensor.
+    with _without_mapping(None), model.decoder.register_forward_hook(found, prepend=True):
+        return original(model, *given, **named)
+
+
+def _call_of(batch: Any, module: str) -> _Call | None:
     """The options of a micro-batch that verl refuses with fused kernels: a temperature of each sample, or
-    ``calculate_sum_pi_squared``. None if it has neither."""
+    ``calculate_sum_pi_squared``. None if it has neither, or if the kernel of that module is not ours."""
+    if (sys.modules.get(module), "linear_cross_entropy") not in _replaced:
+        return None
     from verl.utils.tensordict_utils import get_non_tensor_data
 
     temperature, sums = batch["temperature"], get_non_tensor_data(batch, "calculate_sum_pi_squared", False)
@@ -96,7 +144,7 @@ def _fsdp_inputs(original: Callable, engine: Any, micro_batch: Any) -> tuple[dic
     fused = get_non_tensor_data(micro_batch, "use_fused_kernels", False)
     packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
     backend = (engine.model_config.fused_kernel_options or {}).get("impl_backend")
-    call = _call_of(micro_batch) if fused and packed and backend == "triton" else None
+    call = _call_of(micro_batch, _KERNEL) if fused and packed and backend == "triton" else None
     if call is None:
         return original(engine, micro_batch)
     # Without fused kernels verl refuses nothing, and prepares the temperatures of this rank's tokens.
@@ -122,14 +170,16 @@ _current: ContextVar[_Call | None] = ContextVar("current", default=None)
 
 
 def _megatron_step(original: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> tuple:
+    if not engine.engine_config.use_fused_kernels:
+        return original(engine, batch_iter, *rest, **named)
     batch = next(batch_iter)
-    call = _call_of(batch) if engine.engine_config.use_fused_kernels else None
+    call = _call_of(batch, _FUSED)
     if call is None:
-        return original(engine, iter([batch]), *rest, **named)
+        return original(engine, itertools.chain([batch], batch_iter), *rest, **named)
     asked = _changed(batch, temperature=call, calculate_sum_pi_squared=False)
     token = _current.set(call)
     try:
-        output, finish = original(engine, iter([asked]), *rest, **named)
+        output, finish = original(engine, itertools.chain([asked], batch_iter), *rest, **named)
     finally:
         _current.reset(token)
     if call.sums is not None:
@@ -168,10 +218,12 @@ def _unpack(original: Callable, output: Tensor, *rest: Any, **named: Any) -> Ten
 
 # Module of verl: {a function or a method of it: what is called instead}.
 _CHANGES: dict[str, dict[str, Callable]] = {
-    "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _kernel},
-    "verl.models.mcore.model_forward_1f1b_overlap": {"linear_cross_entropy": _kernel_of_megatron},
-    "verl.models.mcore.model_forward_fused": {
-        "linear_cross_entropy": _kernel_of_megatron,
+    _KERNEL: {"linear_cross_entropy": _kernel},
+    "verl.models.mcore.model_forward_1f1b_overlap": {"linear_cross_entropy": _kernel},
+    _FUSED: {
+        "linear_cross_entropy": _kernel,
+        "fused_output_processor": _processor,
+        "_fused_GPTModel_forward": _model_forward,
         "preprocess_thd_engine": _pack,
         "postprocess_thd_engine": _unpack,
     },
@@ -199,12 +251,22 @@ def _change(module: ModuleType) -> None:
     except AttributeError as error:
         warnings.warn(f"parallel_lce.verl leaves this release's {module.__name__} as it is: {error}", stacklevel=2)
         return
+    # A module that imported the name from a changed module holds our function: its original is looked up.
+    originals = dict(_replaced.values())
+    own = getattr(getattr(sys.modules.get(_KERNEL), "LinearCrossEntropy", None), "apply", None)
     for owner, name, bound, function in places:
-        if (owner, name) not in _replaced:
-            # A module that imported the name from a changed module holds our function: its original is looked up.
-            original: Any = dict(_replaced.values()).get(bound, bound)
-            _replaced[owner, name] = _instead(function, original), original
-            setattr(owner, name, _replaced[owner, name][0])
+        if (owner, name) in _replaced:
+            continue
+        original: Any = originals.get(bound, bound)
+        if function is _kernel and own is not None and original != own:
+            warnings.warn(
+                f"parallel_lce.verl leaves {module.__name__}.{name} as it is: other code has replaced verl's function. "
+                "If that code should call ours, import parallel_lce.verl before it",
+                stacklevel=2,
+            )
+            continue
+        _replaced[owner, name] = _instead(function, original), original
+        setattr(owner, name, _replaced[owner, name][0])
 
 
 def _instead(function: Callable, original: Callable) -> Callable:

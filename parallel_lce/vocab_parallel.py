@@ -11,17 +11,20 @@ from torch import Tensor
 from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
-from parallel_lce.call.checks import as_group, check_kind
+from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import as_float, as_int64, is_number, shortened
+from parallel_lce.core.options import as_float, as_int64, in_python, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.transforms import operator, without_values
 
 # The kernels for existing logits form no matrix product, so they take fp32, too.
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@public
+@operator
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -55,17 +58,14 @@ def vocab_parallel_cross_entropy(
     """
     debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
-    group = as_group(group)
+    with renamed(process_group="tp_group"):
+        debug.state().group = group = as_group(group)
     layout = Layout.of(group, False)
     label_smoothing = as_float(label_smoothing)
-    try:
-        _check(vocab_parallel_logits, target, label_smoothing, group)
-        entries = vocab_parallel_logits.shape[-1]
-        logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
-        backend = backend_of(logits, _SUITABLE)
-    except Exception as refusal:
-        debug.report_refusal(layout, refusal)
-        raise
+    _check(vocab_parallel_logits, target, label_smoothing, group)
+    entries = vocab_parallel_logits.shape[-1]
+    logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
+    backend = backend_of(logits, _SUITABLE)
     if layout.ranks > 1 and debugging and not valueless(vocab_parallel_logits):
         settings = {
             "function": "vocab_parallel_cross_entropy",
@@ -75,7 +75,10 @@ def vocab_parallel_cross_entropy(
             "label_smoothing": label_smoothing,
             "backend": backend.NAME,
         }
-        debug.agree(layout, settings, {"target": as_int64(target)}, (layout.rank * entries, entries))
+        shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
+        debug.agree(layout, settings, {"target": as_int64(target)}, shard)
+    if valueless(vocab_parallel_logits):
+        return without_values(target.shape, logits)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
@@ -102,7 +105,8 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
     if target.device != logits.device:
         raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
     if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
-        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
+        remedy = in_python("label_smoothing", label_smoothing, lambda number: is_number(number) and 0 <= number < 1)
+        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}{remedy}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
 

@@ -328,7 +328,7 @@ def _loss(random: Random, d: dict) -> dict:
         random,
         reduction=("none", "mean", "sum"),
         label_smoothing=(0.0, 0.0, 0.0, 0.1, 0.5, 1.0),
-        z_loss=(0.0, 0.0, 0.0, 1e-4, 1e-2, -0.05),
+        z_loss=(0.0, 0.0, 0.0, 1e-4, 1e-2, 0.05),
         token_weight=("", "", "", "positive", "positive", "zeros", "zero", "mask", "negative"),
         counted=_counted(d),
     )

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
-from parallel_lce.call import prepare
+from parallel_lce import rl
+from parallel_lce.call import debug, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
@@ -29,7 +30,8 @@ class _Wrapper(torch.Tensor):
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zeros(N).long()
-OTHER_DTYPE, WRAPPED = "is torch.%s and input is torch.float32", "is a _Wrapper.*__torch_dispatch__.*plain tensor"
+OTHER_DTYPE = "is torch.%s and input is torch.float32: cast one, or use torch.autocast$"
+WRAPPED = "is a _Wrapper.*__torch_dispatch__.*plain tensor"
 SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
 TWO_SUMS = dict(reduce_hidden_grad=False, sequence_parallel=True)
 # The refused argument, which begins the message; a pattern of the rest; refused values, or dicts of several arguments.
@@ -37,17 +39,22 @@ OPTIONS = [
     ("reduction", "must be 'none', 'mean' or 'sum', got ('average'|None)", "average", None),
     ("ignore_index", "must be an integer of 64 bits or None, got", 2**70, True, 0.5),
     ("label_smoothing", r"must be a Python number in \[0, 1\], got", 1.5, -0.1, NAN),
-    ("z_loss", "must be a finite Python number, got", INF, np.float32("nan"), np.bool_(True), "0.1", [0.1]),
-    ("z_loss", r"must be a finite Python number, got -1000.*\(402 characters\)", -HUGE),
+    ("z_loss", "must be a finite Python number >= 0, got", -1, INF, np.float32("nan"), np.bool_(True), "0.1", [0.1]),
+    ("z_loss", r"must be a finite Python number >= 0, got -1000.*\(402 characters\)", -HUGE),
     ("logit_scale", "must be a finite Python number, got", 1e39, NAN, "x", HUGE),
     ("logit_scale", "=.* and logit_softcap=.* divided by temperature=.* are beyond fp32", SCALED, CAPPED),
     ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
-    ("temperature", "must be a number > 0, .* got", 0.0, -1, NAN, None),
-    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 1e9),
+    ("temperature", r"must be a number > 0, .* got [^(]*$", 0.0, -1, NAN, None),
+    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 0.5),
+    ("logits_budget", r"must be .*, got 1000000000.0 \(pass an int: int\(logits_budget\)\)$", 1e9),
+    ("vocab_size", r"must be .* \(pass an int: int\(vocab_size\)\)$", 9.0, torch.tensor(9)),
+    ("label_smoothing", r"must be .* \(pass a float: float\(label_smoothing\)\)$", torch.tensor(0.1), np.array(0.1)),
+    ("sequence_parallel", r"must be .* \(pass a bool: bool\(sequence_parallel\)\)$", torch.tensor(True)),
     ("gradient_filter", r"must be None or a number between 0 and 1, such as 2\*\*-13, got", 0, 1, -0.1, 2.0, NAN, True),
     ("gradient_filter", "must be .* got", "", "auto", "0.1", [0.1], torch.tensor(0.1)),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
+    ("process_group", "is of other ranks: .*global rank unknown", dist.GroupMember.NON_GROUP_MEMBER),
     ("process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got str", "tp"),
     ("sequence_dim", "must be 0 or 1, got", 2, -1, None, True),
     ("sequence_parallel", "must be True or False, got", "no", None, 2, 1.0),
@@ -61,6 +68,8 @@ TENSORS = [
     ("input", "must be bfloat16, float16, float32 or float64, got torch.int64", torch.ones(N, D).long()),
     ("input", r"has 5 features and linear_weight \[10, 4\] has 4", torch.zeros(N, 5)),
     ("linear_weight", r"must be \[V, D\] with two dimensions, got \[10, 1, 4\]", torch.zeros(V, 1, D)),
+    ("input", r"has 4 .* linear_weight \[4, 10\] has 10. Is .* transposed\?", dict(linear_weight=torch.zeros(D, V))),
+    ("linear_weight", "must be a tensor, got Linear: pass its weight", torch.nn.Linear(D, V)),
     ("linear_weight", OTHER_DTYPE % "bfloat16", torch.zeros(V, D).bfloat16()),
     ("linear_weight", r"\[0, 4\] has no rows: the vocabulary is empty", torch.zeros(0, D)),
     ("target", "must be a tensor.*, got (list|NoneType)", [1, 2], None),
@@ -72,7 +81,8 @@ TENSORS = [
     ("token_weight", "must be real, got torch.complex64", torch.zeros(N, dtype=torch.complex64)),
     ("logit_scale", "must be floating-point, got torch.int64", IDS),
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
-    ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5?\]", ZEROS[1:], ZEROS[0]),
+    ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5\]", ZEROS[1:]),
+    ("temperature", r"must be .*, got one of shape \[\] \(pass a float: float\(temperature\)\)", ZEROS[0]),
     ("vocab_start", r"=3 without a process group .* \[0, 3\)", 3),
     ("vocab_size", "=11 exceeds the 10 rows of .* 1 rank", 11, dict(vocab_size=11, vocab_start=0)),
     ("weight", "=.* is not supported: use token_weight", torch.ones(V)),
@@ -235,6 +245,7 @@ def test_logits_that_are_dtensors(member):
 
 # --- debug mode: every rank raises, and names the difference ---------------------------------------------
 
+WHOLE = torch.arange(V * D).view(V, D)
 LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
 
 
@@ -293,6 +304,8 @@ MESSAGES = {
     "target everywhere": (lambda t: dict(target=_with(t.y, 4, 3 * V)), r"target 30 at position 4 is outside \[0, 30\)"),
     "statistics: target": (lambda t: dict(target=_with(t.y, 4, -7)), r"target -7 at position 4 is outside \[0, 30\)"),
     "no vocabulary": (lambda t: dict(linear_weight=t.w[:0], vocab_start=0), "none of the 3 shards has a row"),
+    "whole": (lambda t: dict(linear_weight=WHOLE.to(t.x)), "ranks 0 and 1 .* the same 10 rows .* forget to shard"),
+    "logits: whole": (lambda t: dict(vocab_parallel_logits=t.x @ WHOLE.to(t.x).t()), "forget to shard"),
     "gap": (lambda t: dict(vocab_start=(0, 10, 21)[t.rank]), "leave a gap: one ends at 20, the next starts at 21"),
     "overlap": (lambda t: dict(vocab_start=(0, 10, 19)[t.rank]), "an overlap: one ends at 20, the next starts at 19"),
 }
@@ -302,6 +315,7 @@ CASES = DISAGREEMENTS | REFUSALS | MESSAGES
 def _told_by(member: Member, name: str) -> str:
     """The error's name and message on this rank."""
     arguments = dict(process_group=member.group, backend="torch") | good(member.device)
+    arguments["linear_weight"] = arguments["linear_weight"] + member.rank * arguments["input"][0]
     arguments["function"] = DOORS.get(name.partition(":")[0], LOSS)
     x, w, y = (arguments[name] for name in ("input", "linear_weight", "target"))
     tensors = SimpleNamespace(x=x, w=w, y=y, rank=member.rank)
@@ -339,6 +353,148 @@ def test_every_rank_raises(name, worlds, device, request):
         assert re.search(expected, said), said
 
 
+@on_ranks(2)
+def test_equal_shards_that_are_no_mistake(member):
+    """Of zeros, as a new output layer may have; of one row; and with ``vocab_size``, by which rank 1 has none."""
+    x, w, y = good(member.device).values()
+    where = dict(process_group=member.group)
+    own = w.clone()
+    own[3, 0] += member.rank
+    with debug_mode():
+        for shard, target in ((torch.zeros_like(w), y), (w[:1], y % 2), (own, y)):
+            assert LOSS(x, shard, target, **where).isfinite()
+        assert LOSS(x, w * torch.nan, y, **where).isnan()
+        assert torch.equal(LOSS(x, w, y, vocab_size=V, **where), LOSS(x, w, y))
+
+
+# --- debug mode: whatever one rank alone refuses, every rank raises ---------------------------------------
+
+
+def _calls(member: Member) -> dict:
+    """Public functions and modules by name, each with the arguments of a good call, of two shards."""
+    x, w, y = good(member.device).values()
+    w = w + member.rank
+    where, k = dict(process_group=member.group), y[:, None]
+    whole = dict(hidden=x, weight=w, target=y, vocab_start_index=member.rank * V, vocab_end_index=member.rank * V + V)
+    student = dict(student_hidden=x, student_weight=w)
+    of_rank = dict(input=x, linear_weight=w) | where
+    placed = [distribute_tensor(t, mesh_of(member.device.type, (2,), ("tp",)), [Shard(0)]) for t in (x, w, y)]
+    sequence = torch.zeros(1, 2 * N, dtype=torch.int64, device=member.device)
+    sharded = dict(
+        output_weight_layer=w, runtime_gather_output=None, target=sequence, vocab_start_index=member.rank * V
+    )
+    sharded |= dict(vocab_end_index=member.rank * V + V, tp_group=member.group)
+    return {
+        "loss": (parallel_lce.linear_cross_entropy, of_rank | dict(target=y)),
+        "dtensors": (parallel_lce.linear_cross_entropy, dict(zip(("input", "linear_weight", "target"), placed))),
+        "statistics": (parallel_lce.token_statistics, of_rank | dict(target=y)),
+        "selected": (parallel_lce.selected_log_probs, of_rank | dict(selected=k)),
+        "sampled": (parallel_lce.sampled_linear_cross_entropy, of_rank | dict(target=y, sampled=IDS.to(member.device))),
+        "module": (parallel_lce.LinearCrossEntropy(**where), dict(input=x, linear_weight=w, target=y)),
+        "divergence": (divergence, student | where | dict(teacher_hidden=2 * x, teacher_weight=w)),
+        "top_k": (top_k_divergence, student | where | dict(teacher_ids=k, teacher_log_probs=ZEROS[:, None])),
+        "logits": (
+            parallel_lce.vocab_parallel_cross_entropy,
+            dict(vocab_parallel_logits=x @ w.t(), target=y, tp_group=member.group),
+        ),
+        "verl": (rl.linear_cross_entropy, dict(hidden=x, weight=w, labels=y, dist_process_group=member.group)),
+        "skyrl": (rl.FusedLinearLogprobTriton.apply, whole | dict(chunk_size=None, tp_group=member.group)),
+        "nemo": (rl.from_parallel_hidden_states_to_logprobs, dict(tensor_parallel_hidden_states=x[:, None]) | sharded),
+    }
+
+
+# By the function's name: arguments of the last rank alone, or a function of the rank that gives them.
+REFUSED_ALONE = {
+    "loss": [
+        *(dict(other=1), dict(reduction=None), dict(weight=ZEROS), dict(target=None), dict(logit_scale=IDS)),
+        *(dict(counted_tokens=0.5), dict(counted_tokens=N + 1), dict(z_loss=-1.0), dict(sequence_dim=2), dict(input=1)),
+    ],
+    "dtensors": [
+        dict(other=1),
+        dict(reduction=None),
+        dict(sequence_dim=1),
+        dict(vocab_size=1000),
+        dict(linear_bias=IDS),
+    ],
+    "statistics": [
+        *(dict(other=1), dict(mask=ZEROS > 0), dict(counted_tokens=1), dict(mask=1, counted_tokens=1)),
+        *(dict(selected=(1, 2)), dict(selected=ZEROS), dict(top_k=1000), dict(sample_seed=-1), dict(temperature=0)),
+    ],
+    "selected": [
+        dict(other=1),
+        dict(selected=(1, 2)),
+        dict(selected="ids"),
+        dict(selected=ZEROS),
+        dict(logit_softcap=0),
+    ],
+    "sampled": [
+        *(dict(other=1), dict(reduction="all"), dict(ignore_index=0.5), dict(target="ids"), dict(target=ZEROS)),
+        *(dict(sampled="ids"), dict(sampled=IDS[:, None, None]), dict(logit_scale=ZEROS), dict(logit_scale="1")),
+        *(dict(log_expected_count=IDS), dict(target_log_expected_count=ZEROS[1:]), dict(linear_bias=ZEROS[1:])),
+    ],
+    "module": [dict(other=1), dict(target=None), dict(token_weight=ZEROS[1:])],
+    "divergence": [
+        *(dict(other=1), dict(beta=2), dict(reduction="all"), dict(target=ZEROS), dict(student_bias=ZEROS[1:])),
+        *(dict(teacher_hidden=ZEROS), dict(teacher_weight=ZEROS), dict(teacher_bias=ZEROS[1:]), dict(temperature=-1)),
+    ],
+    "top_k": [
+        *(dict(other=1), dict(tail="all"), dict(beta=2), dict(teacher_ids=ZEROS), dict(teacher_log_probs="x")),
+        *(dict(student_hidden=ZEROS), dict(student_weight=ZEROS), dict(logits_budget=-1), dict(reduce_dtype="float32")),
+    ],
+    "logits": [dict(target=ZEROS), dict(label_smoothing=1), dict(vocab_parallel_logits="x"), dict(other=1)],
+    "verl": [
+        *(dict(reduction="all"), dict(hidden="x"), dict(hidden=ZEROS[0]), dict(labels=ZEROS), dict(temperature=0)),
+        *(dict(weight=ZEROS), dict(other=1)),
+    ],
+    "skyrl": [dict(weight="x"), dict(weight=ZEROS), dict(vocab_end_index=1000), dict(target=ZEROS), dict(other=1)],
+    "nemo": [
+        *(dict(target="x"), dict(target=IDS), dict(bias=ZEROS[1:]), dict(vocab_end_index=1000), dict(other=1)),
+        *(dict(output_weight_layer=ZEROS), dict(vocab_size=0), dict(tensor_parallel_hidden_states=ZEROS)),
+        lambda member: dict(cp_group=member.group),
+    ],
+}
+
+
+def _refused_alone(member: Member, name: str) -> list[str]:
+    """What this rank says of each of the refusals, and of a good call after all of them."""
+    function, arguments = _calls(member)[name]
+    said = []
+    with debug_mode():
+        for changes in (*REFUSED_ALONE[name], {}):
+            if callable(changes):
+                changes = changes(member)
+            try:
+                function(**arguments | (changes if member.rank else {}))
+                said.append("not refused")
+            except (TypeError, ValueError) as refusal:
+                said.append(str(refusal))
+    return said
+
+
+@pytest.mark.parametrize("name", REFUSED_ALONE)
+def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
+    first, odd = worlds(2).run(_refused_alone, name, timeout=60)
+    for one, other in zip(first[:-1], odd):
+        assert (
+            re.sub(r"of \w+ refused", "refused", one) == f"rank(s) [1] refused their arguments, rank 1 because: {other}"
+        )
+    assert first[-1] == odd[-1] == "not refused"
+
+
+@on_ranks(2)
+def test_an_error_after_the_exchange_is_not_sent(member):
+    """The other ranks are in a later collective then."""
+    arguments = good(member.device) | dict(process_group=member.group)
+    arguments["linear_weight"] = arguments["linear_weight"] + member.rank
+    fails = mock.patch("parallel_lce.functional.fused_loss", side_effect=ValueError("after"))
+    with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
+        call(arguments)
+        with fails as failing, pytest.raises(ValueError, match="^after$"):
+            failing.side_effect = lambda *given: (fused_loss(*given), (_ for _ in ()).throw(ValueError("after")))
+            call(arguments)
+        report.assert_not_called()
+
+
 @on_ranks(3)
 def test_equal_values_pass(member):
     """All NaN are equal, and so are 0 and -0. Ranks that sum in another order have other bits."""
@@ -346,6 +502,7 @@ def test_equal_values_pass(member):
     call_["token_weight"] = torch.full((N,), sign * 0.0, device=member.device)
     call_["token_weight"][2] = sign * torch.nan
     call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
+    call_["linear_weight"] = call_["linear_weight"] + member.rank
     call_["target"][2] = -100
     plain = call(call_)
     same = dict(z_loss=0, logit_scale=1) if member.rank else dict(z_loss=0.0, logit_scale=1.0)

@@ -1,6 +1,8 @@
 """Calls on the tokens that count alone: nothing is computed for the others, and bad counts are refused. The fuzz has
 the results, and wrong counts."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -50,6 +52,19 @@ def test_debug_mode_raises_on_every_rank(member, last, message):
     options = dict(counted_tokens=last if member.rank else N, process_group=member.group, sequence_parallel=True)
     with debug_mode(), pytest.raises(ValueError, match=message):
         parallel_lce.linear_cross_entropy(t.x[: N // 2], shard, t.target, **options)
+
+
+@pytest.mark.parametrize("with_target", [False, True])
+@on_ranks(2)
+def test_debug_mode_compares_masks(member, with_target):
+    t = small(member.device, N=N)
+    shard, mask = t.weight.chunk(member.ranks)[member.rank], torch.arange(N, device=member.device) >= 8
+    target, where = t.target if with_target else None, dict(process_group=member.group)
+    call = partial(parallel_lce.token_statistics, t.x, shard, target, **where)
+    with debug_mode():
+        with pytest.raises(ValueError, match="disagree about mask at position 0: rank 0 has 0, rank 1 has 1"):
+            call(mask=mask.roll(-8) if member.rank else mask, counted_tokens=N - 8)
+        assert call(mask=mask, counted_tokens=40).lse.isfinite().all()
 
 
 ALL = torch.ones(N, dtype=torch.bool)

@@ -309,4 +309,7 @@ def test_debug_mode_tells_all_ranks(member, kind, changes, message):
     prepare.KNOWN.clear()
     with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
         given = dict(vocab_start=V * member.rank, process_group=member.group, beta=0.0)
+        given["student_weight"] = student(member.device)[1] + member.rank
+        if kind == "layer":
+            given["teacher_weight"] = teacher(kind, member.device)["teacher_weight"] + member.rank
         called(kind, member.device, changes if member.rank == 1 else {}, **given)

@@ -206,7 +206,7 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(name, cause, device, r
         assert torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected", "label_smoothing"])
+@pytest.mark.parametrize("name", ["mean_logit", "entropy", "sum_p_squared", "selected", "label_smoothing"])
 def test_gradients_that_are_no_probabilities_are_refused(name):
     t = small()
     asked = {"selected": t.target[:, None], "label_smoothing": 0.1}.get(name, True)

@@ -323,6 +323,23 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(member):
         module.process_group = "tp"
 
 
+@pytest.mark.parametrize("name", ["logit_scale", "temperature"])
+def test_a_module_takes_no_number_per_token(name):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be one number in .* \[6\] of torch.float32: pass .* parallel_lce.linear_cross"
+    ):
+        parallel_lce.LinearCrossEntropy(**{name: torch.ones(N)})
+
+
+def test_entropy_has_one_name_more(device):
+    """Of the older argument the statistics are the same."""
+    arguments = good(device)
+    asked = [call(arguments | {name: True}, parallel_lce.token_statistics) for name in ("entropy", "expected_logit")]
+    for one in asked:
+        assert torch.equal(one.entropy, asked[0].entropy) and torch.equal(one.expected_logit, asked[0].expected_logit)
+    assert call(arguments, parallel_lce.token_statistics).entropy is None
+
+
 def test_a_module_without_a_group(device):
     """It is pickled whole, owns no parameters, and shows its options."""
     positional = good(device).values()

@@ -170,7 +170,10 @@ MISTAKES = [
     ("train", "loss.logits_budget_mib=.nan", "loss.logits_budget_mib=nan: input should be"),
     ("train", "train.learning_rate=1e300", "input should be less than or equal to 10000000000000000"),
     ("train", "train.steps=true", "train.steps=True: input should be a valid integer"),
-    ("train", "train.stepz=3", "train.stepz=3: extra inputs are not permitted"),
+    ("demo", "train.stps=5", "no such setting: train.stps; did you mean train.steps?"),
+    ("train", "trian.steps=5", "no such setting: trian.steps; did you mean train.steps?"),
+    ("train", "train=3", "train=3: a section, of settings such as train.steps"),
+    ("train", "zzz=3", "no such setting: zzz; --help lists all"),
     ("train", "train.steps", "expected key=value, got 'train.steps'"),
     ("train", f"train.steps={'9' * 5000}", "or an override cannot be read: Exceeds the limit"),
     ("train", "train.seed=-1 train.steps=x", "error: train.steps='x': input should be a valid integer; train.seed=-1"),
@@ -238,7 +241,11 @@ def test_help_is_no_mistake(capsys):
     for name, *arguments in (["demo", "--help"], ["train", "--help", "--"], ["parity", "--", "--help"]):
         with pytest.raises(SystemExit) as ended:
             program.main(name, arguments)
-        assert not ended.value.code and capsys.readouterr().out.startswith("usage: ")
+        said = capsys.readouterr().out
+        assert not ended.value.code and said.startswith("usage: ")
+        if name == "demo":
+            listed = {line.strip().partition("=")[0] for line in said.splitlines() if line.startswith("  ")}
+            assert {"train.steps", "snapshots.tokens", "output"} <= listed and "\n  train.steps=40\n" in said
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

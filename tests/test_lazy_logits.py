@@ -277,7 +277,6 @@ def test_autograd_functions_get_no_lazy_logits(member):
     uses = [
         _Square.apply,
         lambda z: _Calling.apply(lambda: (2 * z)[...]),
-        lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
         lambda z: checkpoint(ours.compute_language_model_loss, data.labels, z, use_reentrant=True),
         lambda z: (z.add_(0), _Square.apply(z))[1],  # with real logits, too
     ]
@@ -296,7 +295,8 @@ def test_autograd_functions_get_no_lazy_logits(member):
         # Stock's loss changes fp32 logits.
         loss = lambda z: model.compute_language_model_loss(data.labels, z if ours else z.clone())  # noqa: E731
         recomputed = lambda z: checkpoint(loss, z, use_reentrant=False)  # noqa: E731
-        for function in (lambda z: tensor_parallel.vocab_parallel_cross_entropy(z[...], target), recomputed):
+        cross_entropy = tensor_parallel.vocab_parallel_cross_entropy
+        for function in (lambda z: cross_entropy(z, target), lambda z: cross_entropy(z[...], target), recomputed):
             losses = function(model.output_layer(leaf)[0])
             found += [losses, torch.autograd.grad(losses.mean(), leaf)[0]]
         return found
@@ -357,8 +357,9 @@ def test_logits_without_a_loss(member):
         assert largest_error(*(m(*given, labels=data.labels) for m in (stock, ours))) <= 1e-5
         gathered = [m(*given, runtime_gather_output=True) for m in (stock, ours)]
         assert gathered[0].shape[-1] == VOCAB and torch.equal(*gathered)
-        if member.ranks == 1:  # of its vocabulary there is nothing to gather
-            ours.train()(*given, labels=data.labels, runtime_gather_output=True)
+        # With labels nothing is gathered.
+        losses = ours.train()(*given, labels=data.labels, runtime_gather_output=True)
+        assert largest_error(losses, stock(*given, labels=data.labels)) <= 1e-5
     # Stock models built while the switch is installed stay stock.
     assert type(build(member, spec, {}).output_layer) is type(stock.output_layer)
     assert type(ours.output_layer).__name__ == type(stock.output_layer).__name__
@@ -376,24 +377,57 @@ def _said(run) -> list[str]:
     return [str(w.message) for w in ours]
 
 
-def _hooked(layer, use) -> None:
-    layer.register_forward_hook(lambda module, inputs, outputs: (use(outputs[0]), None)[1])
+def _used(model, use) -> None:
+    """By a program's own loss, which calls the model's."""
+    own = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda labels, logits: (use(logits), own(labels, logits))[1]
 
 
-def _with_a_bias(layer) -> None:
+def _adapted(model) -> None:
+    """As by an adapter that keeps nothing of the layer that it wraps."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *given, **named):
+            logits, bias = self.inner(*given, **named)
+            return logits[...], bias
+
+    model.output_layer = Adapter(model.output_layer)
+
+
+def _with_a_bias(model) -> None:
+    layer = model.output_layer
     layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
+
+
+def _replaced(model) -> None:
+    layer, stock = model.output_layer, tensor_parallel.ColumnParallelLinear.forward
+    layer.forward = lambda *given, **named: stock(layer, *given, **named)
+
+
+def _deferred(model) -> None:
+    layer = model.output_layer
+    layer.config = copy.copy(layer.config)
+    layer.config.defer_embedding_wgrad_compute, layer.config.wgrad_deferral_limit = True, 0
+    layer.embedding_activation_buffer, layer.grad_output_buffer = [], []
 
 
 # What makes real logits in training, by what is said of it.
 REASONS = {
-    "built before install()": lambda layer: None,
-    "parallel_output=True": lambda layer: None,
-    "fully sharded": lambda layer: setattr(layer.weight, "__fsdp_param__", True),
+    "built before install()": lambda model: None,
+    "fully sharded": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),
     "skip_bias_add=False": _with_a_bias,
-    "disable_grad_reduce=False": lambda layer: setattr(layer, "disable_grad_reduce", True),
-    "attribute 'float'": lambda layer: _hooked(layer, lambda z: (z.float(), z.sum())),
-    "torch function 'softmax'": lambda layer: _hooked(layer, lambda z: torch.softmax(z, -1)),
-    "backward hooks": lambda layer: layer.register_full_backward_hook(lambda *given: None),
+    "disable_grad_reduce=False": lambda model: setattr(model.output_layer, "disable_grad_reduce", True),
+    "attribute 'float'": lambda model: _used(model, lambda z: (z.float(), z.sum())),
+    "torch function 'softmax'": lambda model: _used(model, lambda z: torch.softmax(z, -1)),
+    "backward hooks": lambda model: model.output_layer.register_full_backward_hook(lambda *given: None),
+    "forward hooks": lambda model: model.output_layer.register_forward_hook(lambda *given: None),
+    "operator '__getitem__'": _adapted,
+    "forward was replaced": _replaced,
+    "defer_embedding_wgrad_compute": _deferred,
 }
 
 
@@ -409,14 +443,13 @@ def test_says_once_that_logits_are_made(member, reason):
     ours, stock = build(member, spec, options), build(member, spec, {})
     switched(spec)
     data = batch(0, spec, member.device)
-    REASONS[reason](ours.output_layer)
-    gather = {"runtime_gather_output": True} if reason == "parallel_output=True" else {}
+    REASONS[reason](ours)
 
     def said(labels: torch.Tensor | None, **options) -> list[str]:
         return _said(lambda: ours(data.tokens, data.positions, data.mask, labels=labels, **options))
 
     assert said(None) == said(None, runtime_gather_output=True) == []
-    first, second = said(data.labels, **gather), said(data.labels, **gather)
+    first, second = said(data.labels), said(data.labels)
     # One rank speaks for those that shard the vocabulary.
     assert len(first) == (member.rank == 0) and all(reason in text for text in first), first
     assert second == []
@@ -431,7 +464,7 @@ def test_says_once_that_logits_are_made(member, reason):
 @on_ranks(2)
 def test_one_rank_speaks_for_all(member, spec, told):
     """The first of those that have the output layer, in all steps and microbatches once."""
-    with mock.patch.object(output_layer, "_reason", lambda *arguments: "of a test"):
+    with mock.patch.object(output_layer, "_why_logits", lambda *arguments: "of a test"):
         assert len(_said(lambda: train(member, spec, switched(spec)))) == told[member.rank]
 
 

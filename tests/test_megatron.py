@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import megatron.core
 from megatron.core import tensor_parallel
+from megatron.core.fusions import fused_cross_entropy
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import cross_entropy
 
@@ -25,6 +26,7 @@ from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batc
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import choices, install, output_layer, token_log_probs, uninstall
+from parallel_lce.megatron import cross_entropy as taken_over
 from tools import arguments_to, on_ranks, ran, words_of_error
 from world import Member
 
@@ -168,20 +170,33 @@ def _methods() -> tuple:
     return (
         LanguageModule.compute_language_model_loss,
         LanguageModule.setup_embeddings_and_output_layer,
-        tensor_parallel.vocab_parallel_cross_entropy,
-        cross_entropy.vocab_parallel_cross_entropy,
+        cross_entropy._VocabParallelCrossEntropy.apply,
+        fused_cross_entropy._VocabParallelCrossEntropy.apply,
     )
+
+
+def test_logits_of_all_callers():
+    """With cross_entropy="logits" those of the function itself too, imported before or after."""
+    logits, target = torch.randn(4, 3, 7, dtype=torch.float64), torch.tensor([[0, 1, -100]] * 4)
+    calls = (tensor_parallel.vocab_parallel_cross_entropy, cross_entropy.vocab_parallel_cross_entropy)
+    ours = parallel_lce.vocab_parallel_cross_entropy(logits, target)
+    install(cross_entropy="logits")
+    for call in calls:
+        with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", return_value=ours) as called:
+            assert call(logits.clone(), target) is ours and called.call_count == 1
+    install(cross_entropy="output_layer")
+    with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", side_effect=AssertionError):
+        with pytest.raises(AssertionError, match="parallel group is not initialized"):
+            calls[0](logits.clone(), target)
 
 
 def test_install_is_idempotent_and_undone():
     before = _methods()
     install()
     once = _methods()
-    assert once[0] is not before[0] and once[2:] == before[2:]
+    assert all(ours is not own for ours, own in zip(once, before))
     install(5, cross_entropy="logits", reduce_dtype=torch.float32)
-    assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
     install()  # keeps what was chosen
-    assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
     assert choices.installed == ("logits", 5, None, torch.float32)
     install(cross_entropy="output_layer")
     assert _methods() == once
@@ -246,19 +261,7 @@ def test_settings_of_each_call(member):
 @on_ranks(1)
 def test_unsupported_settings(member):
     spec = Model(ranks=member.ranks)
-    model = build(member, spec, switched(spec))
-    model.config.defer_embedding_wgrad_compute = True
-    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute=True.*set it to False"):
-        model.setup_embeddings_and_output_layer()
-    model.config.defer_embedding_wgrad_compute = False
-
-    class Quantized(tensor_parallel.ColumnParallelLinear):
-        def forward(self, input_, weight=None, runtime_gather_output=None):
-            return super().forward(input_, weight, runtime_gather_output)
-
-    model.output_layer.__class__ = Quantized
-    with pytest.raises(ValueError, match="does not know the forward of the output layer Quantized"):
-        model.setup_embeddings_and_output_layer()
+    switched(spec)
     with pytest.warns(RuntimeWarning, match="no effect with cross_entropy_loss_fusion=False"):
         build(member, spec, {"cross_entropy_fusion_impl": "parallel_lce"})
     tied = Model(ranks=member.ranks, tied=True)

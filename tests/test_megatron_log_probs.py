@@ -18,8 +18,10 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, path_of, specs
 from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
-from parallel_lce.megatron import TokenLogProbs, log_probs, token_log_probs
-from tools import on_ranks
+from parallel_lce.megatron import TokenLogProbs, cross_entropy, token_log_probs
+from parallel_lce.megatron.lazy_logits import LazyLogits
+from parallel_lce.megatron.output_layer import fused_losses
+from tools import debug_mode, on_ranks
 from world import Member
 
 
@@ -120,7 +122,7 @@ def test_without_gradients(member):
         found = []
         for training in (True, False):
             model.train(training)
-            with torch.no_grad(), mock.patch.object(log_probs, "token_losses", wraps=log_probs.token_losses) as others:
+            with torch.no_grad(), mock.patch.object(cross_entropy, "fused_losses", wraps=fused_losses) as others:
                 found += scored(ours, model, data, Scoring(0.7))
             assert others.call_count == (spec.mtp if training and ours else 0)
         assert not any(value.requires_grad for value in found)
@@ -217,12 +219,28 @@ def test_refusals(member):
         bert = build(member, Model(ranks=member.ranks, family="bert"), {})
         refused("HybridModel, alone or in wrappers, got BertModel", model=bert)
         model.config.defer_embedding_wgrad_compute = True
-        refused("token_log_probs does not support defer_embedding_wgrad_compute=True")
+        refused("token_log_probs makes no logits: defer_embedding_wgrad_compute keeps")
         model.config.defer_embedding_wgrad_compute = False
     token_log_probs(**given, labels=data.labels)
     refused("unexpected keyword argument 'unknown'", TypeError, unknown=1)
     model.register_forward_hook(lambda module, inputs, output: output[0])
     refused("GPTModel's forward must return compute_language_model_loss", RuntimeError)
+
+
+@on_ranks(2)
+def test_what_one_rank_refuses_every_rank_raises(member):
+    """In debug mode, before the model's own collectives."""
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
+    given["labels"] = data.labels
+    with debug_mode(), mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called")):
+        for changes, message in REFUSED[:-1]:
+            said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
+            with pytest.raises(ValueError, match=said):
+                token_log_probs(**given | (changes(data.labels) if member.rank else {}))
+    with debug_mode():
+        token_log_probs(**given)
 
 
 HOOKS = {
@@ -240,12 +258,12 @@ def test_what_would_make_logits_is_refused(member, training):
     layer = model.output_layer
 
     def refused(message: str, handle=None) -> None:
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises((RuntimeError, ValueError), match=message):
             scored(True, model, data, Scoring())
         if handle is not None:
             handle.remove()
 
-    with mock.patch.object(layer, "_forward_impl", side_effect=AssertionError("the logits were made")):
+    with mock.patch.object(LazyLogits, "_make", side_effect=AssertionError("the logits were made")):
         for message, hook in HOOKS.items():
             refused(message, layer.register_forward_hook(hook))
         hooked = layer.register_full_backward_hook(lambda *arguments: None)

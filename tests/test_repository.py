@@ -13,8 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import parallel_lce
 import tiers
+from parallel_lce.call import prepare
 from releases import ROOT
 from tools import ran
 
@@ -105,21 +108,29 @@ def test_no_file_is_long_and_none_imports_a_trainer():
 needs_build = pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The folder of an unpacked wheel, which is built from an sdist."""
-    source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
-    # What git would check out of the package, its link included, and of a folder beside it.
+def _checked_out(source: Path) -> None:
+    """What git would check out of the package, its link included, and of a folder beside it."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
+
+
+def _built(source: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
     # Where a package that builds is missing, or setuptools, which comes with torch, is too old, build fetches it.
     version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
-    done = python("-m", "build", *isolation, "--outdir", str(out), str(source), cwd=out)
+    return python("-m", "build", *isolation, *options, "--outdir", str(out), str(source), cwd=out)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The folder of an unpacked wheel, which is built from an sdist."""
+    source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
+    _checked_out(source)
+    done = _built(source, out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
@@ -138,7 +149,7 @@ loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
 loss.backward()
 assert abs(loss.item() - math.log(5)) < 1e-6, loss
 assert w.grad.shape == (5, 4)
-print(parallel_lce.__file__)
+print(parallel_lce.__file__, parallel_lce.__version__)
 """
 
 
@@ -154,7 +165,20 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     done = python("-c", USE, path=site, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == site / "parallel_lce" / "__init__.py"
+    file, version = done.stdout.split()
+    assert Path(file) == site / "parallel_lce" / "__init__.py"
+    assert information.name == f"parallel_lce-{version}.dist-info"
+
+
+@needs_build
+@pytest.mark.parametrize("kind", ["--wheel", "--sdist"])
+def test_nothing_is_built_without_the_link(kind, tmp_path):
+    _checked_out(tmp_path)
+    (tmp_path / "parallel_lce" / "kernels").unlink()
+    (tmp_path / "parallel_lce" / "kernels").write_text("../kernels")
+    done = _built(tmp_path, tmp_path, kind)
+    assert done.returncode != 0 and not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
+    assert "error: parallel_lce/kernels is missing: it is a symbolic link" in done.stdout + done.stderr
 
 
 def test_a_lost_link_names_its_cause(tmp_path):
@@ -187,6 +211,76 @@ assert ours <= {"parallel_lce", "torch"}, ours
 
 def test_importing_needs_torch_alone(tmp_path):
     done = python("-c", IMPORTS + USE, path=ROOT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    in_git = importlib.util.find_spec("setuptools_scm") and (ROOT / ".git").exists()
+    assert not in_git or done.stdout.split()[1] != "0.0.0"
+
+
+DEBUG = """
+import os, torch.distributed as dist
+os.environ["PARALLEL_LCE_DEBUG"] = "1"
+rank = 0 if (child := os.fork()) else 1
+dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+shard, said = torch.arange(20.0).view(5, 4) + rank, []
+for size in (10, 10 - rank):
+    where = dict(process_group=dist.group.WORLD, vocab_size=size)
+    try:
+        said.append(parallel_lce.linear_cross_entropy(torch.ones(3, 4), shard, torch.tensor([0, 6, 8]), **where).item())
+    except ValueError as refusal:
+        said.append(str(refusal))
+assert "vocab_size: rank 0 has 10, rank 1 has 9" in said.pop() and said[0] > 0, said
+dist.destroy_process_group()
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_debug_mode_needs_torch_alone(tmp_path):
+    done = python("-c", IMPORTS + DEBUG, path=ROOT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_misspelt_variable_is_named(monkeypatch):
+    """When a call of a new signature is checked, once."""
+    given = dict(LOGIT_BUDGET="1", debug="1", OTHER="1", TEST_OTHER="1", PYTHON="python")
+    for suffix, value in given.items():
+        monkeypatch.setenv(f"PARALLEL_LCE_{suffix}", value)
+    with pytest.warns(UserWarning) as found:
+        prepare.KNOWN.clear()
+        for _ in range(2):
+            parallel_lce.linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.zeros(2).long())
+    said = sorted(
+        str(warning.message).removeprefix("parallel_lce ignores the environment variable ") for warning in found
+    )
+    assert said[0] == "PARALLEL_LCE_LOGIT_BUDGET: did you mean PARALLEL_LCE_LOGITS_BUDGET?"
+    assert said[1].startswith("PARALLEL_LCE_OTHER: there are PARALLEL_LCE_BACKEND, ")
+    assert said[2:] == ["PARALLEL_LCE_debug: did you mean PARALLEL_LCE_DEBUG?"]
+
+
+ABSENT = """
+import sys
+for name in ("megatron", "torchtitan", "spmd_types", "transformers", "trl", "verl"):
+    sys.modules[name] = None  # import raises ImportError
+import parallel_lce.megatron, parallel_lce.transformers, parallel_lce.trl, parallel_lce.verl
+def import_torchtitan():
+    import parallel_lce.torchtitan
+for call, needed in (
+    (parallel_lce.megatron.install, "parallel_lce.megatron needs megatron-core: pip install"),
+    (parallel_lce.trl.patch, "parallel_lce.trl needs TRL 1.16 or later (pip install trl)"),
+    (import_torchtitan, "parallel_lce.torchtitan needs torchtitan 0.3.0 (pip install torchtitan spmd_types)"),
+):
+    try:
+        call()
+    except ImportError as error:
+        assert str(error).startswith(needed), error
+    else:
+        raise AssertionError(needed)
+"""
+
+
+def test_a_neighbour_that_is_missing_is_named(tmp_path):
+    done = python("-c", ABSENT, path=ROOT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

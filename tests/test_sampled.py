@@ -6,14 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import parallel_lce
 from cases import DTYPES, normal
 from measures import error
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
-from tools import on_ranks, started, upstream
+from tools import debug_mode, on_ranks, started, upstream
+from world import mesh_of
 
 N, V, D, M = 12, 80, 24, 30
+LEAVES = "input", "linear_weight", "linear_bias", "log_expected_count", "target_log_expected_count"
 
 
 def problem(dtype=torch.float64, per_token=False, device="cpu") -> dict:
@@ -36,16 +39,16 @@ def problem(dtype=torch.float64, per_token=False, device="cpu") -> dict:
 
 
 def dense(t: dict, reduction="mean", scale=1.0, remove=True) -> tuple[Tensor, ...]:
-    """In float64: the loss and the gradients of input, weight and bias."""
-    leaves = [t[n].double().detach().requires_grad_() for n in ("input", "linear_weight", "linear_bias")]
-    logits = scale * F.linear(*leaves)
+    """In float64: the loss and the gradients of ``LEAVES``."""
+    leaves = [t[n].double().detach().requires_grad_() for n in LEAVES]
+    logits, (counts, of_target) = scale * F.linear(*leaves[:3]), leaves[3:]
     counted, target = t["target"] != -100, t["target"].clamp(min=0)
     sampled = t["sampled"].expand(N, M)
-    others = logits.gather(1, sampled.clamp(0, V - 1)) - t["log_expected_count"].expand(N, M)
+    others = logits.gather(1, sampled.clamp(0, V - 1)) - counts.expand(N, M)
     others = others.masked_fill((sampled < 0) | (sampled >= V), -torch.inf)
     if remove:
         others = others.masked_fill(sampled == target[:, None], -torch.inf)
-    own = logits.gather(1, target[:, None]) - t["target_log_expected_count"][:, None]
+    own = logits.gather(1, target[:, None]) - of_target[:, None]
     losses = F.cross_entropy(torch.cat([own, others], 1), torch.zeros_like(target), reduction="none")
     losses = torch.where(counted, losses, 0.0)
     loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted.sum()}[reduction]
@@ -82,7 +85,7 @@ def test_the_dense_formula(member, dtype, split, per_token, reduction, options, 
         given[name] = whole[name][rows]
     if split:
         given["input"] = whole["input"].chunk(ranks)[rank]
-    leaves = {n: given[n].clone().requires_grad_() for n in ("input", "linear_weight", "linear_bias")}
+    leaves = {n: given[n].clone().requires_grad_() for n in LEAVES}
     loss = parallel_lce.sampled_linear_cross_entropy(
         **given | leaves,
         reduction=reduction,
@@ -91,10 +94,10 @@ def test_the_dense_formula(member, dtype, split, per_token, reduction, options, 
         **options,
     )
     (loss * upstream(loss)).sum().backward()
-    wants = [truth[0], truth[1].chunk(ranks)[rank] if split else truth[1], truth[2][rows], truth[3][rows]]
+    wants = [truth[0], truth[1].chunk(ranks)[rank] if split else truth[1], truth[2][rows], truth[3][rows], *truth[4:]]
     founds = [loss, *[leaf.grad for leaf in leaves.values()]]
     allowed = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}[dtype]
-    for found, want in zip(founds, wants):
+    for found, want in zip(founds, wants, strict=True):
         assert error(found, want) <= allowed * max(1.0, want.double().norm().item())
     touched = torch.cat([whole["target"], whole["sampled"].reshape(-1)])
     others = ~torch.isin(torch.arange(rows.start, rows.stop, device=member.device), touched)
@@ -151,6 +154,80 @@ def test_few_samples_and_confident_tokens(device):
         assert loss.item() == pytest.approx(math.log1p(3 * math.exp(-16)), rel=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0, M), (0, 0), (M,), (0,)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_no_tokens(member, shape):
+    """The loss and all gradients are 0, as those of linear_cross_entropy are."""
+    rows = V // member.ranks
+    leaves = [torch.zeros(size, D, device=member.device, requires_grad=True) for size in (0, rows)]
+    target, sampled = (torch.zeros(s, dtype=torch.int64, device=member.device) for s in ((0,), shape))
+    for reduction in ("mean", "sum", "none"):
+        loss = parallel_lce.sampled_linear_cross_entropy(
+            *leaves, target, sampled, reduction=reduction, process_group=member.group
+        )
+        assert loss.shape == ((0,) if reduction == "none" else ()) and not loss.any()
+        assert all(not g.any() for g in torch.autograd.grad(loss.sum(), leaves))
+
+
+def test_the_gradient_of_expected_counts_alone(device):
+    """With a frozen weight, and with a scale of 0."""
+    t = problem(device=device)
+    for scale in (1.0, 0.0):
+        counts = t["log_expected_count"].clone().requires_grad_()
+        loss = parallel_lce.sampled_linear_cross_entropy(**t | dict(log_expected_count=counts), logit_scale=scale)
+        found, want = torch.autograd.grad(loss, counts)[0], dense(t, scale=scale)[4]
+        assert error(found, want) < 1e-12 and want.any()
+
+
+def _disagreement(t: dict, rank: int, name: str) -> dict:
+    """Arguments of this rank, where the last one's differ."""
+    if rank == 0:
+        return t
+    if name == "fewer":
+        return t | {n: t[n][..., :-1] for n in ("sampled", "log_expected_count")}
+    if name == "no counts":
+        return t | dict(log_expected_count=None, target_log_expected_count=None)
+    changed = t[name].clone()
+    changed.view(-1)[5] += 2
+    return t | {name: changed}
+
+
+DISAGREEMENTS = {
+    "sampled": "sampled at position 5: rank 0 has",
+    "target": "target at position 5: rank 0 has",
+    "fewer": "sampled: rank 0 has .*log_expected_count: rank 0 has",
+    "no counts": "log_expected_count: rank 0 has .*, rank 1 has None; target_log",
+    "log_expected_count": "log_expected_count at position 5: rank 0",
+    "target_log_expected_count": "target_log_expected_count at position 5: rank 0",
+}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@on_ranks(2)
+def test_ranks_that_disagree(member, per_token):
+    """A loss of NaN, but for values of expected counts, and in debug mode the first difference in words."""
+    t = problem(per_token=per_token, device=member.device)
+    rows = slice(member.rank * V // 2, (member.rank + 1) * V // 2)
+    for name, said in DISAGREEMENTS.items():
+        given = _disagreement(t, member.rank, name)
+        for of_weight in ("linear_weight", "linear_bias"):
+            given[of_weight] = given[of_weight][rows]
+        if name in ("sampled", "target", "no counts") or (name == "fewer" and not per_token):
+            assert parallel_lce.sampled_linear_cross_entropy(**given, process_group=member.group).isnan(), name
+        with debug_mode(), pytest.raises(ValueError, match=f"disagree about {said}"):
+            parallel_lce.sampled_linear_cross_entropy(**given, process_group=member.group)
+
+
+@on_ranks(2)
+def test_dtensors_are_refused_by_their_names(member):
+    t = problem(device=member.device)
+    for name, value in t.items():
+        placed = DTensor.from_local(value, mesh_of(member.device.type, (2,)), [Replicate()])
+        with pytest.raises(ValueError, match=rf"^{name} is a DTensor: pass {name}.to_local\(\)"):
+            parallel_lce.sampled_linear_cross_entropy(**t | {name: placed})
+
+
 def test_a_target_outside_the_vocabulary_is_nan(device):
     t = problem(device=device)
     t["target"][1] = V
@@ -164,6 +241,8 @@ REFUSED = [
     (dict(log_expected_count=torch.zeros(M - 1)), r"_count must be floating-point of shape \[30\], got \[29\]"),
     (dict(target_log_expected_count=torch.zeros(3)), r"target_log_expected_count must be .* \[12\], got \[3\]"),
     (dict(logit_scale=torch.ones(N)), "logit_scale must be a finite Python number, got a tensor"),
+    (dict(log_expected_count=None), "given together, got no log_expected_count: zeros subtract nothing"),
+    (dict(target_log_expected_count=None), "given together, got no target_log_expected_count"),
     (dict(reduction="average"), "reduction must be 'none', 'mean' or 'sum', got 'average'"),
     (dict(linear_weight=torch.zeros(V, D + 1).double()), r"input has 24 features and linear_weight \[80, 25\]"),
     (dict(target=torch.zeros(3).long()), r"target_log_expected_count must be .* \[3\], got \[12\]"),

@@ -2,7 +2,9 @@
 whose trainer trains its debug model beside its own chunked loss."""
 
 import copy
+import functools
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ import torchtitan_training
 from cases import normal
 from measures import assert_close
 from tools import on_ranks
-from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, installed
+from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, compute_logprobs, installed
 from world import mesh_of
 
 B, S, D, V, COUNT = 2, 5, 6, 11, 7
@@ -39,11 +41,11 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-def plain(lm_head: nn.Linear, rank: int, ranks: int, spmd_type="R") -> nn.Linear:
+def plain(lm_head: nn.Linear, rank: int, ranks: int) -> nn.Linear:
     """``lm_head`` with this rank's rows, and what torchtitan's layers know of their input."""
     for name, parameter in [*lm_head.named_parameters()]:
         setattr(lm_head, name, nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
-    layout = SimpleNamespace(per_axis_spmd_types=lambda: {"tp": spmd_type})
+    layout = SimpleNamespace(per_axis_spmd_types=lambda: {"tp": "R"})
     lm_head._sharding_config = SimpleNamespace(in_src_shardings={"input": layout})
     return lm_head
 
@@ -102,7 +104,7 @@ def test_equals_whole_logits(member, kind, inner):
                 assert_close(value, expected.pop(name) if not training else expected[name], 1e-5, name=name)
             if training:
                 loss.backward()
-    assert not expected and not loss.requires_grad
+    assert not expected and not loss.requires_grad and not loss_fn._said
     for name, p in {"x": x, **dict(model.named_parameters())}.items():
         found, want = p.grad, 2 * wanted[name].grad
         if isinstance(found, DTensor):
@@ -119,8 +121,7 @@ def test_equals_whole_logits(member, kind, inner):
 @on_ranks(2)
 def test_refused(member):
     """Each on every rank, before any collective. The layer keeps its own forward."""
-    MSELoss = type("MSELoss", (BaseLoss,), {})
-    Scaled, Other = type("Scaled", (nn.Linear,), {"forward": max}), type("Other", (ChunkedLossWrapper,), {})
+    MSELoss, Other = type("MSELoss", (BaseLoss,), {}), type("Other", (ChunkedLossWrapper,), {})
     with installed(mesh_of("cpu", (2,), ("tp",))) as ours:
 
         def refused(match: str, lm_head, loss_fn=None, **options):
@@ -133,20 +134,132 @@ def test_refused(member):
                 loss(torch.ones(B, S, D, requires_grad=True), torch.zeros(B, S, dtype=torch.long))
             assert lm_head is None or {*vars(lm_head)} == own
 
-        def layer(spmd_type="R", ranks=2):
-            return plain(nn.Linear(D, V), member.rank % ranks, ranks, spmd_type)
-
         refused("call set_lm_head before the loss", None)
-        refused("global_vocab_size is 12, but lm_head has 11", layer(), CrossEntropyLoss.Config(global_vocab_size=12))
-        refused(r"its input is R on 'tp', got S\(1\)", layer("S(1)"))
-        refused("its input is R on 'tp', got None", nn.Linear(D, V))
-        refused(f"must have {(6, 5)[member.rank]} rows, got 11", layer(ranks=1))
-        refused("must be a plain linear layer or a SoftCappedLinear, got Scaled", Scaled(D, V))
+        refused(f"must have {(6, 5)[member.rank]} rows, got 11", plain(nn.Linear(D, V), 0, 1))
         refused("must be CrossEntropyLoss or call compute_logprobs, got MSELoss", None, MSELoss.Config())
         refused("gradient_filter needs CrossEntropyLoss, got Policy", None, PolicyLoss.Config(), gradient_filter=0.1)
         for config, name in ((ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), "MSE"), (Other.Config(), "Other")):
             with pytest.warns(UserWarning, match=f"leaves .*{name}"):
                 assert ours.linear_cross_entropy(config) is config
+
+
+class ScaledLogits(PolicyLoss):
+    def __call__(self, logits, labels, count, *, advantages):
+        return -(compute_logprobs(logits / 0.5, labels) * advantages).sum() / count, {}
+
+
+class RegularizedLogits(PolicyLoss):
+    def __call__(self, logits, labels, count, *, advantages):
+        return (logits.logsumexp(-1) - compute_logprobs(logits, labels) * advantages).sum() / count, {}
+
+
+def _doubled(function):
+    @functools.wraps(function)
+    def replacement(*given, **named):
+        return tuple(2 * part if part != {} else part for part in function(*given, **named))
+
+    return replacement
+
+
+def _own_forward(lm_head, loss_fn):
+    lm_head.forward = lambda x: 2 * nn.functional.linear(x, lm_head.weight, lm_head.bias)
+
+
+def _scaled_class(lm_head, loss_fn):
+    lm_head.__class__ = type("Scaled", (nn.Linear,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
+
+
+def _parametrized(lm_head, loss_fn):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(lm_head, "weight", Doubled())
+
+
+HABITS = {  # what else programs do to lm_head or to the loss: an expected word, if the logits are made
+    "a hook of its input": (lambda lm_head, _: lm_head.register_forward_pre_hook(lambda m, x: (2 * x[0],)), None),
+    "a hook of its weight": (lambda lm_head, _: lm_head.weight.register_hook(lambda dw: 2 * dw), None),
+    "a parametrization": (_parametrized, None),
+    "compiled in place": (lambda lm_head, _: lm_head.compile(backend="eager"), None),
+    "a forward of its instance": (_own_forward, "a Linear, has a forward of its own"),
+    "a derived class": (_scaled_class, "a Scaled, has a forward of its own"),
+    "a hook": (lambda lm_head, _: lm_head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),
+    "a backward hook": (
+        lambda lm_head, _: lm_head.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0],)), "hook on its logits",
+    ),
+    "a padded vocabulary": (lambda _, loss_fn: setattr(loss_fn, "global_vocab_size", V - 1), "global_vocab_size is 10"),
+    "another function": (
+        lambda _, loss_fn: setattr(loss_fn, "fn", lambda y, ids, **_: y.square().sum()), "replaced CrossEntropyLoss",
+    ),
+}  # fmt: skip
+
+
+def _compare(ours, ours_config, own_config, habit=lambda lm_head, loss_fn: None, words=None) -> None:
+    """The loss, its gradients and its words: torchtitan's own, or the override's."""
+    x, labels = normal(B, S, D).float(), torch.arange(B * S).mul(7).remainder(V).view(B, S)
+    found = []
+    for config in (own_config, ours_config):
+        torch.manual_seed(3)
+        lm_head, hidden, loss_fn = nn.Linear(D, V), x.clone().requires_grad_(), config.build()
+        habit(lm_head, loss_fn.loss_fn)
+        loss_fn.lm_head = lm_head
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss, _ = loss_fn(hidden, labels, COUNT, advantages=torch.linspace(-1.0, 1.5, B * S).view(B, S))
+                loss.backward()
+        found.append([loss.detach(), hidden.grad, *(parameter.grad for parameter in lm_head.parameters())])
+    assert [words in str(each.message) for each in said] == ([True] if words else [])
+    for value, expected in zip(*found[::-1], strict=True):
+        assert_close(value, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_another_projection_or_loss_runs_as_without_the_override(name):
+    with installed() as ours:
+        config = ChunkedLossWrapper.Config()
+        _compare(ours, ours.linear_cross_entropy(config), config, *HABITS[name])
+
+
+@pytest.mark.parametrize("place", ["ChunkedLossWrapper.__call__", "CrossEntropyLoss.__call__", "cross_entropy_loss"])
+@pytest.mark.parametrize("when", ["before the import", "before the override", "after it"])
+def test_what_other_code_has_replaced_is_never_left_out(place, when, monkeypatch):
+    owner, name = (torchtitan_standin, place) if "." not in place else (eval(place.split(".")[0]), "__call__")
+    double = _doubled if name == "__call__" else lambda own: functools.wraps(own)(lambda *a, **n: 2 * own(*a, **n))
+    replace = lambda: monkeypatch.setattr(owner, name, double(getattr(owner, name)))  # noqa: E731
+    if "import" in when:
+        replace()
+    with installed() as ours:
+        config = ChunkedLossWrapper.Config()
+        if "override" in when:
+            replace()
+        if "after" not in when:
+            with pytest.warns(UserWarning, match=r"leaves ChunkedLossWrapper\.Config"):
+                assert ours.linear_cross_entropy(config) is config
+            return
+        ours_config = ours.linear_cross_entropy(config)
+        replace()
+        _compare(ours, ours_config, config, words="other code has replaced")
+
+
+@pytest.mark.parametrize("loss", [ScaledLogits, RegularizedLogits])
+def test_a_loss_that_computes_with_logits_is_left_alone(loss):
+    with installed() as ours, pytest.warns(UserWarning, match=f"leaves .*{loss.__name__}"):
+        config = ChunkedLossWrapper.Config(loss_fn=loss.Config())
+        assert ours.linear_cross_entropy(config) is config
+
+
+def test_globals_of_a_loss_are_those_of_the_call(monkeypatch):
+    with installed() as ours:
+        config = ChunkedLossWrapper.Config(loss_fn=PolicyLoss.Config())
+        ours_config = ours.linear_cross_entropy(config)
+        assert ours_config is not config
+        _compare(ours, ours_config, config)
+        loss_fn = ours_config.build()
+        monkeypatch.setattr(torchtitan_standin, "CLIP", 0.4)
+        again = SimpleNamespace(build=lambda: loss_fn)
+        _compare(ours, again, config)
 
 
 CASES = [

@@ -61,6 +61,11 @@ def test_what_trainers_call(calls, wanted, ranks, sequence_parallel, verl, world
     worlds(ranks, verl).run(verl_bodies.check, calls, sequence_parallel, wanted)
 
 
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_gradient_is_summed_once(verl, worlds):
+    worlds(2, verl).run(verl_bodies.check_who_sums)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("device", ["cpu"])

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-IGNORE_INDEX = -100
+IGNORE_INDEX, CLIP = -100, 0.2
 
 
 class BaseLoss:
@@ -31,13 +31,20 @@ class BaseLoss:
     def _maybe_compile(self, compile_config) -> None: ...
 
 
+def cross_entropy_loss(logits, labels, *, global_vocab_size=None):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
 class CrossEntropyLoss(BaseLoss):
     @dataclass(kw_only=True)
     class Config(BaseLoss.Config):
         global_vocab_size: int | None = None
 
+    def __init__(self, config, *, compile_config=None) -> None:
+        self.fn, self.global_vocab_size = cross_entropy_loss, config.global_vocab_size
+
     def __call__(self, logits, labels, count, **_):
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count, {}
+        return self.fn(logits, labels, global_vocab_size=self.global_vocab_size) / count, {}
 
 
 def compute_logprobs(logits, labels, *, return_entropy: bool = False):
@@ -52,7 +59,7 @@ class PolicyLoss(BaseLoss):
     def __call__(self, logits, labels, count, *, advantages):
         log_probs, entropy = compute_logprobs(logits, labels, return_entropy=True)
         ratio, counts = torch.exp(log_probs + 2.0), labels != IGNORE_INDEX
-        loss = -(torch.min(ratio, ratio.clamp(0.8, 1.2)) * advantages * counts).sum() / count
+        loss = -(torch.min(ratio, ratio.clamp(1 - CLIP, 1 + CLIP)) * advantages * counts).sum() / count
         return loss, {"loss": loss.detach(), "entropy": (entropy * counts).sum() / count}
 
 
@@ -76,6 +83,14 @@ class ChunkedLossWrapper(BaseLoss):
     def __init__(self, config, *, compile_config=None) -> None:
         self.loss_fn, self.lm_head = config.loss_fn.build(compile_config=compile_config), None
 
+    def __call__(self, pred, labels, count=None, **inputs):
+        hidden = pred.detach().requires_grad_(pred.requires_grad)
+        loss, metrics = self.loss_fn(self.lm_head(hidden), labels, count, **inputs)
+        if not pred.requires_grad:
+            return loss, metrics
+        loss.backward()
+        return self._gradient_backprop(pred, hidden.grad, loss.detach(), self.lm_head, False), metrics
+
     @staticmethod
     def _gradient_backprop(hidden, gradient, loss, lm_head, fully_sharded):
         return _Bridge.apply(hidden, gradient, loss)
@@ -93,6 +108,7 @@ def installed(mesh=None):
         current_spmd_mesh=lambda: mesh, spmd_mesh_size=lambda name: 1 if mesh is None else mesh[name].size(),
         R="R", is_type_checking=lambda: False, no_typecheck=nullcontext,
     )  # fmt: skip
-    names = "components.loss", "config", "config.override", "distributed.spmd_types"
-    with mock.patch.dict(sys.modules, {"spmd_types": own, **{f"torchtitan.{name}": own for name in names}}):
+    names = "config", "config.override", "distributed.spmd_types"
+    loss = {"torchtitan.components.loss": sys.modules[__name__]}
+    with mock.patch.dict(sys.modules, {"spmd_types": own, **{f"torchtitan.{name}": own for name in names}, **loss}):
         yield importlib.import_module("parallel_lce.torchtitan")

@@ -171,6 +171,7 @@ def _trained(member: Member, words: set[str], ours: bool) -> dict[str, list]:
     trainer.metrics_processor.log_validation = lambda loss, step: found["validation"].append(loss)
     trainer.train()
     trainer.close()
+    assert not ours or not loss_fn._said  # never torchtitan's own loss
     return found
 
 

@@ -6,8 +6,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
+import itertools
 import os
 import sys
+import warnings
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import megatron_models
 import reference
 from cases import normal
-from measures import assert_near
+from measures import assert_close, assert_near
 from parallel_lce import rl
 from world import Member, mesh_of
 
@@ -90,15 +92,17 @@ def _processor(model, batch, ids, labels):
     return output.log_probs, output.entropy
 
 
-def _kernel(model, batch, ids, labels, kernel=None, **options):
-    """Views and conversions between a mapping, if it sums with these ``options``, and the kernel: verl's, or this."""
+def _kernel(model, batch, ids, labels, kernel=None, summed=True):
+    """Views and conversions between a mapping, which sums or does not, and the kernel: verl's, or this."""
     kernel = kernel or importlib.import_module("verl.models.mcore.model_forward_fused").linear_cross_entropy
 
     def end(hidden):
-        hidden = _mapped(hidden, model, **options).transpose(0, 1).contiguous().permute(1, 0, 2).reshape(-1, 32)
+        mapped = _mapped(hidden, model, **{} if summed else dict(tensor_parallel_output_grad=False))
+        hidden = mapped.transpose(0, 1).contiguous().permute(1, 0, 2).reshape(-1, 32)
         hidden = hidden[:, None].squeeze(1).unsqueeze(0).double().float()
         group = parallel_state.get_tensor_model_parallel_group()
-        return kernel(hidden, model.output_layer.weight, labels, batch["temperature"], "none", group)
+        more = {} if summed else dict(reduce_hidden_grad=model.config.sequence_parallel)  # copy_to sums in any case
+        return kernel(hidden, model.output_layer.weight, labels, batch["temperature"], "none", group, **more)
 
     return _forward(model, ids, labels, end)
 
@@ -145,7 +149,7 @@ CALLS = {
     "tied verl": _verl,
     "processor": _processor,
     "kernel": _kernel,
-    "kernel, not summed": functools.partial(_kernel, tensor_parallel_output_grad=False),
+    "kernel, not summed": functools.partial(_kernel, summed=False),
     "slime": functools.partial(_kernel, kernel=rl.linear_cross_entropy),
     "skyrl": _skyrl,
     "engine": _megatron_engine,
@@ -153,6 +157,122 @@ CALLS = {
     "fsdp engine": _fsdp_engine,
 }
 LENGTHS = 5, 9, 3
+
+
+BETWEEN = {  # a mapping and the kernel, [S, b, D]
+    "nothing": lambda x: x,
+    "x[0]": lambda x: x.transpose(0, 1)[0],
+    "x[:, :S]": lambda x: x.transpose(0, 1)[:, : len(x)],
+    "x[...]": lambda x: x[...],
+    "x[mask]": lambda x: x[torch.ones(len(x), dtype=torch.bool)],
+    "squeeze()": lambda x: x.squeeze(),
+    "narrow": lambda x: x.narrow(0, 0, len(x)),
+    "split": lambda x: x.split(len(x))[0],
+    "chunk": lambda x: x.chunk(1)[0],
+    "unbind": lambda x: x.unbind(1)[0],
+    "t().t()": lambda x: x.flatten(0, 1).t().t(),
+    "expand_as": lambda x: x.expand_as(x.detach()),
+    "cat": lambda x: torch.cat([x]),
+    "index_select": lambda x: x.index_select(0, torch.arange(len(x))),
+    "times 1": lambda x: x * 1.0,
+    "views": lambda x: x.transpose(0, 1).contiguous().reshape(-1, 32)[:, None].squeeze(1),
+    "conversions": lambda x: x.double().float(),
+}
+
+
+def _losses(hidden, weight, labels, kernel, group=None):
+    log_probs, entropy = kernel(hidden, weight, labels, 0.7, "none", group)
+    return ((log_probs + entropy) * torch.linspace(-1.0, 2.0, len(labels))).sum()
+
+
+def _of_one_rank(hidden, weight, labels, temperature, *_):
+    found = reference.statistics(hidden @ weight.t() / temperature, labels)
+    return found["target_log_prob"], found["entropy"]
+
+
+def check_who_sums(member: Member) -> None:
+    """dX is summed once, whatever lies between a mapping and the kernel, and whoever has put a mapping into verl's
+    functions."""
+    model = megatron_models.build(member, megatron_models.Model(ranks=member.ranks), {})
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "parallel_lce.verl"
+    if not any(isinstance(finder, _Placeholders) for finder in sys.meta_path):
+        sys.meta_path.append(_Placeholders())
+    importlib.import_module("verl")
+    plugin, fused = sys.modules["parallel_lce.verl"], "verl.models.mcore.model_forward_fused"
+    plugin.install()
+    verls, group = importlib.import_module(fused), parallel_state.get_tensor_model_parallel_group()
+    whole, weight, labels = normal(12, 32).float(), normal(96, 32, seed=1).float(), torch.arange(12) * 7
+    truth = whole.double().requires_grad_()
+    _losses(truth, weight.double(), labels, _of_one_rank).backward()
+    shard = weight.chunk(member.ranks)[member.rank].clone().requires_grad_()
+    copied, gathered = mappings.copy_to_tensor_model_parallel_region, mappings.gather_from_sequence_parallel_region
+
+    def assert_once(end, parallel: bool, warns: bool, name: str) -> None:
+        mine = (whole.chunk(member.ranks)[member.rank] if parallel else whole)[:, None].clone().requires_grad_()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            end(mine).backward()
+        assert any("reduce_hidden_grad" in str(each.message) for each in said) == warns, name
+        expected = truth.grad.chunk(member.ranks)[member.rank] if parallel else truth.grad
+        assert_close(mine.grad[:, 0], expected, 2e-5, name=name)
+
+    kernels = verls.linear_cross_entropy, importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    for kernel in (kernels[0], kernels[1].linear_cross_entropy):
+        for (name, between), mapping in itertools.product(BETWEEN.items(), (copied, gathered)):
+            end = lambda x: _losses(between(mapping(x)), shard, labels, kernel, group)  # noqa: E731
+            assert_once(end, mapping is gathered, True, name)
+
+    given = dict(output_layer=SimpleNamespace(weight=shard), output_weight=None, labels=labels)
+    given["context"] = verls.FusedOutputProcessorContext(temperature=0.7)
+
+    def processed(hidden, parallel):
+        config = SimpleNamespace(sequence_parallel=parallel)
+        out = verls.fused_output_processor(hidden_states=hidden, config=config, **given)
+        return ((out.log_probs + out.entropy) * torch.linspace(-1.0, 2.0, 12)).sum()
+
+    ours = verls.fused_output_processor, verls.linear_cross_entropy
+    for parallel in (True, False):
+        assert_once(lambda x: processed(x, parallel), parallel, False, "verl's own")
+    # Others' remedies of the missing mapping, in place of verl's functions.
+    verls.fused_output_processor = lambda *, hidden_states, **more: ours[0](hidden_states=copied(hidden_states), **more)
+    assert_once(lambda x: processed(x, False), False, True, "a mapping in front of its function")
+    verls.fused_output_processor = ours[0]
+    verls.linear_cross_entropy = lambda hidden, *more: ours[1](copied(hidden)[...], *more)
+    assert_once(lambda x: processed(x, False), False, True, "a mapping in front of its kernel")
+    verls.linear_cross_entropy = ours[1]
+    plugin.uninstall()
+    verls.fused_output_processor = functools.partial(_with_mapping, verls.fused_output_processor, copied)
+    plugin.install()
+    assert_once(lambda x: processed(x, False), False, True, "a mapping before install")
+    plugin.uninstall()
+    verls.fused_output_processor = verls.fused_output_processor.args[0]
+
+    own = verls.linear_cross_entropy
+    verls.linear_cross_entropy = functools.wraps(own)(lambda *given: own(*given))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plugin.install()
+    assert [each for each in said if "other code has replaced verl's function" in str(each.message)]
+    assert not hasattr(verls.linear_cross_entropy.__wrapped__, "__wrapped__")  # still that of the other code
+    plugin.uninstall()
+    verls.linear_cross_entropy = own
+    plugin.install()
+
+    model.decoder.layers[0].self_attention.core_attention, ids = _OwnValue(), torch.arange(12)[None]
+    gradients = []
+    for hook in (None, lambda decoder, inputs, states: copied(states)):
+        if hook is not None:
+            model.decoder.register_forward_hook(hook)
+        model.zero_grad()
+        log_probs, _ = _verl(model, dict(temperature=0.7), ids, ids)
+        log_probs.sum().backward()
+        gradients.append(model.embedding.word_embeddings.weight.grad)
+    assert_close(gradients[1], gradients[0], 2e-5, name="a mapping at the end of the decoder")
+    plugin.uninstall()
+
+
+def _with_mapping(original, mapping, *, hidden_states, **more):
+    return original(hidden_states=mapping(hidden_states), **more)
 
 
 def check(member: Member, calls: str, sequence_parallel: bool, wanted: str) -> None:

@@ -21,8 +21,12 @@ elif __name__ == "verl.models.mcore.model_forward_fused":
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 elif __name__ == "verl.utils.kernel.linear_cross_entropy":
 
-    def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
-        raise RuntimeError("verl's kernel needs a GPU")
+    class LinearCrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
+            raise RuntimeError("verl's kernel needs a GPU")
+
+    linear_cross_entropy = LinearCrossEntropy.apply
 
 
 get_non_tensor_data, FusedOutputProcessorContext = dict.get, SimpleNamespace
@@ -65,7 +69,11 @@ def fused_forward_model_engine(model, input_ids, temperature):
     return {name: postprocess_thd_engine(v[None], params, input_ids, len(input_ids)) for name, v in values.items()}
 
 
-def fused_output_processor(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
+def fused_output_processor(**given):
+    return _end(**given)
+
+
+def _end(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
     states = gather_from_sequence_parallel_region(hidden_states) if config.sequence_parallel else hidden_states
     weight = output_layer.weight if output_weight is None else output_weight
     group = parallel_state.get_tensor_model_parallel_group()
@@ -79,7 +87,7 @@ def _fused_GPTModel_forward(model, input_ids, position_ids, attention_mask, *, l
     tied = model.share_embeddings_and_output_weights
     end = dict(output_layer=model.output_layer, output_weight=model.embedding.word_embeddings.weight if tied else None)
     context = SimpleNamespace(temperature=temperature)
-    return fused_output_processor(hidden_states=hidden, labels=labels, context=context, config=model.config, **end)
+    return _end(hidden_states=hidden, labels=labels, context=context, config=model.config, **end)
 
 
 def forward_with_triton_backend(model, input_ids, temperature, shift_labels, return_dict, **others):

@@ -4,11 +4,14 @@ configs/demo.yaml names all settings.
 """
 
 import argparse
+import difflib
 import os
 import re
+import textwrap
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
@@ -238,12 +241,35 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command_line(description: str | None, argv: list[str], default: Path = DEFAULT_CONFIG) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
-    parser = _Parser(description=description)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=textwrap.fill(description or "", 100), epilog=_listed(default), formatter_class=raw)
     parser.add_argument("--config", type=Path, default=default, help="YAML file (default: %(default)s)")
     parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
     args = parser.parse_intermixed_args(argv)
     return load_config(args.config, args.overrides, args.text)
+
+
+def _listed(default: Path) -> str:
+    """All settings, with the values of this file."""
+    values = load_config(default, []).model_dump()
+
+    def value_of(key: str) -> Any:
+        found: Any = values
+        for name in key.split("."):
+            found = (found or {}).get(name)
+        return "null" if found is None else str(found).lower() if isinstance(found, bool) else found
+
+    lines = [f"  {key}={value_of(key)}" for key in settings()]
+    return "\n".join(["settings, with their defaults; configs/demo.yaml explains them:", *lines])
+
+
+def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """The names of all settings, such as train.steps."""
+    for name, field in section.model_fields.items():
+        parts = [part for part in (field.annotation, *get_args(field.annotation)) if isinstance(part, type)]
+        inner = [part for part in parts if issubclass(part, BaseModel)]
+        yield from settings(inner[0], f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
 
 
 def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
@@ -288,6 +314,14 @@ def described(errors: ValidationError) -> str:
     words = []
     for error in errors.errors():
         key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+        if error["type"] == "extra_forbidden":
+            names = [f"{key}.{name}" for name in error["input"]] if isinstance(error["input"], dict) else []
+            for name in names or [key]:
+                near = difflib.get_close_matches(name, [*settings()], n=1)
+                words.append(f"no such setting: {name}; {f'did you mean {near[0]}?' if near else '--help lists all'}")
+            continue
+        if error["type"] == "model_type":
+            message = f"a section, of settings such as {next(name for name in settings() if name.startswith(key))}"
         value = "" if error["type"] == "missing" else f"={error['input']!r}"
         # An error of the whole configuration names its keys.
         words.append(f"{key}{value}: {message[:1].lower()}{message[1:]}" if error["loc"] else message)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Never, TypeGuard
+from typing import Any, Never, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import FLOATS, INTEGERS, LARGEST_VOCABULARY, Options, Tensors, as_int64, unfiltered
+from parallel_lce.core.options import (
+    FLOATS,
+    INTEGERS,
+    LARGEST_VOCABULARY,
+    Options,
+    Tensors,
+    as_int64,
+    in_python,
+    is_number,
+    unfiltered,
+)
 from parallel_lce.core.partials import accumulation_dtype
+
+F = TypeVar("F", bound=Callable)
+# What torch.distributed.new_group returns to a process that is not a member.
+_NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
 @contextmanager
@@ -45,15 +60,56 @@ def int64_ids(name: str, ids: object) -> Tensor:
     return as_int64(ids)
 
 
-def refuse(refusal: Exception, group: dist.ProcessGroup | DeviceMesh | None) -> Never:
-    """Raise ``refusal`` before a call is prepared. In debug mode the other ranks of the ``group`` raise, too."""
-    debug.report_refusal(Layout.of(as_group(group), False), refusal)
-    raise refusal
+def public(function: F) -> F:
+    """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
+    refusal goes through here, once: what the outermost function raises before its exchange
+    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
+    names = [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def called(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # the operator of the graph calls prepare
+            return function(*given, **named)
+        state = debug.state()
+        state.depth += 1
+        state.awaited = True
+        try:
+            return function(*given, **named)
+        except Exception as refusal:
+            if state.depth == 1 and state.awaited:
+                state.awaited = False
+                if (layout := _layout_of(dict(zip(names, given)) | named)) is not None:
+                    debug.report_refusal(layout, refusal)
+            raise
+        finally:
+            state.depth -= 1
+            if not state.depth:
+                state.group = None  # which must not outlive its destruction here
+
+    return called  # pyright: ignore[reportReturnType]
 
 
-def refuse_unknown(
-    function: Callable, given: Mapping[str, object], group: dist.ProcessGroup | DeviceMesh | None = None
-) -> Never:
+def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
+    """The layout of a refused call over the group that it has noted, or that its arguments give. None if there is
+    none."""
+    names = ("process_group", "tp_group", "dist_process_group", "group")
+    given = [debug.state().group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
+    try:
+        if (group := next((group for group in given if group is not None), None)) is not None:
+            return Layout.of(as_group(group), False)
+        # The weight's come first: its placements name the dimension of tensor parallelism.
+        for name in sorted(arguments, key=lambda name: "weight" not in name):
+            if is_dtensor(value := arguments[name]):
+                sharded = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+                dims = sharded if "weight" in name and sharded else [*range(value.device_mesh.ndim)]
+                if len(dims) == 1:
+                    return Layout.of(value.device_mesh.get_group(dims[0]), False)
+    except Exception:  # the group itself is refused, or destroyed
+        pass
+    return None
+
+
+def refuse_unknown(function: Callable, given: Mapping[str, object]) -> Never:
     """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message suggests arguments with
     the same last word, or else the one with the most similar spelling."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -61,7 +117,7 @@ def refuse_unknown(
     alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
     meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
     hint = f": did you mean {meant}?" if meant else ""
-    refuse(TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}"), group)
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def as_group(group: Any) -> dist.ProcessGroup | None:
@@ -69,6 +125,12 @@ def as_group(group: Any) -> dist.ProcessGroup | None:
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     given = type(group).__name__
+    if type(group) is type(_NO_MEMBER) and group == _NO_MEMBER:
+        rank = dist.get_rank() if dist.is_initialized() else "unknown"
+        raise ValueError(
+            f"process_group is of other ranks: new_group returned GroupMember.NON_GROUP_MEMBER, since this process "
+            f"(global rank {rank}) is not among its members. Call the loss on the members alone"
+        )
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         if group.get_coordinate() is not None:
             return group.get_group()
@@ -135,7 +197,7 @@ def check_kind(name: str, value: Tensor) -> None:
     tangent would be ignored."""
     if is_dtensor(value):
         raise ValueError(f"{name} is a DTensor: pass {name}.to_local(), and the process group that shards it")
-    if _dispatches(type(value)):
+    if dispatches(type(value)):
         raise ValueError(
             f"{name} is a {type(value).__name__}, a subclass of Tensor with a __torch_dispatch__ of its own, whose "
             "memory may hold anything: pass a plain tensor"
@@ -146,7 +208,7 @@ def check_kind(name: str, value: Tensor) -> None:
         raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
 
 
-def _dispatches(kind: type[Tensor]) -> bool:
+def dispatches(kind: type[Tensor]) -> bool:
     """Whether tensors of this class have a ``__torch_dispatch__`` of their own, classes of torch's tracing excepted."""
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
         return False
@@ -159,8 +221,9 @@ def _check_kinds(a: Tensors) -> None:
     for name in ("input", "linear_weight"):
         value = getattr(a, name)
         if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-    tensors = a.named()
+            own = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}{own}")
+    tensors = {name.removeprefix("selected_"): value for name, value in a.named().items()}
     for name, value in tensors.items():
         check_kind(name, value)
     for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):
@@ -176,8 +239,10 @@ def _check_kinds(a: Tensors) -> None:
             f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}{flat * (weight.dim() == 1)}"
         )
     if input.shape[-1] != weight.shape[1]:
+        turned = ". Is linear_weight transposed? It has one row per entry of the vocabulary"
         raise ValueError(
             f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}"
+            f"{turned * (input.shape[-1] == weight.shape[0])}"
         )
     for name, value in tensors.items():
         if value.device != input.device:
@@ -187,7 +252,7 @@ def _check_kinds(a: Tensors) -> None:
     for name in ("linear_weight", "linear_bias"):
         value = getattr(a, name)
         if value is not None and value.dtype != input.dtype:
-            raise ValueError(f"{name} is {value.dtype} and input is {input.dtype}")
+            raise ValueError(f"{name} is {value.dtype} and input is {input.dtype}: cast one, or use torch.autocast")
     if a.target is not None and a.target.dtype not in INTEGERS:
         raise ValueError(
             f"target must hold class indices of an integer dtype, got {a.target.dtype} "
@@ -200,8 +265,8 @@ def _check_kinds(a: Tensors) -> None:
 def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
     if value.shape != tokens:
         raise ValueError(
-            f"{name} must be a finite Python number, or a tensor of target's shape {list(tokens)}, got one of "
-            f"shape {list(value.shape)}"
+            f"{name} must be one Python number, or a tensor of target's shape {list(tokens)}, got one of shape "
+            f"{list(value.shape)}{in_python(name, value, is_number)}"
         )
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating-point, got {value.dtype}")
@@ -229,6 +294,8 @@ def _check_selected(a: Tensors, tokens: torch.Size) -> None:
                 f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
                 f"{list(a.selected.shape)} and {list(a.selected_offsets.shape)}"
             )
+        if expected == 1 and a.selected.numel():
+            raise ValueError(f"selected has {a.selected.numel()} ids, and there is no token that could have them")
 
 
 def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:

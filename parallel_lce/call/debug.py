@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from parallel_lce.core.collectives import Layout
+from parallel_lce.core.collectives import Layout, all_gather
 
 T = TypeVar("T")
 
@@ -38,6 +41,42 @@ def enabled() -> bool:
     return value == "1"
 
 
+class State:
+    """What a thread knows of the public function that it runs."""
+
+    def __init__(self) -> None:
+        # Public functions within each other: 0 outside all of them.
+        self.depth = 0
+        # Whether the other ranks wait for a message of this rank, or will: from a function's beginning to its exchange.
+        self.awaited = False
+        # The group of the outermost function, where its arguments do not give it.
+        self.group: dist.ProcessGroup | None = None
+
+
+_OF_THREAD = threading.local()
+
+
+def state() -> State:
+    """This thread's."""
+    try:
+        return _OF_THREAD.state
+    except AttributeError:
+        _OF_THREAD.state = State()
+        return _OF_THREAD.state
+
+
+class Slice(NamedTuple):
+    """A rank's part of the vocabulary."""
+
+    start: int = 0
+    rows: int = 0
+    # Of the values: fingerprint()
+    values: str | None = None
+
+
+_NO_SLICE = Slice()
+
+
 class _Message(NamedTuple):
     """A rank's message to the others."""
 
@@ -45,8 +84,7 @@ class _Message(NamedTuple):
     refusal: str | None
     # The arguments as text, by name.
     values: dict[str, str]
-    # First id, rows
-    shard: tuple[int, int]
+    shard: Slice
 
 
 def report_refusal(layout: Layout, refusal: Exception) -> None:
@@ -55,7 +93,7 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
     if layout.ranks == 1:
         return
     if enabled():
-        _gathered(layout, _Message(str(refusal), {}, (0, 0)))
+        _gathered(layout, _Message(str(refusal), {}, _NO_SLICE))
     elif type(refusal) in (TypeError, ValueError):
         raise type(refusal)(
             f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
@@ -65,18 +103,17 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
 
 
 def agree(
-    layout: Layout, settings: Mapping[str, object], tensors: Mapping[str, Tensor | None], shard: tuple[int, int]
-) -> list[tuple[int, int]]:
+    layout: Layout, settings: Mapping[str, object], tensors: Mapping[str, Tensor | None], shard: tuple = _NO_SLICE
+) -> list[Slice]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
     A setting is compared among the ranks that pass it. If the settings agree, each of ``tensors``, int64 or fp64, must
-    have the same shape on all ranks. Returns every rank's ``shard`` (first id, rows). Collectives: an all-gather of
-    objects, which is two all-gathers, of 1 int64 and of some hundred bytes; if one tensor alone differs, another
-    all-gather of objects with its values.
+    have the same shape on all ranks. Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of
+    some hundred bytes; if one tensor alone differs, two others with its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
-    messages = _gathered(layout, _Message(None, values, shard))
+    messages = _gathered(layout, _Message(None, values, Slice(*shard)))
     refusing = {rank: m.refusal for rank, m in enumerate(messages) if m.refusal is not None}
     if refusing:
         first = next(iter(refusing))
@@ -97,7 +134,9 @@ def agree(
             for name, said in differing.items()
         ]
         raise ValueError(f"the ranks of process_group disagree about {'; '.join(differences)}")
-    return [m.shard for m in messages]
+    shards = [m.shard for m in messages]
+    _check_unlike(shards)
+    return shards
 
 
 def next_call(layout: Layout) -> int | None:
@@ -113,7 +152,7 @@ def next_call(layout: Layout) -> int | None:
 def agree_about_backward(layout: Layout, call: int) -> None:
     """Raise ``ValueError`` on every rank unless all run the backward of the call of this number. Collectives: those of
     :func:`agree`."""
-    agree(layout, {"the call whose backward runs": call}, {}, (0, 0))
+    agree(layout, {"the call whose backward runs": call}, {})
 
 
 def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
@@ -165,16 +204,46 @@ def _stacked(layout: Layout, values: Tensor) -> Tensor:
 
 
 def _gathered(layout: Layout, own: T) -> list[T]:
-    """Every rank's object, in rank order. Needs NumPy, as torch's collectives of objects do."""
-    objects: list[Any] = [None] * layout.ranks
-    dist.all_gather_object(objects, own, group=layout.group)
-    return objects
+    """Every rank's object, in rank order, without NumPy, which torch's collectives of objects need. Collectives: an
+    all-gather of the sizes, 1 int64, and one of the bytes of the largest."""
+    state().awaited = False
+    device = torch.device(distributed_c10d._get_object_coll_device(layout.group))
+    message = pickle.dumps(own)
+
+    def gathered(row: list[int], dtype: torch.dtype) -> Tensor:
+        sent = torch.tensor(row, dtype=dtype, device=device)
+        received = torch.empty(layout.ranks * len(row), dtype=dtype, device=device)
+        all_gather(received, sent, group=layout.group, async_op=True).wait()
+        return received.view(layout.ranks, len(row))
+
+    sizes = gathered([len(message)], torch.int64).flatten().tolist()
+    rows = gathered([*message, *bytes(max(sizes) - len(message))], torch.uint8).tolist()
+    return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes)]
 
 
-def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:
+def fingerprint(rows: Tensor) -> str | None:
+    """A digest of ``rows [R, n]``, of fp64 sums of the rows and columns. None if all rows have one sum, as those of a
+    weight of zeros and a single row: other ranks may have the same."""
+    sums, columns = (rows.detach().sum(dim, dtype=torch.float64).nan_to_num() for dim in (1, 0))
+    return None if len(sums) == 0 or (sums == sums[0]).all() else _digest(torch.cat([sums, columns]))
+
+
+def _check_unlike(shards: list[Slice]) -> None:
+    """Raise ``ValueError`` if two ranks have the same values for different parts of the vocabulary."""
+    seen: dict[str, int] = {}
+    for rank, shard in enumerate(shards):
+        if shard.values is not None and (first := seen.setdefault(shard.values, rank)) != rank:
+            raise ValueError(
+                f"ranks {first} and {rank} of process_group hold the same {shard.rows} rows of the vocabulary, as "
+                f"entries from {shards[first].start} and from {shard.start} on: did you forget to shard? Each rank "
+                "passes its own part; with the whole on every rank pass no process_group, or vocab_size"
+            )
+
+
+def check_cover(shards: list[Slice], vocab_size: int | None) -> int:
     """V. Raises ``ValueError`` if the shards leave a gap or overlap, or have fewer than ``vocab_size`` rows or none."""
     end = 0
-    for start, rows in sorted(s for s in shards if s[1]):
+    for start, rows in sorted(s[:2] for s in shards if s.rows):
         if start != end:
             kind = "a gap" if start > end else "an overlap"
             raise ValueError(f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}")

@@ -21,9 +21,9 @@ from parallel_lce.backends import VARIABLE, backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
-from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size
+from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
 from parallel_lce.call.selection import Selected
-from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
+from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
@@ -49,6 +49,7 @@ _ENVIRONMENT = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 
 
+@public
 def prepare(
     options: Options,
     tensors: Tensors,
@@ -78,6 +79,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
+    debug.state().awaited = False
     return _with_tensors(known, tensors, layout, main_grad, options.sample_seed)
 
 
@@ -92,22 +94,18 @@ def check(
     tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
     tokens' shape, to check further arguments."""
     layout = _ALONE if group is None else _layout(options, group)
-    # From here on a refusal is sent to the other ranks.
-    try:
-        options = with_python_numbers(options)
-        check_options(options)
-        shape = check_tensors(options, tensors, layout)
-        if main_grad is not None and main_grad.tensor.shape != tensors.linear_weight.shape:
-            raise ValueError(
-                f"main_grad must have linear_weight's shape {list(tensors.linear_weight.shape)}, got "
-                f"{list(main_grad.tensor.shape)}"
-            )
-        if extra_check is not None:
-            extra_check(shape)
-        backend_of(tensors.linear_weight)  # may refuse the environment's choice
-    except Exception as refusal:
-        debug.report_refusal(layout, refusal)
-        raise
+    warn_of_unknown_variables()
+    options = with_python_numbers(options)
+    check_options(options)
+    shape = check_tensors(options, tensors, layout)
+    if main_grad is not None and main_grad.tensor.shape != tensors.linear_weight.shape:
+        raise ValueError(
+            f"main_grad must have linear_weight's shape {list(tensors.linear_weight.shape)}, got "
+            f"{list(main_grad.tensor.shape)}"
+        )
+    if extra_check is not None:
+        extra_check(shape)
+    backend_of(tensors.linear_weight)  # may refuse the environment's choice
     return options, layout, shape
 
 
@@ -329,10 +327,10 @@ def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
 def check_together(
     options: Options, tensors: Tensors, layout: Layout, others: dict[str, object], mask: Tensor | None = None
 ) -> None:
-    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments and the same ``others``, and for
-    targets as :func:`check_target`."""
-    shard = _shard(options, tensors.linear_weight, layout)
-    shards = [(shard.start, shard.rows)]
+    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments, the same ``others`` and, for
+    statistics, the same ``mask`` of the tokens that count; and for targets as :func:`check_target`."""
+    weight, shard = tensors.linear_weight, _shard(options, tensors.linear_weight, layout)
+    shards = [debug.Slice(shard.start, shard.rows, debug.fingerprint(weight[: shard.real_rows]))]
     hidden, target = tensors.input, tensors.target
     if layout.ranks > 1:
         settings = agreed(options) | {
@@ -355,6 +353,8 @@ def check_together(
             for name, value in zip(Tensors._fields, tensors)
             if name not in ("input", "linear_weight", "linear_bias")
         }
+        if mask is not None and options.reduction is None:  # a loss makes it from the targets
+            per_token["mask"] = mask.long()
         shards = debug.agree(layout, settings, per_token, shards[0])
         if not layout.sequence_parallel:
             debug.agree_about_hidden(layout, hidden)

@@ -93,8 +93,6 @@ class Selected:
 
     def spread(self, per_token: Tensor) -> Tensor:
         """``[E]``: each entry gets its token's value of ``per_token [N]``."""
-        if self.tokens == 0:  # entries without a token
-            return per_token.new_full((self.count,), torch.nan if per_token.is_floating_point() else -1)
         return per_token.index_select(0, self.owner)
 
     def sums(self, values: Tensor) -> Tensor:

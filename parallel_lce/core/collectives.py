@@ -187,11 +187,11 @@ class Shard:
             return self.rows
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
-    def write_trailer(self, packed: Tensor, first: int = 0) -> None:
+    def write_trailer(self, packed: Tensor, first: int | Tensor = 0) -> None:
         """Write ``start``, ``rows`` and ``digest`` to the end of every row of ``packed [P, n]``. The gather replaces
         those of the other ranks. A rank whose message is too short to do so, which gloo accepts, overlaps this shard,
-        unless this is empty, and so gives NaN, whatever an earlier call has left in the memory. ``first``: the first
-        token of the message's block, which the digest covers too."""
+        unless this is empty, and so gives NaN, whatever an earlier call has left in the memory. ``first``: another
+        number that the digest covers, such as the first token of the message's block; may be 0-dimensional."""
         start, rows, digest = trailer_of(packed).unbind(1)
         start.fill_(self.start)
         rows.fill_(self.rows)
@@ -199,6 +199,8 @@ class Shard:
 
 
 _DIGESTS = 2**31
+# Odd, and far from any small ratio: a swap of two ids changes the checksum.
+_MIXER = 0x9E3779B1
 
 
 def digest_of(*arguments: object) -> int:
@@ -210,9 +212,18 @@ def digest_of(*arguments: object) -> int:
 digest_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def gather_with_trailer(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
+def checksum_of(*ids: Tensor | None) -> Tensor:
+    """A checksum of int64 ids in their order, 0-dimensional, computed on their device."""
+    flat = torch.cat([each.reshape(-1) for each in ids if each is not None])
+    factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(_MIXER)
+    return ((flat + 1) * factors).sum() % _DIGESTS
+
+
+def gather_with_trailer(
+    packed: Tensor, shard: Shard, layout: Layout, ids: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor | int, Tensor | None]:
     """All-gather ``packed [P, n + 3]``, and wait for it. This rank has written the first n elements of its row. This
-    function writes the trailer.
+    function writes the trailer. ``ids``: int64 tensors that must be the same on all ranks.
 
     Returns V, and a 0-dimensional flag that is true if the ranks' trailers do not match. A single rank gathers nothing;
     its flag is None.
@@ -220,7 +231,7 @@ def gather_with_trailer(packed: Tensor, shard: Shard, layout: Layout) -> tuple[T
     if layout.ranks == 1:
         return shard.real_rows, None
     own = packed[layout.rank]
-    shard.write_trailer(packed)
+    shard.write_trailer(packed, 0 if ids is None else checksum_of(*ids))
     gather_whole(packed, own, layout)
     trailers = trailer_of(packed).long()
     vocab_size = trailers[:, 1].sum() if shard.vocab_size is None else shard.vocab_size
@@ -255,8 +266,8 @@ class PartialsGather:
         self.extra = None if extra is None else self._own[size:-TRAILER].unsqueeze(0)
         self.local = self._own[:size].view(columns.count, rows)
 
-    def start(self, first: int = 0) -> None:
-        """``first``: the first token of the partials' block."""
+    def start(self, first: int | Tensor = 0) -> None:
+        """``first``: as for :meth:`Shard.write_trailer`."""
         if self._layout.ranks == 1:
             return
         self._shard.write_trailer(self._packed, first)

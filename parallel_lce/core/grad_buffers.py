@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,15 @@ class MainGrad:
     tensor: Tensor
     # Called once dW has been added. Returns the gradient for autograd, whose values do not matter, or None.
     placeholder: Callable[[], Tensor | None]
-    # Called when a backward begins. Returns the buffer for this backward. None: the buffer is ``tensor``.
-    in_backward: Callable[[], Tensor] | None = None
+    # Called when a backward begins, with the node of autograd's graph to which the weight's gradient would go. Returns
+    # the buffer for this backward; None: dW goes to that node. By default the buffer is ``tensor``.
+    in_backward: Callable[[Any], Tensor | None] | None = None
 
-    def now(self) -> MainGrad:
-        """The same with the buffer for a backward that begins now."""
-        before, tensor = self.tensor, self.tensor if self.in_backward is None else self.in_backward()
-        if tensor is before:
-            return self
+    def now(self, weight_node: Any) -> MainGrad | None:
+        """The same with the buffer for a backward that begins now; None if autograd delivers dW."""
+        before, tensor = self.tensor, self.tensor if self.in_backward is None else self.in_backward(weight_node)
+        if tensor is None or tensor is before:
+            return None if tensor is None else self
         traits = [(t.dtype, list(t.shape), t.device) for t in (before, tensor)]
         if traits[0] != traits[1]:
             was, is_now = ("{} {} on {}".format(*t) for t in traits)

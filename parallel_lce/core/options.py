@@ -57,6 +57,7 @@ class Options(NamedTuple):
     vocab_size: int | None = None
     logits_budget: int | None = None
     mean_logit: bool = False
+    # Of the argument ``entropy``.
     expected_logit: bool = False
     argmax: bool = False
     sum_p_squared: bool = False
@@ -160,6 +161,19 @@ def shortened(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
+def in_python(name: str, value: Any, allowed: Callable[[Any], bool]) -> str:
+    """The remedy for a number of another type: a tensor or array of one number, or a float in the place of an int."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except Exception:  # of several numbers, or of none
+        return ""
+    kinds = [type(number), *[int] * (isinstance(number, float) and number.is_integer())]
+    for kind in kinds:
+        if kind in (bool, int, float) and type(value) is not kind and allowed(kind(number)):
+            return f" (pass {'an' if kind is int else 'a'} {kind.__name__}: {kind.__name__}({name}))"
+    return ""
+
+
 class _Rule(NamedTuple):
     """How one field is converted, checked and compared between ranks."""
 
@@ -192,7 +206,7 @@ _RULES = cast(Any, Options)(
     outside_is_nan=_FLAG,
     token_weight_gradient=_FLAG,
     label_smoothing=_Rule(as_float, lambda eps: is_number(eps) and 0 <= eps <= 1, "a Python number in [0, 1]"),
-    z_loss=_Rule(as_float, is_number, "a finite Python number"),
+    z_loss=_Rule(as_float, lambda factor: is_number(factor) and factor >= 0, "a finite Python number >= 0"),
     logit_scale=_Rule(as_float, is_number, "a finite Python number"),
     logit_softcap=_Rule(
         as_float, lambda cap: cap is None or (is_number(cap) and cap >= _SMALLEST), "None or a positive Python number"
@@ -244,7 +258,9 @@ def check_option(name: str, value: object) -> None:
     """Raise ``ValueError`` unless the option of this name may have this value."""
     rule = getattr(_RULES, name)
     if not rule.allowed(value):
-        raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}")
+        raise ValueError(
+            f"{name} must be {rule.expected}, got {shortened(value)}{in_python(name, value, rule.allowed)}"
+        )
 
 
 def check_reduction(reduction: object) -> None:
@@ -277,8 +293,9 @@ def check_options(options: Options) -> None:
 def _check_filtered(options: Options) -> None:
     if options.label_smoothing != 0:
         raise ValueError(unfiltered(options, f"label_smoothing={options.label_smoothing}"))
-    for name in ("mean_logit", "expected_logit", "sum_p_squared"):
-        if getattr(options, name):
+    names = {"mean_logit": "mean_logit", "expected_logit": "entropy", "sum_p_squared": "sum_p_squared"}
+    for field, name in names.items():
+        if getattr(options, field):
             raise ValueError(unfiltered(options, name))
 
 

@@ -25,6 +25,11 @@ class Choices(NamedTuple):
 installed: Choices | None = None
 
 
+def takes_logits() -> bool:
+    """Whether ``install(cross_entropy="logits")`` holds."""
+    return installed is not None and installed.cross_entropy == "logits"
+
+
 def choose(**given: object) -> Choices:
     """Each setting is the given value, else the installed one or, if ``install`` was not called, the environment's.
     Raises ``ValueError`` as ``install``."""

@@ -11,13 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parallel_lce.core.options import as_float
 from parallel_lce.megatron import choices
+from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
-from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
-from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+from parallel_lce.megatron.output_layer import is_lazy, make_lazy, of_another_kind
 
 IMPLEMENTATION = "parallel_lce"
 
@@ -33,15 +32,17 @@ def _replace(owner: type | ModuleType, name: str, make: Callable[[Any], object])
         setattr(owner, name, _replaced[owner, name][0])
 
 
-def _restore(only: str | None = None) -> None:
-    """Undo all replacements, or those of the name ``only``. If other code has replaced ours since, warn instead."""
-    for owner, name in [place for place in _replaced if only in (None, place[1])]:
-        ours, original = _replaced.pop((owner, name))
-        if getattr(owner, name) is ours:
-            setattr(owner, name, original)
-        else:
+def _restore() -> None:
+    """Undo all replacements. If other code has replaced ours since, warn instead."""
+    while _replaced:
+        (owner, name), (ours, original) = _replaced.popitem()
+        if getattr(owner, name) is not ours:
             message = f"{owner.__name__}.{name} has been replaced since install(), so that it stays as it is"
             warnings.warn(f"parallel_lce: {message}: undo that first", RuntimeWarning, stacklevel=3)
+        elif getattr(original, "__self__", None) is owner:  # inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def install(
@@ -55,28 +56,28 @@ def install(
     package's loss.
 
     Call it before the model is built. Models with any other configuration do not change. It wraps two methods of
-    ``LanguageModule``: after ``setup_embeddings_and_output_layer`` the model's output layer returns lazy logits, and
-    ``compute_language_model_loss`` computes the loss of lazy logits. A later call changes the given settings and keeps
-    the others. To return to defaults, call :func:`uninstall` first, which removes all settings.
+    ``LanguageModule`` and Megatron's two cross-entropies: after ``setup_embeddings_and_output_layer`` the model's
+    output layer returns lazy logits; ``compute_language_model_loss``, which may be wrapped or overridden, ends in a
+    cross-entropy that takes them. A model of which the fused loss would not give the same makes its logits as without
+    it, and a :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others. To return
+    to defaults, call :func:`uninstall` first, which removes all settings.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
             Default: the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by
             ``1 + mtp_num_layers``.
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
-            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. This function then
-            also replaces the one in ``megatron.core.tensor_parallel`` for all callers, except for modules that imported
-            Megatron's function itself before. Default: the environment's ``PARALLEL_LCE_CROSS_ENTROPY``, else
-            ``"output_layer"``.
+            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. All callers of
+            ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` then get that function's result. Default: the
+            environment's ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
             Default: the hidden states' dtype, as in stock.
         gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
             Default: the environment's ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
 
     Raises:
-        ImportError: megatron-core is missing.
-        ValueError: a value is not allowed; later, when a model is built, the switch does not support the model's
-            settings, or ``"parallel_lce"`` is misspelt.
+        ImportError: megatron-core is missing, or older than 0.14.
+        ValueError: a value is not allowed; later, when a model is built, ``"parallel_lce"`` is misspelt.
     """
     chosen = choices.choose(
         cross_entropy=cross_entropy,
@@ -87,18 +88,14 @@ def install(
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
         raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
-    from megatron.core import tensor_parallel
+    check_release()
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import cross_entropy as functions
 
     choices.installed = chosen
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
     _replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
-    if chosen.cross_entropy == "logits":
-        for owner in (functions, tensor_parallel):
-            _replace(owner, "vocab_parallel_cross_entropy", lambda original: vocab_parallel_cross_entropy)
-    else:
-        _restore("vocab_parallel_cross_entropy")
+    for function in functions():
+        _replace(function, "apply", apply_of)
 
 
 def uninstall() -> None:
@@ -109,10 +106,6 @@ def uninstall() -> None:
     """
     choices.installed = None
     _restore()
-
-
-def _takes_logits() -> bool:
-    return choices.installed is not None and choices.installed.cross_entropy == "logits"
 
 
 def _wrap_setup(original: Callable) -> Callable:
@@ -133,24 +126,44 @@ def _wrap_setup(original: Callable) -> Callable:
                 stacklevel=2,
             )
             return
+        for kind in type(self).__mro__:  # an override may call what LanguageModule had before install()
+            if "compute_language_model_loss" in vars(kind):
+                _replace(kind, "compute_language_model_loss", _wrap_loss)
         layer = getattr(self, "output_layer", None)
-        if layer is not None and getattr(self, "post_process", True) and not _takes_logits():
-            otherwise = ", or choose another cross_entropy_fusion_impl than 'parallel_lce'"
-            make_lazy(layer, "cross_entropy_fusion_impl='parallel_lce'", otherwise)
+        if getattr(self, "post_process", True) and not (of_another_kind(layer) or choices.takes_logits()):
+            make_lazy(layer)
 
     return setup_embeddings_and_output_layer
 
 
 def _wrap_loss(original: Callable) -> Callable:
     @functools.wraps(original)
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+    def compute_language_model_loss(self, labels, logits, *others, **named):
         config = self.config
         if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
-            return original(self, labels, logits)
-        layer = getattr(self, "output_layer", None)
-        if not (isinstance(logits, LazyLogits) or is_lazy(layer) or _takes_logits()):
-            warn_of_logits(self, "the model was built before install(), or its output layer was replaced")
-        # If the layer has no tp_group, vocab_parallel_cross_entropy uses Megatron's.
-        return token_losses(logits, labels, getattr(layer, "tp_group", None))
+            return original(self, labels, logits, *others, **named)
+        if not isinstance(logits, LazyLogits) and not choices.takes_logits():
+            _say_why(self)
+        return _own_loss(original, self, labels, logits, *others, **named)
 
     return compute_language_model_loss
+
+
+@torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
+def _own_loss(original: Callable, model: Any, *arguments: Any, **named: Any) -> Any:
+    with own_loss(model):
+        return original(model, *arguments, **named)
+
+
+def _say_why(model: Any) -> None:
+    """Say why the model's loss got real logits, unless its output layer, or one inside of that, has said so."""
+    layer = model.output_layer
+    if any(["_parallel_lce_said" in vars(module) for module in layer.modules()]):
+        return
+    if (reason := of_another_kind(layer)) is None:
+        if not is_lazy(layer):
+            reason = "the model was built before install(), or its output layer was replaced"
+        elif "forward" in vars(layer):
+            reason = "the output layer's forward was replaced; leave Megatron's in place"
+    if reason is not None:
+        warn_of_logits(model, reason)

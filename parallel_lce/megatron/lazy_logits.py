@@ -58,18 +58,19 @@ def _are_asked_for() -> bool:
     return False
 
 
-def keep_autograd_gradient(weight: Tensor) -> None:
+def keep_autograd_gradient(weight: Tensor | None) -> None:
     """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad.
 
     The fused loss adds its dW to main_grad itself and sets ``grad_added_to_main_grad``. DDP then drops autograd's
     gradient, which contains the gradient of real logits, unless the weight has Megatron's ``zero_out_wgrad``.
     """
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
 class LazyLogits(lazy_logits.LazyLogits):
-    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``.
+    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``. With ``gather`` real
+    ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather.
 
     Each token's largest logit and its position need no real logits either. In training a warning names the first use
     that makes them. ``sequence_parallel`` is read when the layer is called. ``shared``: the weight was passed to the
@@ -79,6 +80,7 @@ class LazyLogits(lazy_logits.LazyLogits):
     # For type checkers.
     scale: float
     sequence_parallel: bool
+    gather: bool
     stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
     _methods = (torch.max, torch.argmax)
 
@@ -87,12 +89,13 @@ class LazyLogits(lazy_logits.LazyLogits):
         layer: Any,
         hidden: Tensor,
         weight: Tensor | None,
-        sequence_parallel: bool,
+        gather: bool,
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> None:
         used = layer.weight if weight is None else weight
-        more = {"shared": weight is not None, "sequence_parallel": sequence_parallel, "stock_forward": stock_forward}
-        self._capture(layer, hidden, used, layer.bias, False, scale=1.0, **more)
+        more = {"shared": weight is not None, "gather": gather, "stock_forward": stock_forward}
+        sequence_parallel = layer.sequence_parallel
+        self._capture(layer, hidden, used, layer.bias, False, scale=1.0, sequence_parallel=sequence_parallel, **more)
 
     def _warn(self, use: str) -> None:
         # stacklevel 6 names the caller's line: frames of this class and of compiler.disable lie between.
@@ -102,7 +105,7 @@ class LazyLogits(lazy_logits.LazyLogits):
         before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
         try:
             keep_autograd_gradient(self.weight)
-            logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=False)
+            logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=self.gather)
             return logits if self.scale == 1.0 else logits * self.scale
         finally:
             self.layer.sequence_parallel = before
@@ -115,7 +118,8 @@ class LazyLogits(lazy_logits.LazyLogits):
         parts = self.layer.tp_group.size() if self.sequence_parallel else 1
         dtype = getattr(self.layer, "output_dtype", None)  # from Megatron-core 0.20 on
         one = self.hidden.new_empty((), dtype=dtype or self.autocast_dtype or self.hidden.dtype)
-        return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
+        entries = self.layer.output_size if self.gather else self.layer.output_size_per_partition
+        return one.expand(parts * sequence, *others, entries)
 
     def max(self, *arguments, **options):
         """Over the vocabulary and without gradients, by :meth:`_maximum`; otherwise of the real logits."""
@@ -136,7 +140,7 @@ class LazyLogits(lazy_logits.LazyLogits):
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
         over_vocabulary = isinstance(dim, int) and dim in (-1, self.ndim - 1)
-        if self.made is not None or not over_vocabulary or keepdim or others:
+        if self.made is not None or self.gather or not over_vocabulary or keepdim or others:
             return None
         if self.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return None

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.call.checks import INTEGERS, described
+from parallel_lce.call import debug
+from parallel_lce.call.checks import INTEGERS, described, public
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import as_float, check_option
+from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
+from parallel_lce.megatron.output_layer import token_statistics, without_logits
 
 _FUNCTION = "token_log_probs"
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
@@ -38,6 +41,7 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor | None = None
 
 
+@public
 def token_log_probs(
     model: torch.nn.Module,
     input_ids: Tensor | None,
@@ -92,6 +96,8 @@ def token_log_probs(
             layer's result or takes its gradient, or the layer's weight is fully sharded on its own.
     """
     inner = _language_model(model)
+    of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
+    debug.state().group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
     for name in _REFUSED:
         if forward_arguments.get(name) is not None:
             raise ValueError(f"{_FUNCTION} takes no {name}: it gives no logits")
@@ -103,11 +109,13 @@ def token_log_probs(
     # The model may have been built with parallel_output=False, which gathers the logits.
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
     if not last:
+        _nobody_refuses()
         return model(input_ids, position_ids, attention_mask, **arguments)
     assert labels is not None  # checked by _temperature
-    answering = _answering(inner, labels, divisor, entropy)
     own = vars(inner).get("compute_language_model_loss")
+    answering = _answering(inner, labels, divisor, entropy)
     with without_logits(inner.output_layer, _FUNCTION):
+        _nobody_refuses()
         inner.compute_language_model_loss = answering
         try:
             output = model(input_ids, position_ids, attention_mask, **arguments)
@@ -123,17 +131,26 @@ def token_log_probs(
     return TokenLogProbs(*output)
 
 
+def _nobody_refuses() -> None:
+    """Debug mode: raise ``ValueError`` if another rank has refused its arguments, before the model's collectives."""
+    layout = Layout.of(debug.state().group, False)
+    if debug.enabled() and layout.ranks > 1:
+        debug.agree(layout, {"function": _FUNCTION}, {})
+    debug.state().awaited = False
+
+
 def _answering(
     model: torch.nn.Module, labels: Tensor, temperature: float | Tensor, entropy: bool
-) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
+) -> Callable[..., Any]:
     """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
     Given ``labels`` themselves, it returns the log-probabilities ``[b, s]`` and, with ``entropy``, the entropies, as a
     plain tuple, which wrappers of the model can traverse. Given the shifted labels of heads for multi-token prediction,
-    it returns the loss. ``temperature``: a number or ``[b, s]``.
+    it returns the model's own loss. ``temperature``: a number or ``[b, s]``.
     """
+    own: Any = model.compute_language_model_loss
 
-    def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
+    def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
@@ -141,13 +158,15 @@ def _answering(
             return token_statistics(logits, labels, temperature, entropy)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
-        return token_losses(logits, given, logits.layer.tp_group)
+        with own_loss(model):
+            return own(given, logits, *others, **named)
 
     return compute_language_model_loss
 
 
 def _language_model(model: torch.nn.Module) -> Any:
     """The LanguageModule inside a model's wrappers."""
+    check_release()
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     inner: Any = model

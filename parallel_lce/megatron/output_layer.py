@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import module as modules
 
+from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
@@ -21,23 +25,19 @@ from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-# Classes whose forward the fused loss can replace. LinearCrossEntropyModule is in Megatron's development branch.
-_KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
+# Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
+_FORWARDS = ("ColumnParallelLinear.forward", "LinearCrossEntropyModule.forward")
+_AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
+_FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def is_lazy(layer: object) -> bool:
     return getattr(layer, "returns_lazy_logits", False)
 
 
-def make_lazy(layer: torch.nn.Module, asked_by: str, otherwise: str = "") -> None:
-    """Make an output layer return lazy logits.
-
-    Raises:
-        ValueError: the fused loss cannot replace the layer's forward. The message begins with ``asked_by`` and ends
-            with ``otherwise``.
-    """
-    if (problem := _unsupported(layer)) is not None:
-        raise ValueError(f"{asked_by} {problem}{otherwise}")
+def make_lazy(layer: torch.nn.Module) -> None:
+    """Make an output layer return lazy logits wherever its call does nothing else than what the fused loss does."""
     if not is_lazy(layer):
         layer.__class__ = _lazy_class(type(layer))
 
@@ -48,32 +48,33 @@ def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
     names ``function``.
 
     Raises:
-        ValueError: as :func:`make_lazy`.
+        ValueError: each call of the layer would make real logits.
     """
+    if (reason := of_another_kind(layer)) is not None:
+        raise ValueError(f"{function} makes no logits: {reason}")
     before = type(layer)
-    make_lazy(layer, function)
     vars(layer)["logits_refused_by"] = function
     try:
+        if "forward" in vars(layer):
+            reason = "the output layer's forward was replaced; leave Megatron's in place"
+        # Other reasons are those of a call: FSDP may make the weight whole until then.
+        reason = reason or _unsupported(layer, getattr(before, "stock", before))
+        if reason is not None:
+            raise ValueError(f"{function} makes no logits: {reason}")
+        make_lazy(layer)
         yield
     finally:
         layer.__class__ = before
         vars(layer).pop("logits_refused_by", None)
 
 
-def _unsupported(layer: torch.nn.Module) -> str | None:
-    """The reason why the fused loss cannot replace this output layer's forward, with a remedy; None if it can."""
-    if getattr(layer.config, "defer_embedding_wgrad_compute", False):
-        return (
-            "does not support defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
-            "to False"
-        )
-    owner = next(c for c in type(layer).__mro__ if "forward" in vars(c))
-    if not is_lazy(layer) and owner.__name__ not in _KNOWN:
-        return (
-            f"does not know the forward of the output layer {type(layer).__name__}, defined in "
-            f"{owner.__module__}.{owner.__name__}: use Megatron's ColumnParallelLinear (no fp8 output projection)"
-        )
-    return None
+def of_another_kind(layer: object) -> str | None:
+    """Why this output layer cannot return lazy logits, with a remedy; None if it can."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    if isinstance(layer, ColumnParallelLinear):
+        return None
+    return f"the output layer is a {type(layer).__name__}; use Megatron's ColumnParallelLinear, without an adapter"
 
 
 @functools.cache
@@ -83,60 +84,109 @@ def _lazy_class(base: type) -> type:
 
     class Lazy(base):
         returns_lazy_logits = True
+        stock = base
 
-        def forward(
-            self,
-            input_,
-            weight=None,
-            runtime_gather_output=None,
-            output_cross_entropy_loss=False,
-            labels: Any = None,
-            reduction="none",
-            ignore_index=-100,
-        ):
-            """Lazy logits ``[s, b, V/P]`` and no bias; real logits if :func:`_reason` gives a reason.
+        def forward(self, *given, **named):
+            """Lazy logits ``[s, b, V/P]`` and no bias; what the stock layer returns if :func:`_why_logits` gives a
+            reason.
 
             With ``output_cross_entropy_loss`` (Megatron's development branch) the losses of ``labels [b, s]``, 0 where
             a label is ``ignore_index``. ``reduction``: ``"none"`` gives ``[b, s]``, ``"sum"`` the sum; ``"mean"``
             divides it by the number of tokens that are not ignored, and is NaN without such tokens.
             """
-            used = self.weight if weight is None else weight
-            expected = [self.output_size_per_partition, self.input_size]
-            if used is None or list(used.shape) != expected:
-                given = "no weight of its own and none" if used is None else list(used.shape)
-                raise ValueError(f"the output layer needs a weight {expected}, got {given}")
-            gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
-            ranks = 1 if self.tp_group is None else self.tp_group.size()
-            gather = gather and ranks > 1 and not output_cross_entropy_loss
-            stock, bias = functools.partial(base.forward, self), None
-            reason = _reason(self, used, gather)
-            if reason is None:
-                logits = LazyLogits(self, input_, weight, self.sequence_parallel, stock)
-            else:
+            passed = named.get("weight", given[1] if len(given) > 1 else None)
+            used = self.weight if passed is None else passed
+            unsupported = _unsupported(self, base)
+            reason = unsupported or _why_logits(self, used)
+            if reason is not None:
                 warn_of_logits(self, reason)
                 keep_autograd_gradient(used)
-                logits, bias = stock(input_, weight=weight, runtime_gather_output=gather)
-            if not output_cross_entropy_loss:
-                return logits, bias
-            if bias is not None:
-                logits = logits + bias
-            losses = token_losses(logits, labels, self.tp_group, ignore_index)
-            if reduction == "none":
-                return losses
-            total = losses.sum()
-            return total if reduction == "sum" else total / (as_int64(labels) != ignore_index).sum()
+            if unsupported is not None:
+                return base.forward(self, *given, **named)
+            call = _Call(*given, **named)
+            call = call._replace(labels=as_int64(call.labels))
+            if reason is not None:
+                gather = False if call.output_cross_entropy_loss else call.runtime_gather_output
+                logits, bias = base.forward(self, call.input_, weight=passed, runtime_gather_output=gather)
+                if not call.output_cross_entropy_loss:
+                    return logits, bias
+                return call.reduced(_of_real(logits if bias is None else logits + bias, call, self.tp_group))
+            expected = [self.output_size_per_partition, self.input_size]
+            if used is None or list(used.shape) != expected:
+                shape = "no weight of its own and none" if used is None else list(used.shape)
+                raise ValueError(f"the output layer needs a weight {expected}, got {shape}")
+            gather = self.gather_output if call.runtime_gather_output is None else call.runtime_gather_output
+            ranks = 1 if self.tp_group is None else self.tp_group.size()
+            stock = functools.partial(base.forward, self)
+            logits = LazyLogits(self, call.input_, passed, bool(gather) and ranks > 1, stock)
+            if not call.output_cross_entropy_loss:
+                return logits, None
+            return call.reduced(_swapped(fused_losses(logits, _swapped(call.labels), call.ignore_index)))
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
 
 
-def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
+class _Call(NamedTuple):
+    """Arguments of a call of Megatron's output layer."""
+
+    input_: Any
+    weight: Tensor | None = None
+    runtime_gather_output: bool | None = None
+    # Of the development branch.
+    output_cross_entropy_loss: bool = False
+    labels: Any = None
+    reduction: str = "none"
+    ignore_index: int = -100
+
+    def reduced(self, losses: Tensor) -> Tensor:
+        total = losses.sum() if self.reduction != "none" else losses
+        return total / (self.labels != self.ignore_index).sum() if self.reduction == "mean" else total
+
+
+def _of_real(logits: Tensor, call: _Call, group: dist.ProcessGroup | None) -> Tensor:
+    target = _swapped(call.labels)
+    losses = vocab_parallel_cross_entropy(logits, target, tp_group=group)
+    return _swapped(losses.masked_fill(target == call.ignore_index, 0.0))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_megatrons(function: Any, *names: str) -> bool:
+    """Whether ``function`` is Megatron's own one of a qualified name. Decorators of torch and of Megatron may be
+    around it; a program's own may not, whatever name they give it."""
+    folder = os.path.dirname(sys.modules["megatron.core"].__file__ or "") + os.sep
+    while (code := getattr(function, "__code__", None)) is not None:
+        inner = getattr(function, "__wrapped__", None)
+        if not code.co_filename.startswith((folder, _TORCH)):
+            return False
+        if inner is None:
+            return code.co_filename.startswith(folder) and code.co_qualname in names
+        function = inner
+    return False
+
+
+@torch.compiler.disable(reason="Python code is looked at")
+def _unsupported(layer: Any, base: type) -> str | None:
+    """The reason why the fused loss cannot replace the layer's computation, with a remedy; None if it can. ``base`` is
+    the layer's class without lazy logits."""
+    if getattr(layer.config, "defer_embedding_wgrad_compute", False):
+        return "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
+    layers, own = sys.modules["megatron.core.tensor_parallel.layers"], layer._forward_impl
+    parts = [(base.forward, _FORWARDS), (getattr(own, "__func__", own), ("ColumnParallelLinear._forward_impl",))]
+    parts += [(getattr(layers, name), (name,)) for name in _FUNCTIONS]
+    for name in _AUTOGRAD:
+        kind = getattr(layers, name)
+        # A Function's apply is inherited.
+        parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
+    for function, names in parts:
+        if not _is_megatrons(function, *names):
+            kind = f"the output layer's class {base.__name__}"
+            return f"{names[0]} is not Megatron's own, or not that of {kind}; leave Megatron's in place"
+    return None
+
+
+def _why_logits(layer: torch.nn.Module, weight: Tensor | None) -> str | None:
     """The reason why this call must make real logits, with a remedy; None if it need not."""
-    if gather:
-        return (
-            "the output layer gathers them over the tensor-parallel ranks; build the model with "
-            "parallel_output=True and leave runtime_gather_output unset"
-        )
     # The passed weight may be a detached view of the layer's own.
     weights = [w for w in (weight, layer.weight) if w is not None]
     sharded = any(hasattr(w, "__fsdp_param__") or hasattr(w, "to_local") for w in weights)
@@ -145,6 +195,8 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output weight is fully sharded and whole only within the output layer's forward; "
             "the distributed optimizer keeps it whole"
         )
+    if weight is not None and dispatches(type(weight)):
+        return f"the output weight is a {type(weight).__name__}; use one of bf16, fp16 or fp32"
     if layer.skip_bias_add and layer.bias is not None:
         return "the output layer leaves its bias to others; build it with skip_bias_add=False"
     if getattr(layer, "disable_grad_reduce", False):
@@ -152,31 +204,24 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
+    if not hasattr(layer, "logits_refused_by") and (layer._forward_hooks or modules._global_forward_hooks):
+        return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
     # Both functions include global module hooks.
     if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None
 
 
-def token_losses(
-    logits: LazyLogits | Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, ignore_index: int | None = None
-) -> Tensor:
-    """Per-token loss ``[b, s]``, fp32, of logits ``[s, b, V/P]`` and ``labels [b, s]``, as stock computes it.
+def fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None = None) -> Tensor:
+    """Per-token loss of ``target [s, b]``, fp32 ``[s, b]``, of logits that are not made, as stock computes it.
 
-    A label outside the vocabulary has loss ``lse - max``, and only lse has a gradient. A token with the label
+    A target outside the vocabulary has loss ``lse - max``, and only lse has a gradient. A token with the target
     ``ignore_index`` has loss 0 and no gradient. Padding rows stay in the softmax.
 
-    Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``. If the real logits exist: as
-    in :func:`parallel_lce.vocab_parallel_cross_entropy`.
+    Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``.
     """
-    target = _swapped(as_int64(labels))
-    if isinstance(logits, LazyLogits) and logits.made is None:
-        options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-        return _swapped(_called(fused_loss, logits, target, options))
-    real = logits.made if isinstance(logits, LazyLogits) else logits
-    assert real is not None  # lazy logits that are not made returned above
-    losses = vocab_parallel_cross_entropy(real, target, tp_group=tp_group)
-    return _swapped(losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0))
+    options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+    return _called(fused_loss, logits, target, options)
 
 
 def token_statistics(
@@ -234,7 +279,9 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
     the output layer's own weight (not ``shared``).
 
     If main_grad is replaced between forward and backward, dW is added to the new one, as in stock. With fusion dW is
-    added to the forward's main_grad, which becomes the weight's again.
+    added to the forward's main_grad, which becomes the weight's again. Without fusion dW goes to autograd wherever that
+    makes a difference: if the weight has hooks, or its gradient is not accumulated in this backward, as in
+    ``torch.autograd.grad`` and ``backward(inputs=...)``.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
@@ -242,9 +289,11 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
     if shared or not fusion:
         keep_autograd_gradient(weight)
 
-    def in_backward() -> Tensor:
+    def in_backward(weight_node: Any) -> Tensor | None:
         if fusion:
             weight.main_grad = tensor  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+        elif weight._backward_hooks or weight._post_accumulate_grad_hooks or not _accumulates(weight_node):
+            return None
         return weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
 
     def placeholder() -> Tensor:
@@ -254,3 +303,11 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
         return torch.zeros_like(weight) if added else torch.empty_like(weight)
 
     return MainGrad(tensor, placeholder, in_backward)
+
+
+def _accumulates(weight_node: Any) -> bool:
+    """Whether the running backward accumulates the gradient of the leaf of this node."""
+    try:
+        return torch._C._will_engine_execute_node(weight_node)
+    except RuntimeError:  # torch.autograd.grad captures it
+        return False

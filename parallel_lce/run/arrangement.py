@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import as_group, is_dtensor, refuse
+from parallel_lce.call import debug
+from parallel_lce.call.checks import as_group, is_dtensor
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -46,10 +48,7 @@ def arranged(
     if not options.sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
         return options, tensors, group, None
     arrangement = Arrangement(options, group, reduction or options.reduction)
-    try:
-        plain = arrangement.enter(tensors)
-    except ValueError as refusal:
-        refuse(refusal, arrangement.group)
+    plain = arrangement.enter(tensors)
     return arrangement.options, plain, arrangement.group, arrangement
 
 
@@ -237,7 +236,7 @@ class Arrangement:
         if list(value.placements) != self._input_placements:
             raise ValueError(f"{_placed(name, value)}, and {_placed('input', self._input)}: use the same placements")
         if self._gathers:
-            value = value.redistribute(placements=self._tokens)
+            value = self._redistributed(name, value, self._tokens)
         return value.to_local(grad_placements=self._input_gradient)
 
     def weight(self, name: str, value: Any) -> Any:
@@ -249,8 +248,7 @@ class Arrangement:
         entries, own, ranks = value.shape[0], self._weight.shape[0], 1 if self._tp is None else self.mesh.size(self._tp)
         if entries != own and (self.options.vocab_size is None or -(-entries // ranks) != -(-own // ranks)):
             raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {own} rows")
-        if list(value.placements) != self._shards:
-            value = value.redistribute(placements=self._shards)
+        value = self._redistributed(name, value, self._shards)
         return value.to_local(grad_placements=self._weight_gradient)
 
     def per_token(self, name: str, value: Any, trailing: bool = False) -> Any:
@@ -267,8 +265,7 @@ class Arrangement:
             if self._gives_dtensors and shape != list(self._input.shape[:-1]):
                 expected, given = [*self._input.shape[:-1]], list(self._input.shape)
                 raise ValueError(f"{name} must have shape {expected}{more} for input {given}, got {list(value.shape)}")
-            if list(value.placements) != self._tokens:
-                value = value.redistribute(placements=self._tokens)
+            value = self._redistributed(name, value, self._tokens)
             value = value.to_local(grad_placements=self._tokens)
         if self.parts == 1:
             return value
@@ -282,6 +279,17 @@ class Arrangement:
             )
         parts = value.unflatten(1, (self.parts, part)).transpose(0, 1)
         return parts.reshape(self.parts * batch, *parts.shape[2:])
+
+    def _redistributed(self, name: str, value: Any, placements: list) -> Any:
+        """A DTensor with these placements. In debug mode it begins with an exchange, since DTensor's collectives come
+        before the call's exchange."""
+        if list(value.placements) == placements:
+            return value
+        layout = Layout.of(self.group, False)
+        if debug.enabled() and layout.ranks > 1:
+            debug.agree(layout, {"function": f"{self.options.function}, which redistributes {name}"}, {})
+            debug.state().awaited = True
+        return value.redistribute(placements=placements)
 
     def _position(self) -> Tensor:
         """The positions of the call's tokens among the user's; for DTensors, in the global tensor."""

@@ -26,38 +26,24 @@ from parallel_lce.core.memory import device_without_autocast, in_memory, on_devi
 from parallel_lce.run import losses, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
-
-FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
-
-
-class _FirstOrder(torch.autograd.Function):
-    """A copy of a gradient that refuses to be differentiated by its ``dependencies``."""
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, *dependencies: Tensor) -> Tensor:
-        return gradient.clone()  # No view: gradients are often changed in place, which a view forbids.
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor):
-        raise RuntimeError(FIRST_ORDER)
+from parallel_lce.run.transforms import batched, first_order, transforming
 
 
 def first_order_only(backward: Callable) -> Callable:
     """Decorator for an autograd.Function's ``backward(ctx, saved, *upstream)``, where ``saved`` are its saved tensors.
 
     With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
-    wrong. :class:`_FirstOrder` raises instead.
+    wrong. :func:`first_order` raises instead, and runs a backward of batched gradients once for each of them.
     """
 
     @functools.wraps(backward)
     def call(ctx, *upstream):
         saved = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return backward(ctx, saved, *upstream)
-        with torch.no_grad():
-            gradients = backward(ctx, saved, *upstream)
-        dependencies = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
-        return tuple(g if g is None else _FirstOrder.apply(g, *dependencies) for g in gradients)
+        run = functools.partial(backward, ctx, saved)
+        if torch.is_grad_enabled() or transforming():
+            dependencies = [t for t in saved if t is not None and t.requires_grad]
+            run = functools.partial(first_order, functools.partial(backward, ctx, saved), dependencies)
+        return batched(run, upstream)
 
     return call
 
@@ -117,7 +103,7 @@ class Fused(torch.autograd.Function):
         kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
         call = ctx.call.with_tensors(kept[3:9])
         if call.main_grad is not None:
-            call = call.replaced(main_grad=call.main_grad.now())
+            call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
         needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
@@ -221,8 +207,8 @@ class DenseLoss(torch.autograd.Function):
                 dx = product(gradient, shard, hidden.dtype)
             if incoming is not None:
                 incoming.wait()
-            if needs_weight and call.main_grad is not None:
-                main_grad = call.main_grad.now()
+            main_grad = call.main_grad and call.main_grad.now(ctx.next_functions[1][0])
+            if needs_weight and main_grad is not None:
                 accumulate_nt(main_grad.tensor[:real], gradient.t(), x.t(), overwrite=False)
                 dweight = main_grad.placeholder()
             elif needs_weight and real == rows:

@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.prepare import autocasted, check, check_readable_target, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, as_number, shortened
+from parallel_lce.core.options import Options, Tensors, as_number, in_python, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -110,9 +110,11 @@ def compacted(
 
 def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tensor | None, count: Any) -> Tensor:
     """The mask of the counted tokens, of the shape ``tokens``. Raises ``ValueError`` as :func:`compacted`."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
+    fits = lambda number: is_count(number) and 0 <= number <= tokens.numel()  # noqa: E731
+    if not fits(count):
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
+            f"{in_python('counted_tokens', count, fits)}"
         )
     if options.reduction is not None:
         mask = tensors.target != as_number(options.ignore_index)

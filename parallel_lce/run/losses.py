@@ -21,9 +21,9 @@ def log_prob(statistics: TokenStatistics) -> Tensor:
 
 def entropy(statistics: TokenStatistics) -> Tensor:
     """Entropy of each token's softmax in nats, in the target's shape. Raises ``ValueError`` if the statistics were
-    computed without ``expected_logit=True``."""
+    computed without ``entropy=True``."""
     if statistics.entropy is None:
-        raise ValueError("entropy needs statistics computed with expected_logit=True, got False")
+        raise ValueError("entropy needs statistics computed with entropy=True, got False")
     return statistics.entropy
 
 

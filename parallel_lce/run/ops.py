@@ -19,8 +19,9 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.run.autograd import FIRST_ORDER, AccumulatedLoss, DenseLoss, Fused
+from parallel_lce.run.autograd import AccumulatedLoss, DenseLoss, Fused
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, present
+from parallel_lce.run.transforms import FIRST_ORDER
 
 # Attribute of a handle's storage that holds the :class:`_Forward`.
 _FORWARD = "_parallel_lce_forward"

@@ -35,7 +35,7 @@ from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_coun
 from parallel_lce.call.draws import merged_ids, places
 from parallel_lce.call.selection import BesidePartials, Selected
 from parallel_lce.core import plan
-from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
+from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, checksum_of, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import SUM_EXP, Merged
@@ -130,7 +130,7 @@ def forward(
                 layout.put(partials.local, block, partial)
         merged = Merged(partials.local, projection.real_rows)
         if layout.ranks > 1:
-            partials.start()
+            partials.start(0 if call.selected is None else checksum_of(*call.selected.tensors))
             merged = Merged(*partials.finish(backend.merge_ranks))
         if beside is not None:
             merged = Merged(*merged[:2], *beside.merged(partials.extras))

@@ -1,0 +1,309 @@
+"""The public functions under ``torch.func``, in ``torch.export``, and for tensors without values.
+
+The autograd.Functions of a call keep work between forward and backward, and write over it. Transforms forbid that, and
+exported graphs lose it. So here a function is one step from tensors to tensors, and its backward runs it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree
+
+from parallel_lce.backends import valueless
+from parallel_lce.call.checks import as_group, is_dtensor
+from parallel_lce.core.options import as_number
+from parallel_lce.core.partials import accumulation_dtype
+
+FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
+_NO_TANGENTS = "parallel_lce has no forward-mode derivatives (jvp, jacfwd, hessian): use vjp, grad or jacrev"
+
+
+def transforming() -> bool:
+    """Whether a transform of ``torch.func``, or a backward of batched gradients, is running."""
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Step(torch.autograd.Function):
+    """``run(*tensors)``, a tuple of tensors. Subclasses differentiate it. Under vmap it runs once for each example."""
+
+    @staticmethod
+    def forward(run: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(_NO_TANGENTS)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple, run: Callable, *tensors: Tensor) -> tuple[tuple, tuple]:
+        examples = [
+            cls.apply(run, *[t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims[1:])])
+            for n in range(info.batch_size)
+        ]
+        results = tuple([torch.stack(each) for each in zip(*examples)])
+        return results, (0,) * len(results)
+
+
+class _FirstOrder(_Step):
+    """Refuses to be differentiated."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(FIRST_ORDER)
+
+
+class _Again(_Step):
+    """Runs again in backward."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.run, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*[each for each in output if not each.is_floating_point()])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(ctx.run, ctx.saved_tensors, upstream, ctx.needs_input_grad[1:])
+
+
+def first_order(run: Callable, dependencies: Sequence[Tensor], *given: Tensor | None) -> tuple:
+    """``run(*given)``, tensors or None, not differentiable by the ``given`` tensors and the ``dependencies``."""
+    there = [g is not None for g in given]
+    found: list[bool] = []
+
+    def run_present(*tensors: Tensor) -> tuple[Tensor, ...]:
+        remaining = iter(tensors)
+        results = run(*[next(remaining) if each else None for each in there])
+        found[:] = [r is not None for r in results]
+        # No view: gradients are often changed in place, which a view forbids.
+        return tuple([r.clone() for r in results if r is not None])
+
+    results = iter(_FirstOrder.apply(run_present, *[g for g in given if g is not None], *dependencies))
+    return tuple([next(results) if each else None for each in found])
+
+
+def batched(run: Callable, upstream: Sequence[Tensor | None]) -> tuple:
+    """``run(*upstream)``, the gradients of a backward; of a batch of upstream gradients, once for each.
+    ``is_grads_batched`` batches them by an older vmap than ``torch.func``'s."""
+    if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, upstream)):
+        return run(*upstream)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    remove, add = (getattr(torch, f"_{verb}_batch_dim") for verb in ("remove", "add"))
+    whole = [remove(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
+    count = next(len(w) for w in whole if w is not None)
+    each = [run(*[u if w is None else w[n] for u, w in zip(upstream, whole)]) for n in range(count)]
+    return tuple([None if g[0] is None else add(torch.stack(g), 0, level) for g in zip(*each)])
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    return gradient is not None and is_legacy_batchedtensor(gradient)
+
+
+def _as_now(run: Callable, kind: str) -> Callable:
+    """``run`` with the autocast of this moment. ``kind``: of the device."""
+    if kind == "meta":  # has no autocast
+        return run
+    autocast = functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def again(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with autocast():
+            return run(*tensors)
+
+    return again
+
+
+def _gradients(
+    run: Callable, tensors: Sequence[Tensor], upstream: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the ``wanted`` tensors."""
+    count = len(tensors)
+
+    def again(*given: Any) -> list[Tensor | None]:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(each) for t, each in zip(given, wanted)]
+            results = run(*leaves)
+        pairs = [(r, u) for r, u in zip(results, given[count:]) if u is not None and r.requires_grad]
+        of, asked = [r for r, _ in pairs], [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(of, asked, [u for _, u in pairs], allow_unused=True, materialize_grads=True))
+        return [next(found) if each else None for each in wanted]
+
+    return first_order(again, (), *tensors, *upstream)
+
+
+# --- the public functions ----------------------------------------------------------------------------
+
+_FUNCTIONS: dict[str, Callable] = {}
+
+
+def transformable(function: Callable) -> Callable:
+    """Decorator for a public function of tensors, which gives a tensor or a dataclass of tensors."""
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        return _outside_graphs(function, given, named) if transforming() else function(*given, **named)
+
+    return call
+
+
+def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
+    # Importing torch._dynamo takes a second. Before, there are no compiled graphs.
+    run: Any = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
+    return run(function, given, named)
+
+
+# A graph of torch.compile breaks here.
+_outside_graphs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
+    leaves, spec = _pytree.tree_flatten((given, named))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    results: dict[str, Any] = {}
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        filled = dict(enumerate(leaves)) | dict(zip(places, tensors))
+        given, named = _pytree.tree_unflatten([*filled.values()], spec)
+        result = function(*given, **named)
+        results["type"] = type(result)
+        results["fields"] = {} if isinstance(result, Tensor) else vars(result)
+        values = results["fields"].values() or [result]
+        return tuple([value for value in values if value is not None])
+
+    tensors = [leaves[place] for place in places]
+    found = iter(_Again.apply(_as_now(run, tensors[0].device.type) if tensors else run, *tensors))
+    if not results["fields"]:
+        return next(found)
+    fields = {name: None if value is None else next(found) for name, value in results["fields"].items()}
+    return results["type"](**fields)
+
+
+def operator(function: Callable) -> Callable:
+    """Decorator as :func:`transformable` for a function that gives one tensor. While torch.export traces, and for
+    tensors without values, an operator runs it. The function gives :func:`without_values` for the latter."""
+    _FUNCTIONS[function.__name__] = function
+    plain = transformable(function)
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return plain(*given, **named)
+        tensor = next((t for t in (*given, *named.values()) if isinstance(t, Tensor)), None)
+        traced = tensor is not None and (torch.compiler.is_compiling() or valueless(tensor))
+        if traced and (encoded := _encoded(function, given, named)) is not None:
+            return torch.ops.parallel_lce.function(function.__name__, *encoded)
+        return plain(*given, **named)
+
+    # For functions at which graphs of torch.compile break.
+    words = "graphs of torch.compile break at it, and torch.export takes it without strict=True"
+    vars(call)["_torchdynamo_disable_msg"] = words
+    return call
+
+
+def without_values(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
+    """A function's result of operands without values. It has a gradient by them."""
+    present = [t for t in operands if t is not None]
+    dtype = accumulation_dtype(present[0].dtype)
+    return present[0].new_empty(shape, dtype=dtype) + torch.stack([t.sum() for t in present]).sum(dtype=dtype)
+
+
+def _encoded(function: Callable, given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list[str], str] | None:
+    """A call's tensors, their arguments' names, and its other arguments as JSON. None if one has no place there: a
+    DTensor, or what the function refuses."""
+    try:
+        arguments = inspect.signature(function).bind(*given, **named).arguments
+        tensors = [
+            (name, t)
+            for name, value in arguments.items()
+            for t in (value if isinstance(value, (tuple, list)) else [value])
+            if isinstance(t, Tensor)
+        ]
+        names = [name for name, _ in tensors]
+        others = {name: value for name, value in arguments.items() if name not in names}
+        settings = json.dumps(others, default=_as_json)
+    except TypeError:
+        return None
+    plain = [t for _, t in tensors if not is_dtensor(t)]
+    return (plain, names, settings) if len(plain) == len(names) else None
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, (dist.ProcessGroup, DeviceMesh)) and (group := as_group(value)) is not None:
+        return {"group": group.group_name}
+    if not isinstance(number := as_number(value), (int, float)):
+        raise TypeError(f"no number: {value!r}")
+    return number
+
+
+def _from_json(value: dict[str, str]) -> Any:
+    if "dtype" in value:
+        return getattr(torch, value["dtype"])
+    # torch 2.13's annotation of a group's name is not str.
+    return _resolve_process_group(value["group"]) if "group" in value else value  # pyright: ignore[reportArgumentType]
+
+
+def _runner(name: str, names: Sequence[str], settings: str) -> Callable:
+    """The function of an operator's arguments, of tensors alone. It gives a tuple of one."""
+    others = json.loads(settings, object_hook=_from_json)
+
+    def run(*tensors: Tensor) -> tuple[Tensor]:
+        by_name: dict[str, list[Tensor]] = {}
+        for each, tensor in zip(names, tensors):
+            by_name.setdefault(each, []).append(tensor)
+        arguments = {each: tuple(value) if len(value) > 1 else value[0] for each, value in by_name.items()}
+        return (_FUNCTIONS[name](**arguments, **others),)
+
+    return run
+
+
+@torch.library.custom_op(
+    "parallel_lce::function",
+    mutates_args=(),
+    schema="(str name, Tensor[] tensors, str[] names, str settings) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _function(name, tensors, names, settings):
+    return _runner(name, names, settings)(*tensors)[0]
+
+
+_function.register_fake(_function._init_fn)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.name, tensors, names, settings = inputs
+    ctx.run = _as_now(_runner(ctx.name, names, settings), tensors[0].device.type)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, upstream):
+    tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[1]
+    if get_proxy_mode() is not None:
+        raise RuntimeError(f"the backward of an exported {ctx.name} cannot be compiled: run it without torch.compile")
+    if any(map(valueless, tensors)):
+        gradients = [t.new_empty(t.shape) if each else None for t, each in zip(tensors, wanted)]
+    else:
+        gradients = [*_gradients(ctx.run, tensors, [upstream], wanted)]
+    return None, gradients, None, None
+
+
+_function.register_autograd(_differentiate, setup_context=_save)

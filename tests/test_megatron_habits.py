@@ -1,0 +1,304 @@
+"""What programs do to Megatron's output layer and its loss: patches, wrappers, hooks, adapters, partial backwards. Each
+gives the stock answer with the switch, too."""
+
+import functools
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, layers, vocab_parallel_cross_entropy
+
+import parallel_lce.megatron
+from measures import assert_close
+from megatron_models import HIDDEN, Model, batch, build, losses_of
+from megatron_training import in_ddp, side_by_side
+from parallel_lce.megatron import token_log_probs, uninstall
+from tools import on_ranks
+
+AUTOGRAD = layers.LinearWithGradAccumulationAndAsyncCommunication
+
+
+def _twice(function):
+    """Under the same name, as functools.wraps gives it."""
+
+    @functools.wraps(function)
+    def doubled(*given, **named):
+        found = function(*given, **named)
+        return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
+
+    return doubled
+
+
+def _with_z_loss(own):
+    def compute_language_model_loss(self, labels, logits):
+        squares = logits.clone().float().square().mean(-1)  # stock's loss overwrites fp32 logits
+        return own(self, labels, logits) + 0.1 * squares.transpose(0, 1)
+
+    return compute_language_model_loss
+
+
+def _with_keyword(own):
+    def compute_language_model_loss(self, labels, logits, weight=3.0):
+        return weight * own(self, labels, logits)
+
+    return compute_language_model_loss
+
+
+def _of_functions(smoothing):
+    """A loss of its own, by the function that this file imported before the switch was installed."""
+
+    def compute_language_model_loss(self, labels, logits):
+        target = labels.clamp(min=0).transpose(0, 1).contiguous()
+        return vocab_parallel_cross_entropy(logits, target, smoothing).transpose(0, 1)
+
+    return lambda own: compute_language_model_loss
+
+
+# What is replaced on a class or in a module: the owner, the name, what makes the new of the old.
+PATCHES = {
+    "forward": (ColumnParallelLinear, "forward", _twice),
+    "_forward_impl": (ColumnParallelLinear, "_forward_impl", _twice),
+    "linear": (layers, "linear_with_grad_accumulation_and_async_allreduce", _twice),
+    "apply": (AUTOGRAD, "apply", _twice),
+    "Function.forward": (AUTOGRAD, "forward", lambda own: staticmethod(_twice(own))),
+    "a z-loss": (LanguageModule, "compute_language_model_loss", _with_z_loss),
+    "a z-loss of the subclass": (GPTModel, "compute_language_model_loss", _with_z_loss),
+    "a keyword": (LanguageModule, "compute_language_model_loss", _with_keyword),
+    "a loss of its own": (LanguageModule, "compute_language_model_loss", _of_functions(0.0)),
+    "a smoothed loss": (LanguageModule, "compute_language_model_loss", _of_functions(0.1)),
+}
+
+
+@contextmanager
+def _patched(owner, name, make):
+    own, inherited = getattr(owner, name), name not in vars(owner)
+    setattr(owner, name, make(own))
+    try:
+        yield
+    finally:
+        delattr(owner, name) if inherited else setattr(owner, name, staticmethod(own) if owner is AUTOGRAD else own)
+
+
+def _trained(model, spec, data) -> list[torch.Tensor]:
+    model.zero_grad()
+    losses = losses_of(model, spec, data)
+    losses.mean().backward()
+    return [losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("patch", PATCHES)
+@on_ranks(2)
+def test_patches(member, patch, before):
+    """Before the switch is installed and the model built, or after."""
+    uninstall()
+    spec = Model(ranks=member.ranks, sequence_parallel=True)
+    later = functools.partial(_patched, *PATCHES[patch])
+    try:
+        if before:
+            with later():
+                side_by_side(member, spec, lambda model, data, ours: _trained(model, spec, data))
+                uninstall()
+        else:
+
+            def patched(model, data, ours):
+                with later():
+                    return _trained(model, spec, data)
+
+            side_by_side(member, spec, patched)
+    finally:
+        uninstall()
+
+
+class _Adapter(torch.nn.Module):
+    """As of LoRA: without the attributes of the layer that it wraps."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        generator = torch.Generator().manual_seed(3)
+        width = inner.output_size_per_partition
+        self.more = torch.nn.Parameter(torch.randn(width, HIDDEN, generator=generator))
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        logits, bias = self.inner(hidden, weight, runtime_gather_output)
+        return logits + tensor_parallel.copy_to_tensor_model_parallel_region(hidden) @ self.more.t(), bias
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def _adapt(model) -> None:
+    model.output_layer = _Adapter(model.output_layer)
+
+
+def _double_weight(model) -> None:
+    torch.nn.utils.parametrize.register_parametrization(model.output_layer, "weight", _Doubled())
+
+
+def _replace_forward(model) -> None:
+    model.output_layer.forward = _twice(functools.partial(ColumnParallelLinear.forward, model.output_layer))
+
+
+def _hook(hook):
+    return lambda model: model.output_layer.register_forward_hook(hook)
+
+
+def _tensors_alone(module, inputs, output):
+    return (2 * output[0], output[1]) if isinstance(output[0], torch.Tensor) else None
+
+
+def _own_loss(model) -> None:
+    own = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda labels, logits: 2 * own(labels, logits * 0.5)
+
+
+# What is done to a model.
+CHANGES = {
+    "adapter": _adapt,
+    "parametrization": _double_weight,
+    "forward": _replace_forward,
+    "hook": _hook(lambda module, inputs, output: (output[0] * 0.5, output[1])),
+    "hook of tensors": _hook(_tensors_alone),
+    "pre-hook": lambda model: model.output_layer.register_forward_pre_hook(lambda module, given: (2 * given[0],)),
+    "a loss of its own": _own_loss,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_changed_models(member, change):
+    spec = Model(ranks=member.ranks)
+
+    def changed(model, data, ours):
+        CHANGES[change](model)
+        return _trained(model, spec, data)
+
+    side_by_side(member, spec, changed)
+
+
+@on_ranks(2)
+def test_gathered_logits_have_the_loss_of_shards(member):
+    """Stock's own is off by log(2): it takes the gathered logits for a shard."""
+    spec = Model(ranks=member.ranks)
+
+    def gathered(model, data, ours):
+        model.output_layer.gather_output = ours
+        found = _trained(model, spec, data)
+        own = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda labels, logits: own(labels, logits[...])
+        return [*found, *_trained(model, spec, data)]
+
+    side_by_side(member, spec, gathered)
+
+
+@on_ranks(2)
+def test_the_group_is_the_models(member):
+    """Not Megatron's global one, also if the output layer names none."""
+    spec = Model(ranks=member.ranks)
+    alone = torch.distributed.new_subgroups(1)[0]
+
+    def values(model, data, ours):
+        if not ours:
+            return [losses_of(model, spec, data)]
+        with mock.patch.object(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", alone):
+            found = losses_of(model, spec, data)
+            wrapped = model.output_layer
+            model.output_layer = torch.nn.Module()
+            model.output_layer.forward = lambda *given, **named: (wrapped(*given, **named)[0][...], None)
+            assert_close(losses_of(model, spec, data), found, 1e-5)
+        return [found]
+
+    side_by_side(member, spec, values)
+
+
+# --- the weight's gradient --------------------------------------------------------------------------------
+
+
+def _masked(gradient):
+    return gradient * (torch.arange(len(gradient), device=gradient.device) >= 40)[:, None]
+
+
+def _mask_later(parameter):
+    parameter.grad.copy_(_masked(parameter.grad))
+
+
+# What is done to the output weight, and how the loss is differentiated: what is compared.
+GRADIENTS = {
+    "hook": (lambda w: w.register_hook(_masked), None),
+    "post-accumulate hook": (lambda w: w.register_post_accumulate_grad_hook(_mask_later), None),
+    "grad of the weight": (None, lambda loss, w, x: torch.autograd.grad(loss, [w])),
+    "grad of inputs": (None, lambda loss, w, x: torch.autograd.grad(loss, [x])),
+    "grad of both": (None, lambda loss, w, x: torch.autograd.grad(loss, [x, w])),
+    "inputs without it": (None, lambda loss, w, x: (loss.backward(inputs=[x]), x.main_grad)[1:]),
+    "inputs with it": (None, lambda loss, w, x: (loss.backward(inputs=[w]), w.main_grad)[1:]),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("how", GRADIENTS)
+@on_ranks(2)
+def test_main_grad_gets_what_autograd_gives(member, how, budget, tied):
+    """Under Megatron's DDP without gradient_accumulation_fusion, in three microbatches."""
+    spec = Model(ranks=member.ranks, tied=tied, budget=budget)
+    change, differentiate = GRADIENTS[how]
+
+    def gradients(model, data, ours):
+        ddp = in_ddp(model.config, model)
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        other = next(p for name, p in model.named_parameters() if "linear_qkv" in name)
+        found = []
+        for number in range(3):
+            if change is not None and number == 1:
+                change(weight)
+            loss = losses_of(model, spec, batch(number, spec, member.device)).mean()
+            if differentiate is None or number != 1:
+                loss.backward()
+            else:
+                found += [g.clone() for g in differentiate(loss, weight, other)]
+        ddp.finish_grad_sync()
+        return [*found, *(p.main_grad for p in model.parameters())]
+
+    side_by_side(member, spec, gradients)
+
+
+# --- without logits at all ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["forward of the class", "forward", "adapter"])
+@on_ranks(2)
+def test_log_probs_are_refused_in_words(member, change):
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    given = model, data.tokens, data.positions, data.mask, data.labels
+
+    def refused(words: str) -> None:
+        with mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called")):
+            with pytest.raises(ValueError, match=words):
+                token_log_probs(*given)
+
+    if change == "forward of the class":
+        with _patched(*PATCHES["forward"]):
+            refused("ColumnParallelLinear.forward is not Megatron's own")
+    else:
+        CHANGES[change](model)
+        refused({"forward": "forward was replaced", "adapter": "the output layer is a _Adapter"}[change])
+
+
+@on_ranks(1)
+def test_old_releases_are_refused(member):
+    model = build(member, Model(), {})
+    with mock.patch.object(ColumnParallelLinear, "__init__", lambda self, input_size: None):
+        for call in (parallel_lce.megatron.install, lambda: token_log_probs(model, None, None, None, None)):
+            with pytest.raises(ImportError, match="needs megatron-core 0.14 or newer, found 0."):
+                call()

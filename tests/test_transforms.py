@@ -1,0 +1,278 @@
+"""The public functions under ``torch.func``, with batched gradients, exported, and without values."""
+
+import io
+
+import pytest
+import torch
+from torch.autograd import functional
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import parallel_lce
+from cases import normal
+from parallel_lce import transformers as door
+from parallel_lce.distillation import divergence, top_k_divergence
+from parallel_lce.transformers import patch
+from tools import on_ranks, results_of, statistics
+from transformers_standin import CausalLM
+from world import mesh_of
+
+N, V, D = 6, 10, 8
+TARGET = torch.tensor([3, -100, 9, 0, 3, 7])
+SAMPLED = torch.tensor([1, 3, 3, 8, -1])
+
+
+def _statistics(x, w):
+    found = statistics(x, w, TARGET.to(x.device), selected=TARGET[:, None].to(x.device), top_k=2)
+    assert found.argmax.shape == x.shape[:-1] and found.top_ids.shape == (*x.shape[:-1], 2)
+    return found.entropy + found.target_log_prob + found.selected_log_prob[:, 0]
+
+
+def _sampled(x, w):
+    counts = dict(log_expected_count=torch.arange(5.0), target_log_expected_count=torch.ones(N))
+    counts = {name: value.to(x.device) for name, value in counts.items()}
+    return parallel_lce.sampled_linear_cross_entropy(
+        x, w, TARGET.to(x.device), SAMPLED.to(x.device), reduction="none", logit_scale=0.5, **counts
+    )
+
+
+def _selected(x, w):
+    ids, offsets = torch.stack([TARGET, TARGET.flip(0)], 1).flatten(), torch.arange(0, 2 * N + 1, 2)
+    return parallel_lce.selected_log_probs(x, w, (ids.to(x.device), offsets.to(x.device))).square()
+
+
+def _top_k(x, w):
+    ids = SAMPLED.expand(N, 5).to(x.device)
+    return top_k_divergence(x, w, ids, -1.0 - ids.to(w.dtype).abs(), reduction="none", temperature=2.0)
+
+
+FUNCTIONS = {
+    "none": lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), reduction="none"),
+    "mean": lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), logits_budget=0),
+    "statistics": _statistics,
+    "sampled": _sampled,
+    "selected": _selected,
+    "divergence": lambda x, w: divergence(x, w, x.new_ones(x.shape), w.new_ones(w.shape).cumsum(0), beta=0.5),
+    "top-k": _top_k,
+    "logits": lambda x, w: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), TARGET.to(x.device), 0.1),
+}
+OPERATORS = ("sampled", "selected", "divergence", "top-k", "logits")
+
+
+@pytest.fixture(params=FUNCTIONS)
+def problem(request, device):
+    """A function of x and weight, and both."""
+    return FUNCTIONS[request.param], normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
+
+
+def autograds(function, x, w) -> tuple[torch.Tensor, ...]:
+    """The sum of the values, and its gradients."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, w)]
+    total = function(*leaves).sum()
+    return total.detach(), *torch.autograd.grad(total, leaves)
+
+
+def test_func(problem):
+    """By x, by both, of each of a batch, and the Jacobian. Plain autograd's numbers, to the bit."""
+    function, x, w = problem
+    total = lambda x, w: function(x, w).sum()  # noqa: E731
+    value, *expected = autograds(function, x, w)
+    assert all(map(torch.equal, grad(total, argnums=(0, 1))(x, w), expected))
+    result, pull = vjp(total, x, w)
+    assert torch.equal(result, value) and all(map(torch.equal, pull(torch.ones_like(result)), expected))
+    twice = torch.stack([x, 2 * x])
+    each = [autograds(function, xs, w) for xs in twice]
+    assert torch.equal(vmap(total, (0, None))(twice, w), torch.stack([e[0] for e in each]))
+    of_weight = vmap(grad(total, argnums=1), (0, None))(twice, w)
+    assert torch.equal(of_weight, torch.stack([e[2] for e in each]))
+    rows = functional.jacobian(lambda x: function(x, w), x)
+    assert torch.equal(jacrev(function)(x, w), rows)
+
+
+def test_a_batch_of_gradients(problem):
+    function, x, w = problem
+    x = x.clone().requires_grad_()
+    values = function(x, w)
+    upstream = normal(3, *values.shape, seed=2).to(values)
+    expected = torch.stack([torch.autograd.grad(values, x, u, retain_graph=True)[0] for u in upstream])
+    found = torch.autograd.grad(values, x, upstream, is_grads_batched=True, retain_graph=True)
+    # Only a graph's first backward reads what forward kept.
+    torch.testing.assert_close(found[0], expected)
+    by_vmap = vmap(lambda u: torch.autograd.grad(values, x, u, retain_graph=True)[0])(upstream)
+    torch.testing.assert_close(by_vmap, expected)
+    rows = [functional.jacobian(lambda x: function(x, w), x, vectorize=each) for each in (False, True)]
+    torch.testing.assert_close(*rows)
+
+
+SECOND = {
+    "grad of grad": lambda f, x: grad(lambda x: grad(f)(x).square().sum())(x),
+    "jacrev of grad": lambda f, x: jacrev(grad(f))(x),
+    "a recorded batch": lambda f, x: functional.jacobian(f, x, create_graph=True, vectorize=True).sum().backward(),
+    "hvp": lambda f, x: functional.hvp(f, x, torch.ones_like(x)),
+    "gradgradcheck": lambda f, x: torch.autograd.gradgradcheck(f, x.requires_grad_()),
+}
+FORWARD_MODE = {
+    "jvp": lambda f, x: jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(f)(x),
+}
+
+
+@pytest.mark.parametrize("asked", SECOND)
+def test_second_derivatives_are_refused(asked, problem):
+    function, x, w = problem
+    with pytest.raises(RuntimeError, match="gradients of parallel_lce cannot be differentiated twice"):
+        SECOND[asked](lambda x: function(x, w.double()).square().sum(), x.double())
+
+
+@pytest.mark.parametrize("asked", FORWARD_MODE)
+def test_forward_mode_is_refused(asked, problem):
+    function, x, w = problem
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives .*: use vjp, grad or jacrev"):
+        FORWARD_MODE[asked](lambda x: function(x, w).sum(), x)
+
+
+def test_a_backward_outside_of_autocast(device):
+    """It runs again as forward ran."""
+    x, w = normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
+    function = lambda x, w: FUNCTIONS["selected"](x, w).sum()  # noqa: E731
+    exported = torch.export.export(_Module(function, w), (x,)).module()
+    with torch.autocast(device, torch.bfloat16):
+        leaf = x.clone().requires_grad_()
+        loss = function(leaf, w)
+        _, pull = vjp(function, x, w)
+        of_exported = x.clone().requires_grad_()
+        other = exported(of_exported)
+    expected, found = torch.autograd.grad(loss, leaf)[0], torch.autograd.grad(other, of_exported)[0]
+    assert torch.equal(pull(torch.ones_like(loss))[0], expected) and torch.equal(found, expected)
+    assert torch.equal(expected, expected.bfloat16().float())
+
+
+def test_a_statistic_without_a_gradient(device):
+    x, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
+    assert not grad(lambda x: parallel_lce.token_statistics(x, w, None).max_logit.sum())(x).any()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@on_ranks(2)
+def test_a_functional_call_over_ranks(member, split):
+    """A module's loss under sequence parallelism, or with the hidden states of all tokens on each rank."""
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            shard = normal(V, D, seed=1).float().chunk(2)[member.rank].to(member.device)
+            self.weight = torch.nn.Parameter(shard)
+            self.loss = parallel_lce.LinearCrossEntropy(process_group=member.group, sequence_parallel=split)
+
+        def forward(self, x):
+            return self.loss(x, self.weight, TARGET.to(member.device))
+
+    head, x = Head(), normal(N, D).float().to(member.device)
+    x = x.chunk(2)[member.rank] if split else x
+    found = grad(lambda p: functional_call(head, p, (x,)))(dict(head.named_parameters()))
+    head(x).backward()
+    assert torch.equal(found["weight"], head.weight.grad)
+
+
+def test_a_patched_model(device):
+    """The gradients of each sequence, as of the model that is not patched."""
+    torch.manual_seed(0)
+    model, ids = CausalLM(V, D).to(device), torch.arange(2 * N, device=device).view(2, N) % V
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters, ids):
+        return functional_call(model, parameters, (ids[None],), dict(labels=ids[None])).loss
+
+    expected = vmap(grad(loss), (None, 0))(parameters, ids)
+    with results_of(door, "linear_cross_entropy") as fused:
+        patch(model)
+        torch.testing.assert_close(vmap(grad(loss), (None, 0))(parameters, ids), expected)
+    assert len(fused) == 1
+
+
+# --- exported, and without values ----------------------------------------------------------------------
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function, w):
+        super().__init__()
+        self.function, self.w = function, torch.nn.Parameter(w)
+
+    def forward(self, x):
+        return self.function(x, self.w)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_exported(name, device):
+    """Saved and loaded, for any number of samples. The values and gradients are those of the function."""
+    x, w = normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(_Module(FUNCTIONS[name], w), (x,)), file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    found = autograds(lambda x, w: functional_call(module, {"w": w}, (x,)), x, w)
+    assert all(map(torch.equal, found, autograds(FUNCTIONS[name], x, w)))
+    with pytest.raises(RuntimeError, match="backward of an exported .* cannot be compiled"):
+        torch.compile(module, backend="aot_eager")(x)
+
+
+def test_exported_for_any_number_of_tokens(device):
+    class Loss(torch.nn.Module):
+        def forward(self, x, w, y):
+            among = parallel_lce.selected_log_probs(x, w, y[:, None])
+            return among, parallel_lce.sampled_linear_cross_entropy(x, w, y, SAMPLED.to(x.device))
+
+    x, w, y = normal(N, D).to(device), normal(V, D, seed=1).to(device), TARGET.clamp(min=0).to(device)
+    dynamic = {"x": {0: torch.export.Dim.DYNAMIC}, "w": None, "y": {0: torch.export.Dim.DYNAMIC}}
+    module = torch.export.export(Loss(), (x, w, y), dynamic_shapes=dynamic).module()
+    assert all(map(torch.equal, module(x[:4], w, y[:4]), Loss()(x[:4], w, y[:4])))
+
+
+@on_ranks(2)
+def test_exported_over_ranks(member):
+    """The operator finds the group by its name."""
+
+    def among(x, w):
+        ids = TARGET[:, None].to(member.device)
+        return parallel_lce.selected_log_probs(x, w, ids, process_group=member.group, reduce_dtype=torch.float32)
+
+    x, w = normal(N, D).float().to(member.device), normal(V, D, seed=1).float().to(member.device)
+    w = w.chunk(2)[member.rank]
+    module = torch.export.export(_Module(among, w), (x,)).module()
+    found = autograds(lambda x, w: functional_call(module, {"w": w}, (x,)), x, w)
+    assert all(map(torch.equal, found, autograds(among, x, w)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_meta_tensors_have_gradients(name, device):
+    x, w = normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
+    expected = [FUNCTIONS[name](x, w), *autograds(FUNCTIONS[name], x, w)[1:]]
+    leaves = [t.to("meta").requires_grad_() for t in (x, w)]
+    loss = FUNCTIONS[name](*leaves)
+    found = [loss, *torch.autograd.grad(loss.sum(), leaves)]
+    assert loss.requires_grad and not FUNCTIONS[name](*[t.detach() for t in leaves]).requires_grad
+    assert [(f.shape, f.dtype, f.device.type) for f in found] == [(e.shape, e.dtype, "meta") for e in expected]
+
+
+@on_ranks(2)
+def test_meta_dtensors_have_gradients(member):
+    mesh = mesh_of(member.device.type, (2,), ("tp",))
+
+    def placed(tensor, placement):
+        return DTensor.from_local(tensor.to("meta"), mesh, [placement], run_check=False)
+
+    x, w = placed(normal(N, D), Replicate()).requires_grad_(), placed(normal(V // 2, D), Shard(0)).requires_grad_()
+    ids = placed(TARGET[:, None], Replicate())
+    for result in (parallel_lce.selected_log_probs(x, w, ids), divergence(x, w, x, w)):
+        assert [g.shape for g in torch.autograd.grad(result.sum(), (x, w))] == [(N, D), (V, D)]
+
+
+def test_bad_input_without_values_is_refused():
+    x, w, y = (torch.zeros(s, device="meta") for s in ((N, D), (V, D), (N,)))
+    with pytest.raises(ValueError, match="target must be ids of an integer dtype"):
+        parallel_lce.sampled_linear_cross_entropy(x, w, y, y)
+    with pytest.raises(ValueError, match="input has 8 features and linear_weight"):
+        parallel_lce.selected_log_probs(x, w[:, 1:], y[:, None].long())
+    with pytest.raises(ValueError, match="logit_scale must be a finite Python number, got <object"):
+        parallel_lce.selected_log_probs(x, w, y[:, None].long(), logit_scale=object())

@@ -26,7 +26,7 @@ SAVED_FP16_SCALE = 2.0**15
 # Relative error of a logit that is summed in another order.
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
-_REACH = tl.constexpr(REACH)
+_REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**126)
 _INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
@@ -88,6 +88,23 @@ def _log2(x):
 def logit_above(e, shift, base):
     """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
     return tl.maximum(_log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
+
+
+@triton.jit
+def flattened(e, flat):
+    """The numbers to save of exponentials relative to the softmax shift. ``flat``: 0, and they are ``e``; or exp(shift)
+    of a token with most logits near 0, and they are ``exp(z) - 1``, whose rounding is relative to z. An exp(z) below
+    0.6 keeps its digits in another range."""
+    is_flat = flat > 0.0
+    e *= tl.where(is_flat, flat, 1.0)
+    one, least = tl.where(is_flat, 1.0, 0.0), tl.where(is_flat, 0.6, -1.0)
+    return tl.where(e < least, e * -_FAR_BELOW - 1.0, e - one)
+
+
+@triton.jit
+def unflattened(saved, flat):
+    """The exponentials of :func:`flattened`, of a flat token relative to 0 instead of the softmax shift."""
+    return tl.where(saved < -0.5, (saved + 1.0) * (-1.0 / _FAR_BELOW), saved + tl.where(flat > 0.0, 1.0, 0.0))
 
 
 @triton.jit

@@ -248,19 +248,27 @@ def lce_backward_divergence(
     gradient,
     factor,
     student_mean,
+    token_cap,
     rows,
     entries,
     gradient_stride,
     beta,
     rest,
+    cap,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
-    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted."""
+    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
+    ``CAPPED``: the student's logits are soft-capped. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
+    if token_cap is not None:
+        cap = tl.load(token_cap + row)
     of_teacher = 0.0
     of_student = 0.0
+    of_entropy = 0.0
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
@@ -283,18 +291,25 @@ def lce_backward_divergence(
                 of_teacher += tl.sum(tl.where(valid & (q != 0.0), q * of_q, 0.0), 0)
             if STUDENT:
                 of_student += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+            if ENTROPY:
+                of_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
         if gradient is not None:
             times = tl.load(factor + row)
             if STUDENT:
                 g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
             else:
                 g = p - q
+            if CAPPED:
+                z = tl.load(student[0] + row * student[1] + column, mask=valid, other=0.0)
+                g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
         tl.store(sums + row, of_teacher)
         tl.store(sums + rows + row, of_student)
+        if ENTROPY:
+            tl.store(sums + 2 * rows + row, of_entropy)
 
 
 def divergence(
@@ -307,9 +322,11 @@ def divergence(
     gradient: torch.Tensor | None,
     factor: torch.Tensor | None,
     student_mean: torch.Tensor | None,
+    softcap: float | torch.Tensor | None,
 ) -> None:
     """:func:`parallel_lce.backends.torch_logits.divergence`"""
     rows, entries = student.shape
+    token_cap = softcap if isinstance(softcap, torch.Tensor) else None
     if rows:
         lce_backward_divergence.launch(
             (rows,),
@@ -319,12 +336,16 @@ def divergence(
             gradient,
             factor,
             student_mean,
+            token_cap,
             rows,
             entries,
             0 if gradient is None else gradient.stride(0),
             beta,
             1 - beta,
+            1.0 if token_cap is not None or softcap is None else softcap,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
+            CAPPED=softcap is not None,
+            ENTROPY=sums is not None and len(sums) > 2,
             num_warps=8,
         )

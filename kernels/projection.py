@@ -37,6 +37,7 @@ from parallel_lce.kernels.arithmetic import (
     caps_of,
     exponential_from,
     finite_base,
+    flattened,
     loaded,
     scaled,
     slope_at,
@@ -60,6 +61,8 @@ class ForwardEpilogue(NamedTuple):
     logits_stride: int = 0
     # Nothing else is stored.
     draw: Draw | None = None
+    # [R] fp32: see ``arithmetic.flattened``. None: no token is flat.
+    flat: torch.Tensor | None = None
 
 
 class BackwardEpilogue(NamedTuple):
@@ -100,7 +103,11 @@ def tile_rows(epilogue, scaling, r, rows, GRADIENT: tl.constexpr):
     if GRADIENT:
         return _gradient_rows(epilogue, scaling, loaded(scaling.of_token, r, valid, 1.0), r, valid)
     else:
-        return (loaded(scaling.of_token, r, valid, 1.0), loaded(epilogue.softmax_shift, r, valid, 1.0))
+        return (
+            loaded(scaling.of_token, r, valid, 1.0),
+            loaded(epilogue.softmax_shift, r, valid, 1.0),
+            loaded(epilogue.flat, r, valid, 1.0),
+        )
 
 
 @triton.jit
@@ -141,7 +148,10 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        return store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        e = store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        if epilogue.flat is not None:
+            e = flattened(e, row_values[2][:, None])
+        return e
 
 
 @triton.jit

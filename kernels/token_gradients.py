@@ -10,6 +10,7 @@ row then stays, and the products apply ``c_i``: to the rows of the result of ``G
 ``G.T @ x``.
 
 Saved rows are rewritten, with ``c_i = 1``, for
+- tokens of nearly equal logits, whose saved numbers are ``e_ij - 1`` if a gradient may be a small difference;
 - tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
   their maximum over all ranks;
 - tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
@@ -59,6 +60,7 @@ from parallel_lce.kernels.arithmetic import (
     Scaling,
     exponential_from,
     finite_base,
+    flattened,
     gradient_of,
     gradient_of_entry,
     loaded,
@@ -66,6 +68,7 @@ from parallel_lce.kernels.arithmetic import (
     scales_of,
     slope_at,
     softcap_slope,
+    unflattened,
     window_shift,
 )
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
@@ -229,6 +232,8 @@ class Saved(NamedTuple):
     on_shift: torch.Tensor | None = None
     # [windows, R] fp32: each window's sum of exponentials. None: a filtered backward cannot skip windows.
     sums: torch.Tensor | None = None
+    # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
+    flat: torch.Tensor | None = None
 
 
 class GradientTerms(NamedTuple):
@@ -266,12 +271,13 @@ def rewrite_row(
     stop,
     HAS_SHIFT: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
+    HAS_FLAT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values``: as in
-    :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
-    base, shift, sum_exp = token
+    times the soft-cap's slope. ``token``: its maximum, softmax shift, sum of exponentials, and ``flat`` if there are
+    flat tokens. ``values``: as in :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
+    base, shift, sum_exp, flat = token
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
     # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
@@ -279,16 +285,24 @@ def rewrite_row(
     for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
-        e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
+        stored = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32)
+        e = stored * (1.0 / SAVED_SCALE)
         window = start // WINDOW + tl.arange(0, WINDOWS)
         top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
         reference = finite_base(top)
         if HAS_SHIFT:
             reference = window_shift(top, shift)
+        if HAS_FLAT:
+            # What the largest entry was saved as: entries that were rounded alike are as large as that.
+            largest = flattened(exponential_from(base, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
+            e = unflattened(stored, flat)
+            reference -= tl.where(flat > 0.0, shift, 0.0)
         # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
         rebase = tl.where(top == -float("inf"), 0.0, exponential_from(reference, base))
         rebased = e * rebase[:, None]
         alone = rebased > least
+        if HAS_FLAT:
+            alone |= (stored == largest[:, None]) & (rebased > 0.9)
         rebased = tl.where(alone, 1.0, rebased)
         moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
         g = gradient_of(rebased, moved, values, terms.coefficients)
@@ -302,7 +316,16 @@ def rewrite_row(
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
-    gradient, maxima, softmax_shift, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
+    gradient,
+    maxima,
+    softmax_shift,
+    flat,
+    terms,
+    rows,
+    slice_entries,
+    stride,
+    SAVED_SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     row = tl.program_id(0)
     first = tl.program_id(1) * _SPAN
@@ -318,7 +341,7 @@ def lce_backward_rewrite(
     rewrite_row(
         gradient + row.to(tl.int64) * stride,
         maxima + row,
-        (base, loaded(softmax_shift, row, True, 1.0), sum_exp),
+        (base, loaded(softmax_shift, row, True, 1.0), sum_exp, loaded(flat, row, True, 1.0)),
         (
             tl.load(coefficients.alpha + row) * over_sum,
             loaded(coefficients.gamma, row, True, grad_scale),
@@ -331,6 +354,7 @@ def lce_backward_rewrite(
         tl.minimum(first + _SPAN, slice_entries),
         softmax_shift is not None,
         SAVED_SCALE,
+        flat is not None,
         WINDOW,
     )
 
@@ -345,6 +369,7 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
         gradient,
         saved.maxima,
         saved.softmax_shift,
+        saved.flat,
         terms,
         rows,
         entries,
@@ -400,6 +425,7 @@ def lce_backward_token_gradients(
     maxima,
     softmax_shift,
     on_shift,
+    flat,
     target,
     terms,
     outputs,
@@ -446,6 +472,10 @@ def lce_backward_token_gradients(
         coefficient = alpha_over_sum * exponential_from(shift, base)
         # Comparisons with NaN are false, so rows with NaN are rewritten.
         keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
+        exp_shift = tl.zeros((_TOKENS,), tl.float32)
+        if flat is not None:
+            exp_shift = tl.load(flat + row, mask=valid, other=0.0)
+            keeps &= exp_shift == 0.0
         keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
         logit = tl.full((_TOKENS,), -float("inf"), tl.float32)
         if target is not None:
@@ -462,7 +492,7 @@ def lce_backward_token_gradients(
                     rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
-                        (its_base, its_shift, _number_of(sum_exp, lane, number)),
+                        (its_base, its_shift, _number_of(sum_exp, lane, number), _number_of(exp_shift, lane, number)),
                         (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
                         terms,
                         rows,
@@ -470,6 +500,7 @@ def lce_backward_token_gradients(
                         slice_entries,
                         True,
                         1.0,
+                        flat is not None,
                         WINDOW,
                     )
             # The targets' entries are written after their rows.
@@ -510,14 +541,14 @@ def token_gradients(
     ``find_shared``: compare every token's target with all others'.
     """
     rows, coefficients = gradient.shape[0], terms.coefficients
-    maxima = softmax_shift = on_shift = None
+    maxima = softmax_shift = on_shift = flat = None
     if saved is not None:
-        _, maxima, softmax_shift, on_shift, _ = saved
+        _, maxima, softmax_shift, on_shift, _, flat = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or terms.scaling.cap is not None or any([c is not None for c in beside_alpha])
         if every or softmax_shift is None:
             rewrite_rows(gradient, saved, terms, window)
-            maxima = softmax_shift = on_shift = None
+            maxima = softmax_shift = on_shift = flat = None
     keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
@@ -536,6 +567,7 @@ def token_gradients(
         maxima,
         softmax_shift,
         on_shift,
+        flat,
         target,
         terms,
         outputs,

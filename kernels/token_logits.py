@@ -6,13 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import add_product, logit_of
+from parallel_lce.core.partials import NEAR_ZERO
+from parallel_lce.kernels.arithmetic import add_product, exponential, logit_of
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import hopper_or_later
 
 # Tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
+_NEAR_ZERO = tl.constexpr(NEAR_ZERO)
+# Entries this far below the largest do not count, such as those that a bias masks.
+_COUNTED = tl.constexpr(20.0)
 
 
 @Relaunched
@@ -25,6 +29,7 @@ def lce_forward_token_logits(
     target,
     target_logit,
     softmax_shift,
+    flat,
     rows,
     entries,
     k_size,
@@ -72,11 +77,21 @@ def lce_forward_token_logits(
             sample *= tl.load(scaling.of_token + r, mask=valid, other=0.0)[:, None]
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         # A bias may make every sampled logit -inf.
-        tl.store(softmax_shift + r, tl.where(tl.abs(top) == float("inf"), 0.0, top), mask=valid)
+        shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+        tl.store(softmax_shift + r, shift, mask=valid)
+        if flat is not None:
+            counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
+            near = tl.sum(tl.where(counted & (tl.abs(sample) < _NEAR_ZERO), 1.0, 0.0), 1)
+            is_flat = 2.0 * near > tl.sum(tl.where(counted, 1.0, 0.0), 1)
+            tl.store(flat + r, tl.where(is_flat, exponential(shift), 0.0), mask=valid)
 
 
 def token_logits(
-    product: Product, target: torch.Tensor | None, target_logit: torch.Tensor | None, softmax_shift: torch.Tensor | None
+    product: Product,
+    target: torch.Tensor | None,
+    target_logit: torch.Tensor | None,
+    softmax_shift: torch.Tensor | None,
+    flat: torch.Tensor | None = None,
 ) -> None:
     """Write the targets' logits into ``target_logit [R]``, and the tokens' ``softmax_shift [R]``, both fp32.
 
@@ -87,7 +102,8 @@ def token_logits(
 
     The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. It
     lies near the token's largest logit, so exponentials relative to it stay within bf16's range. Under a soft-cap the
-    caller uses 0 instead.
+    caller uses 0 instead. ``flat [R]`` fp32, an output: exp(shift) of tokens of which most sampled logits are near 0, 0
+    of others (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
     x, weight = product.x, product.weight
     lce_forward_token_logits.launch(
@@ -99,6 +115,7 @@ def token_logits(
         target,
         target_logit,
         softmax_shift,
+        flat,
         x.shape[0],
         weight.shape[0],
         x.shape[1],

@@ -5,6 +5,7 @@ The teacher is an output layer (:func:`divergence`), or its stored largest log-p
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Never
@@ -18,12 +19,13 @@ from parallel_lce.backends import valueless
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import INTEGERS, described, known_vocab_size, public, refuse_unknown, renamed
+from parallel_lce.call.checks import INTEGERS, described, public, refuse_unknown, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
     Options,
     Tensors,
+    apart,
     as_bool,
     as_float,
     as_number,
@@ -33,11 +35,11 @@ from parallel_lce.core.options import (
     shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.functional import token_statistics
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
+from parallel_lce.run.fused_loss import fused_statistics
 from parallel_lce.run.transforms import operator, without_values
-from parallel_lce.selected_log_probs import selected_log_probs
+from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
@@ -51,7 +53,11 @@ def divergence(
     teacher_weight: Tensor,
     *,
     beta: float = 0.0,
-    temperature: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    teacher_logit_scale: float | Tensor | None = None,
+    teacher_logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
     reduction: str = "mean",
     ignore_index: int | None = -100,
     target: Tensor | None = None,
@@ -69,10 +75,11 @@ def divergence(
 ) -> Tensor:
     """Divergence of the teacher's softmax from the student's, differentiable by the student's tensors.
 
-    With q the teacher's softmax and p the student's, both of logits divided by ``temperature``, and m = beta q +
-    (1 - beta) p, a token's divergence is, in nats, KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between
-    them beta KL(q || m) + (1 - beta) KL(p || m), the generalised Jensen-Shannon divergence (arXiv:2306.13649). It is
-    not multiplied by the square of the temperature. No gradient flows to the teacher.
+    With q the teacher's softmax and p the student's, and m = beta q + (1 - beta) p, a token's divergence is, in nats,
+    KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between them beta KL(q || m) + (1 - beta) KL(p || m), the
+    generalised Jensen-Shannon divergence (arXiv:2306.13649). The logits of either are
+    ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``. The divergence is not multiplied by the square
+    of the temperature. No gradient flows to the teacher.
 
     Args:
         student_hidden: ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
@@ -83,7 +90,11 @@ def divergence(
         teacher_weight: the teacher's shard ``[V/P, E]`` of the same vocabulary entries. With ``vocab_size`` it may have
             more or fewer rows of padding than the student's.
         beta: 0, 1, or a number between them at least 1e-6 from both.
-        temperature: a number > 0.
+        logit_scale, logit_softcap: as in :func:`parallel_lce.linear_cross_entropy`: of the student, and of the teacher
+            unless it has its own.
+        teacher_logit_scale, teacher_logit_softcap: the teacher's. None: the student's, also one per token. A teacher
+            without a soft-cap beside a student with one has ``teacher_logit_softcap=math.inf``.
+        temperature: a number > 0, or one per token, as in :func:`parallel_lce.linear_cross_entropy`, of both.
         reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum divided by the number of tokens that
             are not ignored; 0 if there are none.
         ignore_index: tokens with this target have divergence 0 and gradient 0, even if the teacher's values are NaN.
@@ -117,25 +128,31 @@ def divergence(
     """
     if unknown:
         refuse_unknown(divergence, unknown)
-    beta, temperature = as_float(beta), as_float(temperature)
+    beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
+    scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
-    options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
+    changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
+    options = Options.of(name, locals() | changed)
     numbers = partial(_check_numbers, beta, reduction, ignored)
-    given = Tensors(student_hidden, student_weight, target, student_bias)
-    teachers = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
+    given = Tensors(student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature)
+    teachers = map(detached, (teacher_hidden, teacher_weight, teacher_bias))
+    teacher_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     with _naming("student"):
-        options, given, group, arrangement = arranged(options, given, process_group, reduction)
+        options, given, group, arrangement = arranged(options, given, process_group, reduction, teacher_scale)
         if arrangement is not None:
             hidden, *weights = zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teachers)
             teachers = arrangement.hidden(*hidden), *[arrangement.weight(*each) for each in weights]
+            teacher_scale = arrangement.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
     hidden, weight, bias = teachers
-    of_teacher = Tensors(hidden, weight, None, bias)
-    pair = partial(_check_pair, student, inputs, of_teacher)
-    with _naming("teacher"):
-        options = options._replace(reduce_dtype=None)
+    teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
+    of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
+    pair = partial(check_pair, student, inputs, of_teacher)
+    with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
+        softcap = options.logit_softcap if softcap is None else None if softcap == math.inf else softcap
+        options = options._replace(reduce_dtype=None, logit_scale=teacher_scale, logit_softcap=softcap)
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
@@ -145,9 +162,9 @@ def divergence(
         task = Divergence.of(student, teacher, beta, dtype)
         factor = _factor(student, inputs[0], reduction, ignored)
         if reduction != "none" and any(student.needs) and dtype != torch.float16:
-            result = divergences(task, inputs, teacher_inputs, factor)
+            result, _ = divergences(task, inputs, teacher_inputs, factor)
         else:
-            losses = divergences(task, inputs, teacher_inputs)
+            losses, _ = divergences(task, inputs, teacher_inputs)
             # An ignored token has no loss and no gradient, even if its logits are NaN.
             losses = torch.where(factor != 0, losses * factor, 0.0)
             result = losses.view(shape) if reduction == "none" else losses.sum()
@@ -168,7 +185,9 @@ def top_k_divergence(
     *,
     tail: str = "class",
     beta: float = 0.0,
-    temperature: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
     reduction: str = "mean",
     ignore_index: int | None = -100,
     target: Tensor | None = None,
@@ -194,8 +213,9 @@ def top_k_divergence(
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
             1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a student's tail below
             that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are renormalised over
-            the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed.
-        temperature: divides the student's logits alone.
+            the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed. A
+            student that excludes all entries of a token has probability 0 for each.
+        logit_scale, logit_softcap, temperature: as in :func:`divergence`, of the student's logits alone.
         logits_budget: as in :func:`parallel_lce.token_statistics`. Not used by 'renormalize'.
         Others: as in :func:`divergence`.
 
@@ -210,53 +230,42 @@ def top_k_divergence(
     """
     if unknown:
         refuse_unknown(top_k_divergence, unknown)
-    given = Tensors(student_hidden, student_weight, target, student_bias, selected=teacher_ids)
+    scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
+    given = Tensors(
+        student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids
+    )
     with _naming("student", selected="teacher_ids"):
-        asked = Options.of("top_k_divergence", locals() | dict(reduction=None, ignore_index=None))
+        changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
+        asked = Options.of("top_k_divergence", locals() | changed)
         asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
-    student_hidden, student_weight, target, student_bias, *_ = given
-    teacher_ids = given.selected
+    target, teacher_ids = given.target, given.selected
     if arrangement is not None:
         teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
-    beta, temperature = as_float(beta), as_float(temperature)
+    beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
     _check_numbers(beta, reduction, ignore_index)
-    check_option("temperature", temperature)
     check_option("logits_budget", as_number(logits_budget))
     _check_stored(teacher_ids, teacher_log_probs, tail, target)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
     if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
-        settings = {"beta": beta, "temperature": temperature, "reduction": reduction, "tail": tail}
+        settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored)
-    options: dict[str, Any] = dict(
-        linear_bias=student_bias,
-        temperature=temperature,
-        process_group=group,
-        sequence_parallel=asked.sequence_parallel,
-        vocab_start=asked.vocab_start,
-        vocab_size=asked.vocab_size,
-        reduce_dtype=reduce_dtype,
-        reduce_hidden_grad=reduce_hidden_grad,
-    )
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
     with _naming("student", selected="teacher_ids"):
+        given = given._replace(target=None, selected=ids)
         if tail == "renormalize":
-            log_p = selected_log_probs(student_hidden, student_weight, ids, **options)
-            size = known_vocab_size(len(student_weight), layout, asked.vocab_start, asked.vocab_size)
-            there &= log_p != -torch.inf if size is None else ids < size
+            log_p, vocab_size = log_probs_of(asked, given, group)
         else:
-            statistics = token_statistics(
-                student_hidden, student_weight, None, selected=ids, logits_budget=logits_budget, **options
-            )
-            log_p = statistics.selected_log_prob
-            there &= ids < statistics.vocab_size
+            statistics = fused_statistics(asked, given, group)
+            log_p, vocab_size = statistics.selected_log_prob, statistics.vocab_size
     assert log_p is not None  # asked for
+    there &= ids < vocab_size
     log_q = teacher_log_probs.detach().to(log_p.dtype)
     log_p, log_q = (v.masked_fill(~there, -torch.inf) for v in (log_p, log_q))
     if tail == "renormalize":
@@ -287,7 +296,7 @@ def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) ->
     return counted / counted.sum().clamp(min=1) if reduction == "mean" else counted
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
     """A teacher's tensor, detached. A copy of one made in inference mode, since autograd cannot save such tensors."""
     if not isinstance(value, Tensor):
         return value
@@ -301,14 +310,19 @@ def _naming(who: str, **others: str) -> AbstractContextManager[None]:
 
 
 def _check_numbers(beta: object, reduction: object, ignore_index: object, shape: torch.Size | None = None) -> None:
-    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
-        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
-        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
+    check_beta(beta)
     check_reduction(reduction)
     check_option("ignore_index", as_number(ignore_index))
 
 
-def _check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
+def check_beta(beta: object) -> None:
+    """Raise ``ValueError`` unless this is a beta of :func:`divergence`."""
+    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
+        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
+        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
+
+
+def check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
     """Raise ``ValueError`` unless the teacher has the student's tokens, vocabulary entries, device and dtype of
     statistics."""
     x, weight = teacher.input, teacher.linear_weight

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Registered after the fused loss, these hooks would never run.
@@ -40,6 +44,44 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+class _Watch:
+    """Notes whether an optimizer may have changed ``weight``, which fused and 8-bit ones do without a new version."""
+
+    def __init__(self, weight: Tensor | None) -> None:
+        self.weight, self.stepped = weight, False
+        _watches.add(self)
+
+
+_watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
+
+
+def _may_write(parameter: Tensor, weight: Tensor) -> bool:
+    """Whether an optimizer of ``parameter`` may write ``weight``: it has the same memory, or is no plain parameter,
+    such as a copy in fp32 or a part of a flat or sharded one."""
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+        return True
+    return parameter is weight or (
+        type(weight) in (Tensor, nn.Parameter)
+        and parameter.device == weight.device
+        and parameter.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    )
+
+
+@torch.compiler.disable(reason="lazy logits are Python objects")
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for watch in [*_watches]:
+        weight = watch.weight
+        if weight is not None and not watch.stepped:
+            groups = optimizer.param_groups
+            watch.stepped = any(_may_write(p, weight) for group in groups for p in group["params"])
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on lazy logits learn of optimizers' steps. Without lazy logits a step does nothing more than before."""
+    register_optimizer_step_post_hook(_after_step)
+
+
 class LazyLogits:
     """The logits that ``layer`` would make of ``hidden``. The base of Megatron's and of transformers' lazy logits.
 
@@ -48,7 +90,8 @@ class LazyLogits:
     grad and inference mode of the layer's call. Every later use, the loss included, gets that one tensor, ``made``. The
     loss therefore sees in-place changes.
 
-    The weight and the bias are read when the layer is called. ``has_loss``: the loss was computed without logits.
+    The weight and the bias are read when the layer is called. ``has_loss``: the loss was computed without logits. A
+    write through ``weight.data`` outside of PyTorch's optimizers cannot be seen.
     """
 
     __array_priority__ = Tensor.__array_priority__
@@ -79,6 +122,7 @@ class LazyLogits:
             autocast_dtype=_autocast_dtype(hidden),
             needs_gradient=trainable or any([tensor.requires_grad for tensor in operands.values()]),
             # Inference tensors have no version counter.
+            watch=_Watch(weight),
             versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
             **more,
         )
@@ -103,8 +147,11 @@ class LazyLogits:
         self.check()
         if self.made is None:
             self._warn(use)
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled), self.autocast():
-                self.made = self._make()
+            # A checkpoint around this use, but not around the layer, would miss in its second run what is saved here.
+            saved = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            with saved, torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
+                with self.autocast():
+                    self.made = self._make()
         return self.made
 
     def _sized(self) -> Tensor:
@@ -136,8 +183,8 @@ class LazyLogits:
 
         Raises:
             RuntimeError: the real logits are not made yet, and the hidden states, the weight or the bias changed in
-                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses or returned the lazy
-                logits, so that their gradient would be lost.
+                place, an optimizer may have changed the weight, or the layer's bias was replaced; or a
+                ``torch.autograd.Function`` uses or returned the lazy logits, so that their gradient would be lost.
         """
         if self.made is None:
             changed = [name for name, tensor, version in self.versions if tensor._version != version]
@@ -148,6 +195,15 @@ class LazyLogits:
                     f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
                     "called, and its logits, or their loss, are computed only now: change a copy"
                 )
+            if self.watch.stepped:
+                raise RuntimeError(
+                    "parallel_lce: an optimizer's step may have changed the output layer's weight after the layer was "
+                    "called, and its logits, or their loss, are computed only now: use them before the step"
+                )
+        self._check_function()
+
+    def _check_function(self) -> None:
+        """Refuse a use in which a ``torch.autograd.Function`` loses the gradient."""
         inside = _in_function()
         if inside and not self.in_function and self.requires_grad:
             raise RuntimeError(_LOST.format("uses", "loses", "give it `logits[...]`"))
@@ -173,10 +229,13 @@ class LazyLogits:
         if not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.has_loss and self.made is None and name in _HOOKS:
-            raise RuntimeError(
-                f"parallel_lce: {name} comes after the loss, which was computed without logits: call it before"
-            )
+            LazyLogits.hook_after_loss(self, name)
         return getattr(self.materialize(f"attribute {name!r}"), name)
+
+    def hook_after_loss(self, name: str, *_: Any) -> None:
+        raise RuntimeError(
+            f"parallel_lce: {name} comes after the loss, which was computed without logits: call it before"
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(Tensor, name):
@@ -197,21 +256,35 @@ class LazyLogits:
         return function(*args, **options)
 
 
+def _after(steps: tuple[tuple[str, tuple[Any, ...]], ...], logits: Tensor) -> Tensor:
+    for name, arguments in steps:
+        logits = getattr(logits, name)(*arguments)
+    return logits
+
+
 class RecordedLogits(LazyLogits):
     """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
-    to fp32. Real logits are made by :meth:`_stock`, and go through the same steps."""
+    to fp32, and after the loss to any dtype. Real logits are made by :meth:`_stock`, and go through the same steps.
+    ``hooks`` are registered on them."""
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
+    hooks: tuple[Callable[[Tensor], Any], ...] = ()
     _methods = (torch.tanh, torch.mul, torch.div)
 
     def _stock(self) -> Tensor:
         """The real logits before the steps."""
         raise NotImplementedError
 
+    def operands(self) -> tuple[Tensor, ...]:
+        """Those of ``nn.functional.linear``, if it alone makes the real logits before the steps; else none."""
+        return ()
+
     def _make(self) -> Tensor:
         logits = self._stock()
-        for name, arguments in self.steps:
-            logits = getattr(logits, name)(*arguments)
+        vars(self)["before"] = get_gradient_edge(logits) if logits.requires_grad else None
+        logits = _after(self.steps, logits)
+        for hook in self.hooks if logits.requires_grad else ():
+            logits.register_hook(hook)
         return logits
 
     def _step(self, name: str, *arguments: Any) -> Any:
@@ -231,6 +304,12 @@ class RecordedLogits(LazyLogits):
 
     def float(self) -> Any:
         return self._step("to", torch.float32)
+
+    def to(self, *arguments: Any, **options: Any) -> Any:
+        cast = len(arguments) == 1 and not options and isinstance(arguments[0], torch.dtype)
+        if cast and (self.has_loss or arguments[0] == torch.float32):
+            return self._step("to", *arguments)
+        return self.materialize("'to'").to(*arguments, **options)
 
     def contiguous(self) -> Any:
         return self._step("contiguous")
@@ -252,6 +331,107 @@ class RecordedLogits(LazyLogits):
             return {"logit_scale": float(inner)}
         # outer * tanh(inner * u), and softcap(s * u) = cap * tanh(s * u / cap)
         return {"logit_scale": float(inner * outer), "logit_softcap": float(outer)} if outer > 0 else None
+
+
+class _Attached(torch.autograd.Function):
+    """The lazy logits' tensor with a place in the autograd graph, for those who see no torch functions."""
+
+    @staticmethod
+    def forward(ctx, lazy: RecordedLogits, *operands: Tensor):
+        ctx.lazy, ctx.operands = lazy, operands
+        ctx.set_materialize_grads(False)
+        return LogitsTensor._of(lazy)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if gradient is None:
+            return None, *(None for _ in ctx.operands)
+        lazy, needed = ctx.lazy, [operand.requires_grad for operand in ctx.operands]
+        real, steps = lazy.materialize("a gradient"), lazy.steps
+        if real._version:  # changed in place; else its own graph may be freed by now
+            (gradient,), steps = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), ()
+        # Of copies, since the hidden states may come from the same weight.
+        leaves = [operand.detach().requires_grad_(need) for operand, need in zip(ctx.operands, needed)]
+        with torch.enable_grad(), lazy.autocast():
+            logits = _after(steps, nn.functional.linear(*leaves))
+        found = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient))
+        return None, *(next(found) if need else None for need in needed)
+
+
+# Getters and methods that need no real logits.
+_PLAIN = {
+    "_base",
+    "layout",
+    "is_meta",
+    "is_cpu",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_complex",
+    "is_inference",
+}
+_PLAIN |= {*_SIZES, "is_inference", "__len__", "element_size", "nelement", "get_device"}
+_STEPS = {"mul", "div", "tanh", "float", "to", "contiguous"}
+
+
+class LogitsTensor(Tensor):
+    """Recorded lazy logits as a tensor without memory, for programs that ask whether something is a tensor.
+
+    Sizes and recorded steps need no real logits. Any other use is one of the real ones, which the first one makes.
+    """
+
+    lazy: RecordedLogits
+
+    @classmethod
+    def of(cls, lazy: Any) -> Any:
+        """``lazy``; its real logits if these are made."""
+        if not isinstance(lazy, RecordedLogits) or lazy.made is not None:
+            return lazy.made if isinstance(lazy, RecordedLogits) else lazy
+        if lazy.requires_grad and torch.is_grad_enabled() and (operands := lazy.operands()):
+            return _Attached.apply(lazy, *operands)
+        return cls._of(lazy)
+
+    @classmethod
+    def _of(cls, lazy: RecordedLogits) -> LogitsTensor:
+        like = lazy._empty()
+        tensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        tensor.lazy = lazy
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        options, first = kwargs or {}, args[0] if args else None
+        name, lazy = getattr(function, "__name__", str(function)), first.lazy if isinstance(first, cls) else None
+        name = function.__self__.__name__ if name == "__get__" else name  # an attribute
+        if lazy is not None and lazy.made is None:
+            if name in _PLAIN:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return function(*args, **options)
+            if name == "requires_grad":
+                return lazy.requires_grad
+            if name in _STEPS and "out" not in options:
+                return cls.of(getattr(lazy, name)(*args[1:], **options))
+            if lazy.has_loss and name in _HOOKS:
+                return lazy.hook_after_loss(name, *args[1:], **options)
+            # DDP with find_unused_parameters clones each output, and takes the output itself if it has no grad_fn.
+            if lazy.has_loss and name == "grad_fn":
+                return None
+            if lazy.has_loss and name == "clone" and _in_function():
+                return cls._of(lazy)
+        for value in tree_leaves((args, options)):
+            if isinstance(value, cls):
+                value.lazy.materialize(repr(name))
+        args, options = tree_map_only(cls, lambda tensor: tensor.lazy.made, (args, options))
+        result = function(*args, **options)
+        # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
+        return first if lazy is not None and result is lazy.made and name.endswith("_") else result
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        """A use that is no torch function: autograd's Functions save and detach tensors, and C++ calls operators."""
+        real = lambda tensor: tensor.lazy.materialize(str(function)).detach()  # noqa: E731
+        args, options = tree_map_only(cls, real, (args, kwargs or {}))
+        return function(*args, **options)
 
 
 def _special_method(name: str) -> Callable:

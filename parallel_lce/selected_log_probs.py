@@ -80,7 +80,7 @@ def selected_log_probs(
     tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, arrangement = arranged(options, tensors, process_group)
-    log_probs = log_probs_of(options, tensors, group)
+    log_probs, _ = log_probs_of(options, tensors, group)
     return log_probs if arrangement is None else arrangement.of_tokens(log_probs)
 
 
@@ -88,30 +88,33 @@ def selected_log_probs(
 selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> Tensor:
-    """:func:`selected_log_probs` of options and tensors."""
+def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
+    """:func:`selected_log_probs` of options and tensors, and V."""
     options, weight = options._replace(logits_budget=0), tensors.linear_weight
     if isinstance(weight, Tensor) and valueless(weight):
         check(options, autocasted(tensors), group)
-        return without_values(tensors.selected.shape, tensors.input, weight, tensors.linear_bias)
+        return without_values(tensors.selected.shape, tensors.input, weight, tensors.linear_bias), len(weight)
     call, inputs = prepare(options, tensors, group, planned=False)
-    return _SelectedLogProbs.apply(*inputs, call).view(tensors.selected.shape)
+    log_probs, vocab_size = _SelectedLogProbs.apply(*inputs, call)
+    return log_probs.view(tensors.selected.shape), vocab_size
 
 
 class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
         assert call.selected is not None
         packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias)
         with device_without_autocast(weight):
             log_probs, logits = call.backend.set_log_probs(packed, call.selected, broken, vocab_size)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
-        return log_probs
+        if isinstance(vocab_size, Tensor):
+            ctx.mark_non_differentiable(vocab_size)
+        return log_probs, vocab_size
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor):
+    def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         (hidden, weight, bias, *per_token, log_probs, logits), needs = saved, ctx.needs_input_grad
         call = ctx.call.with_tensors(per_token)
         upstream = in_memory(upstream)

@@ -44,7 +44,7 @@ class Configuration:
     ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
     along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
 
-    A divergence has ``scale`` 1 / ``temperature``. The teacher's hidden size is ``E``; its last shard has
+    Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's; its last shard has
     ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's."""
 
     kind: str
@@ -148,14 +148,19 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     sure = random.random() < 0.25
     kind = random.choices([*_OF_KIND], (20, 50, 5, 10, 15) if sure else (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
+    # Decided by a number that is drawn anyway: all other configurations stay what they are.
+    flat = not sure and kind in ("loss", "statistics") and d["values"] % 13 == 0
     if sure:
         d |= _sure(random, d, small)
+    elif flat:
+        d |= _flat(random, d, small)
     if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
     for part in _OF_KIND[kind]:
         d |= part(random, d)
     d |= _walk(random, d)
-    return Configuration(**(d | _in_reach(random, d) if sure else d))
+    d |= _in_reach(random, d) if sure else _of_differences(random, d) if flat else {}
+    return Configuration(**d)
 
 
 def _each(random: Random, **choices: tuple) -> dict:
@@ -226,6 +231,30 @@ def _sure(random: Random, d: dict, small: bool) -> dict:
     )
 
 
+def _flat(random: Random, d: dict, small: bool) -> dict:
+    """Nearly equal logits, of so many tokens that they are a group."""
+    tokens = random.randint(24, 40 if small else 100)
+    return {"D": max(16, d["D"]), "V": max(random.randint(48, 200), d["V"]), "offset": 0.0} | _each(
+        random,
+        shape=((d["ranks"] * tokens,), (d["ranks"], tokens)),
+        dtype=("bf16", "bf16", "fp16"),
+        sharpness=(0.01, 0.03, 0.1, 0.2),
+    )
+
+
+def _of_differences(random: Random, d: dict) -> dict:
+    """A gradient that is 0 where all logits are equal, alone; and little that hides it."""
+    changes: dict = _each(random, upstream=("random", "ones"), targets=("inside",), budget=(None, None, 0))
+    changes |= {"scale": 1.0, "temperature": 1.0, "softcap": random.choice((None, None, 2.0)), "bias": ""}
+    changes |= {"scale_dtype": "", "temperature_dtype": ""}
+    changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
+    if d["kind"] == "loss":
+        return changes | {"label_smoothing": random.choice((1.0, 0.9)), "z_loss": 0.0, "filtered": False}
+    name = random.choice(("entropy", "sum_p_squared", "mean_log_prob"))
+    asked = (*dict.fromkeys((*d["asked"], _ASKED_BY[name])),)
+    return changes | {"mixture": (name,), "asked": asked, "filtered": False}
+
+
 def _in_reach(random: Random, d: dict) -> dict:
     """Nothing that keeps sure tokens from being that, or their gradients from counting."""
     changes: dict = _each(random, upstream=("random", "random", "ones", "some zeros"))
@@ -250,8 +279,7 @@ def _in_reach(random: Random, d: dict) -> dict:
         changes["budget"] = random.choice((None, 0))
     if d.get("softcap") is not None:
         changes |= {"softcap": max(30.0, d["softcap"]), "offset": 0.0}
-    divided = 1.0 if d["kind"] == "divergence" else d.get("temperature", 1.0)
-    if not 0.3 <= abs(d.get("scale", 1.0)) / divided <= 3 or d.get("softcap") is not None:
+    if not 0.3 <= abs(d.get("scale", 1.0)) / d.get("temperature", 1.0) <= 3 or d.get("softcap") is not None:
         changes["scale"] = changes["temperature"] = 1.0
     if d["kind"] == "divergence":
         changes["E"] = max(16, d["E"])
@@ -380,7 +408,9 @@ def _statistics(random: Random, d: dict) -> dict:
 
 
 def _divergence(random: Random, d: dict) -> dict:
-    equal, biases = random.random() < 0.1, ("", "plain", "masked", "low") if d["V"] > 1 else ("", "plain")
+    # As for the student's bias.
+    biases = ("", "plain", "masked") + ("low",) * (d["scale"] <= 1) if d["scale"] > 0 and d["V"] > 1 else ("", "plain")
+    equal = random.random() < 0.1
     found = _each(
         random,
         beta=(0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()),
@@ -400,7 +430,7 @@ def _divergence(random: Random, d: dict) -> dict:
         found |= {"E": d["D"], "teacher_dtype": d["dtype"], "teacher_equal": True}
     padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
     found["teacher_padding"] = _upto(random, 9) if padded else None
-    return found | {"scale": 1 / found["temperature"], "softcap": None}
+    return found
 
 
 _OF_KIND = {
@@ -408,7 +438,7 @@ _OF_KIND = {
     "statistics": (_per_token, _targets, _statistics),
     "logits": (_logits, _targets),
     "selected": (_per_token, _selected, lambda random, d: {"no_target": True}),
-    "divergence": (_targets, _divergence),
+    "divergence": (_per_token, _targets, _divergence),
 }
 
 

@@ -4,8 +4,9 @@ Each token and each row of a gradient is judged on its own, so that one wrong ro
 far as roundings move it (:mod:`fuzz_truth`), in fp32 plus twice the error of torch's path. In low precision that would
 be too lenient, as it rounds the logits.
 
-Roundings of tokens that are sure of an entry are as large as those of others, and their gradients as small as 1 - p. So
-tokens that are as sure as each other are judged as a group, too, and tokens that are not sure as another one: in low
+Roundings of tokens that are sure of an entry are as large as those of others, and their gradients as small as 1 - p;
+where logits are nearly equal, a gradient may be as small as their differences. So tokens that are as sure as each other
+are judged as a group, too, tokens that are not sure as another one, and those of nearly equal logits as a third: in low
 precision the norm of a group's error is at most twice that of torch's path, whose logits are rounded, plus the rounding
 of what is delivered and a few roundings of 1.
 """
@@ -29,6 +30,8 @@ _SUMMED = ("dweight", "dbias")
 _OF_IDS = ("argmax", "top_logits", "top_ids", "sampled_id")
 _FEWEST = 8
 """Tokens of a group. With fewer of them torch may be right by luck."""
+_FLAT = 1.0
+"""Nats between the largest and the smallest logit of a token that is flat."""
 _ROUNDINGS = 2
 """Of 1: of a probability and of the sums that it is formed from. Torch may have fewer. At 1 - p of 1e-6 they are an
 eighth of it."""
@@ -162,12 +165,19 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict
 def _of_groups(
     c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[str, Tensor]
 ) -> list[Verdict]:
-    """On tokens that are as sure as each other of an entry, and on those that are not sure."""
-    if not c.sure or DTYPES[c.computed].itemsize > 2 or (c.kind == "logits" and c.label_smoothing):
+    """On tokens that are as sure as each other of an entry, on those that are not sure, and on those whose logits are
+    nearly equal."""
+    if DTYPES[c.computed].itemsize > 2 or (c.kind == "logits" and c.label_smoothing) or not truth["log_p"].numel():
+        return []
+    # Of logits that are not made sure of anything: products over few dimensions are nearly exact.
+    if not c.sure and (c.D < 16 or c.V < 48):
         return []
     torchs, verdicts = dense(c, o, DTYPES[c.computed], torch.float32), []
     counts, miss = ~(o.quiet | o.outside), -torch.expm1(truth["log_p"].amax(1))
     sure = counts & (miss > c.miss / 3) & (miss < 3 * c.miss)
+    groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
+    if not c.sure:
+        groups = {"flat": counts & (truth["log_p"].amax(1) - truth["log_p"].amin(1) < _FLAT)}
     for name, value in found.items():
         base = name.removesuffix(" again")
         if base in _OF_IDS or not truth[base].numel() or not truth[base].dim():
@@ -178,7 +188,7 @@ def _of_groups(
         parts = value - exact, torchs[base].double() - exact, _floor(c, o, truth, base), exact
         # What may overflow is not judged.
         judged = ((exact.abs() < INFINITE) & allowed[base].isfinite()).reshape(len(exact), -1).all(1)
-        for group, tokens in {"sure": sure, "other": counts & ~sure & (miss > 0.1)}.items():
+        for group, tokens in groups.items():
             if tokens.sum() < _FEWEST or (base in _SUMMED and (counts & ~tokens).any()):
                 continue  # The others' part of a sum over all tokens hides that of the sure ones.
             tokens = tokens & ~o.nowhere if base in OF_TARGET else tokens

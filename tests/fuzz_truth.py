@@ -195,6 +195,9 @@ def dense(
         sizes = o.layer.scale.abs().to(wide) * (of_log_p.sum(1, keepdim=True).abs() + of_among.abs() + of_log_p.abs())
         results |= {"z": z.detach(), "error": error, "log_p": log_p.detach()}
         results["coefficient"] = sizes.amax() if sizes.numel() else 0.0
+        # Of a probability, or of a gradient, that underflows.
+        each = sizes.amax(1, keepdim=True) if sizes.numel() else torch.zeros(c.N, 1, dtype=wide)
+        results["underflow"] = r.tiny * each.clamp(min=1.0).expand(c.N, c.V)
     return results
 
 
@@ -309,8 +312,7 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
         (size, rounded), (terms, _) = (of_product(c, o, truth, name, part) for part in ("G", "terms"))
         # Roundings of equal terms all go the same way.
         found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded
-        # A probability that underflows is multiplied by the logits' scale.
-        found[name] += r.tiny * n * max(1.0, o.layer.scale.abs().amax().item() if c.N else 1.0)
+        found[name] += of_product(c, o, truth, name, "underflow")[0] + r.tiny * n
         if c.kind == "divergence" and c.reduction != "none":
             # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
             found[name] += r.delivered * truth[name].abs()

@@ -109,7 +109,7 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     def per_token(name: str, number: float) -> Tensor:
         return (flat[name].double() if name in flat else torch.full((c.N,), number, dtype=torch.float64))[:, None]
 
-    temperature = per_token("temperature", 1.0 if c.kind == "divergence" else c.temperature)
+    temperature = per_token("temperature", c.temperature)
     scale = per_token("logit_scale", c.scale) / temperature
     softcap = None if c.softcap is None else c.softcap / temperature
 
@@ -185,7 +185,7 @@ def make(c: Configuration) -> Whole:
         found["token_weight"] = _token_weight(c, r.normal(*c.shape))
     if c.scale_dtype:
         scale = (r.normal(*c.shape).abs() + 0.1) * c.scale
-        if c.bias in ("masked", "low"):
+        if {c.bias, c.teacher_bias} & {"masked", "low"}:
             # No product with -inf may be NaN.
             scale = scale.clamp(min=1e-3)
         else:

@@ -107,8 +107,9 @@ def of_sizes(tokens, entries, depth, saved, everything, dtype, device) -> Iterat
 
     def others():
         parallel_lce.token_statistics(*given, None, logits_budget=budget, sample_seed=0, **options)
+        scales = {name: value for name, value in options.items() if name != "linear_bias"}
         for beta in (0.0, 0.5, 1.0):
-            divergence(*given, *(v.detach() for v in given), beta=beta).backward()
+            divergence(*given, *(v.detach() for v in given), beta=beta, **scales).backward()
 
     for plain, call in ((not everything, statistics if everything else losses), (not everything, selections)):
         yield plain, _in_blocks(tokens, call)

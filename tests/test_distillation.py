@@ -186,6 +186,26 @@ def test_all_entries_are_the_whole_divergence(tail, beta):
     assert torch.autograd.grad(found.sum(), log_probs, allow_unused=True) == (None,)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("masked", ["one entry", "all of a token's", "all but one"])
+@on_ranks(2)
+def test_an_entry_that_the_student_masks_counts_in_every_layout(member, masked, tail):
+    """It is no padding, which only a rank without ``vocab_size`` could take it for."""
+    x, w, b = (v.detach().to(member.device) for v in student(dtype="fp64"))
+    given = {name: v.to(member.device) for name, v in teacher(tail, dtype="fp64").items()}
+    ids = given["teacher_ids"].long()
+    some = {"one entry": ids[0, :1], "all of a token's": ids[0], "all but one": torch.arange(1, V)}[masked]
+    b[some] = -torch.inf
+    at = [(0, 60), (60, V)][member.rank]
+    for beta in (0.0, 0.5, 1.0):
+        options = dict(beta=beta, reduction="none")
+        expected = loss(tail, (x, w, b), given, **options)
+        shards = dict(process_group=member.group, vocab_start=at[0])
+        for known in ({}, dict(vocab_size=V)):
+            found = loss(tail, (x, w[slice(*at)], b[slice(*at)]), given, **options, **shards, **known)
+            torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 # --- all kinds, and output layers ------------------------------------------------------------------
 
 
@@ -196,6 +216,55 @@ def test_other_target_dtypes_and_no_ignore_index(kind):
     assert torch.equal(loss(kind, leaves, given, target=target), loss(kind, leaves, given))
     target = torch.full((N,), -100)
     assert not loss(kind, leaves, given, reduction="none", target=target, ignore_index=None).any()
+
+
+EACH = torch.linspace(0.5, 2.0, N).double()
+OWN = [dict(), dict(teacher_logit_scale=0.4), dict(teacher_logit_softcap=0.7)]
+OWN += [dict(teacher_logit_scale=EACH, teacher_logit_softcap=math.inf)]
+OWN = [("layer", own) for own in OWN] + [(tail, {}) for tail in TAILS]
+
+
+@pytest.mark.parametrize(("kind", "own"), OWN)
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_scales_soft_caps_and_temperatures(kind, own, cap):
+    """Of all tokens, and of each. With an output layer those of an ignored token may be NaN."""
+    given, counted = teacher(kind, dtype="fp64"), torch.arange(N) != 3
+    target = torch.full((N,), -100).masked_fill(counted, 0)
+    column = lambda value: torch.as_tensor(value, dtype=torch.float64).view(-1, 1)  # noqa: E731
+    for beta, scale, temperature, reduction in (
+        (0.0, 0.3, EACH, "sum"),
+        (0.5, EACH, 0.7, "none"),
+        (1.0, -EACH, EACH, "sum"),
+    ):
+
+        def log_probs(x, w, b, scale, cap):
+            z = column(scale) * torch.nn.functional.linear(x, w, b)
+            return ((z if cap in (None, math.inf) else cap * torch.tanh(z / cap)) / column(temperature)).log_softmax(-1)
+
+        leaves = student(dtype="fp64")
+        whole = log_probs(*leaves, scale, cap)
+        if kind == "layer":
+            its = own.get("teacher_logit_scale", scale), own.get("teacher_logit_softcap", cap)
+            pair = whole, log_probs(*given.values(), *its)
+        else:
+            pair = classes(whole, *given.values(), kind)
+        expected = of_classes(*pair, beta)[counted].sum()
+        options = dict(logit_scale=scale, temperature=temperature)
+        if kind == "layer":
+            options = {n: v.where(counted, torch.nan) if torch.is_tensor(v) else v for n, v in options.items()}
+        options |= dict(logit_softcap=cap, beta=beta, reduction=reduction, target=target) | own
+        found = loss(kind, leaves, given, **options).sum()
+        gradients = [torch.autograd.grad(value, leaves) for value in (found, expected)]
+        torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_graph_breaks_at_the_call(kind):
+    """Dynamo runs a function that reads ``locals()`` in parts, with the arguments' first values."""
+    leaves, given = student(), teacher(kind)
+    call = lambda each: loss(kind, leaves, given, logit_scale=each, temperature=each.flip(0))  # noqa: E731
+    each = EACH.float()
+    assert torch.equal(torch.compile(call, backend="eager")(each), call(each))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -278,6 +347,9 @@ BAD = [
     ("class", "teacher_ids must be of an integer dtype", dict(teacher_ids=torch.zeros(N, K))),
     ("class", "target must be None or ids", dict(target=torch.zeros(N))),
     ("class", "temperature must be", dict(temperature=float("inf"))),
+    ("class", r"temperature must be .* of target's shape \[12\]", dict(temperature=torch.ones(N - 1))),
+    ("layer", r"teacher_logit_scale must be .* of target's shape \[12\]", dict(teacher_logit_scale=torch.ones(N - 1))),
+    ("layer", "teacher_logit_softcap must be None or", dict(teacher_logit_softcap=0)),
 ]
 
 
@@ -285,7 +357,11 @@ def called(kind, device, changes, **more):
     x, w, _ = student(device)
     given = dict(student_hidden=x, student_weight=w) | teacher(kind, device) | more
     given |= {name: v.to(device) if torch.is_tensor(v) else v for name, v in changes.items()}
-    return (divergence if kind == "layer" else top_k_divergence)(**given)
+    return (
+        divergence(**given)
+        if kind == "layer"
+        else top_k_divergence(**given, **({} if "tail" in given else {"tail": kind}))
+    )
 
 
 @pytest.mark.parametrize(("kind", "message", "changes"), BAD)
@@ -299,6 +375,9 @@ def test_bad_input_is_refused(kind, message, changes):
     [
         ("layer", dict(beta=0.1), "beta"),
         ("layer", dict(teacher_hidden=torch.zeros(N - 1, E)), "tokens"),
+        ("layer", dict(teacher_logit_scale=0.5), "disagree about teacher_logit_scale"),
+        ("layer", dict(temperature=torch.full((N,), 2.0)), "temperature: rank 0 has 1.0, rank 1 has 'of each token'"),
+        ("renormalize", dict(logit_softcap=2.0), "disagree about logit_softcap"),
         ("class", dict(beta=0.1), "beta"),
         ("class", dict(teacher_log_probs=torch.full((N, K), -3.0)), "teacher_log_probs"),
         ("class", dict(student_hidden=None), "student_hidden"),

@@ -18,7 +18,7 @@ from parallel_lce.transformers import LogitsWarning
 from releases import ROOT, folder_of
 from test_transformers import OTHERS, RELEASE
 from tools import ran
-from transformers_standin import CausalLM, _ChunkedLogProbFunction, installed_trl
+from transformers_standin import CausalLM, ChunkedLogProbFunction, installed_trl
 
 FIRST = {"llama": "transformers", "qwen2": "transformers", "trl": "TRL", "verl": "verl", "verl-wide": "verl"}
 COMMAND = ["--device", "cpu", "--rounds", "2"]
@@ -27,7 +27,7 @@ COMMAND = ["--device", "cpu", "--rounds", "2"]
 def kernel(hidden, weight, labels, temperature, reduction):
     """verl's contract."""
     rest = labels.view(-1), temperature, None, None, 1.0, ("log_probs", "entropy")
-    return _ChunkedLogProbFunction.apply(hidden.flatten(0, -2), weight, None, *rest)[:2]
+    return ChunkedLogProbFunction.apply(hidden.flatten(0, -2), weight, None, *rest)[:2]
 
 
 @pytest.fixture
@@ -41,8 +41,10 @@ def libraries(monkeypatch):
     verl = ModuleType(name := "verl.utils.kernel.linear_cross_entropy")
     verl.linear_cross_entropy = kernel
     with installed_trl():
-        trl = [sys.modules[name] for name in ("trl", "trl.trainer", "trl.trainer.utils")]
-    for module in (*trl, library, *map(ModuleType, ("verl", "verl.utils", "verl.utils.kernel")), verl):
+        of_trl = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "trl"}
+    for name, module in of_trl.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for module in (library, *map(ModuleType, ("verl", "verl.utils", "verl.utils.kernel")), verl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("datasets", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)  # its import fails

@@ -303,11 +303,15 @@ def test_divergences(member, split, reduction):
     given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
     teacher = distribute_tensor(teacher_x, mesh, [split]), distribute_tensor(teacher_weight, mesh, [ROWS])
     ids, stored = whole["target"][..., None].clamp(min=0), normal(4, 8, 1, seed=7).to(member.device).abs().neg()
-    leaf, options = whole["input"].detach().clone().requires_grad_(), dict(reduction=reduction)
+    each = normal(4, 8, seed=8).to(member.device).abs() + 0.5
+    leaf, options = whole["input"].detach().clone().requires_grad_(), dict(reduction=reduction, temperature=each)
+    scale = distribute_tensor(each, mesh, [WHOLE])
     plain = dict(target=whole["target"], student_bias=whole["linear_bias"], **options)
     placed = dict(target=given["target"], student_bias=given["linear_bias"], **options)
-    found = divergence(given["input"], given["linear_weight"], *teacher, beta=0.5, **placed)
-    want = divergence(leaf, whole["linear_weight"], teacher_x, teacher_weight, beta=0.5, **plain)
+    found = divergence(given["input"], given["linear_weight"], *teacher, beta=0.5, teacher_logit_scale=scale, **placed)
+    want = divergence(
+        leaf, whole["linear_weight"], teacher_x, teacher_weight, beta=0.5, teacher_logit_scale=each, **plain
+    )
     same(found, want, [WHOLE])
     of_top = top_k_divergence(given["input"], given["linear_weight"], ids, stored, **placed)
     same(of_top, top := top_k_divergence(leaf, whole["linear_weight"], ids, stored, **plain), [WHOLE])

@@ -52,13 +52,17 @@ WANTED = {
     "masked": lambda c: {c.bias, c.teacher_bias} & {"masked", "low"} and c.N > 1,
     # Tokens that are sure of an entry: 1 - p must keep its digits.
     "sure": lambda c: c.sure and c.dtype in ("bf16", "fp16"),
+    # Gradients that are differences of nearly equal logits.
+    "flat": lambda c: c.sharpness in (0.01, 0.03, 0.1, 0.2) and c.dtype in ("bf16", "fp16") and len(c.mixture) == 1,
     "twice": lambda c: c.walk.startswith("twice") and c.mode == "train",
     # A sequence along the second dimension.
     "batch first": lambda c: c.sequence_dim == 1,
 }
 
 
-@pytest.mark.parametrize(("wanted", "ranks", "count"), [("any", 2, 30), ("any", 3, 30), ("batch first", 2, 20)])
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "count"), [("any", 2, 30), ("any", 3, 30), ("batch first", 2, 20), ("flat", 2, 6)]
+)
 def test_configurations_over_ranks_hold(wanted, ranks, count, worlds, draws):
     run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731
     _hold(SETTINGS, ranks, draws(count), WANTED[wanted], run)
@@ -144,7 +148,8 @@ FAULTY_RESULTS = {
     "top_ids": dict(kind=("statistics",), top_k=range(2, 2000)),
     "log_probs": dict(kind=("selected",)),
     # Of flatter ones less than a thousandth is left beneath the roundings.
-    "loss": dict(kind=("divergence",), temperature=(0.7, 1.0, 3.0), beta=(0.0, 0.5, 1.0)),
+    "loss": dict(kind=("divergence",), temperature=(0.7, 1.0, 3.0), beta=(0.0, 0.5, 1.0), scale=(1.0, -1.5))
+    | dict(softcap=(None, 30.0, 50.0), scale_dtype=("",), temperature_dtype=("",)),
 }
 
 
@@ -190,6 +195,21 @@ def test_a_p_that_is_rounded_beside_1_is_found(mixture, monkeypatch):
     assert sum("dinput of sure tokens" in each for each in said) >= 0.6 * len(said), said
 
 
+def test_exponentials_that_are_rounded_where_logits_are_nearly_equal_are_found(monkeypatch):
+    """Roundings of p, of which a hundredth is the gradient. Row by row they are within what roundings may do."""
+
+    def rounded(c, gradient):
+        weight, x = (make(c).tensors[name].double() for name in ("weight", "input"))
+        p = (x @ weight.t()).softmax(-1)
+        gradient += make(c).upstream["entropy"].double()[..., None] * ((p.to(gradient.dtype) - p) @ weight)
+
+    flat = dict(kind=("statistics",), mixture=(("entropy",),), sharpness=(0.01, 0.03), dtype=("bf16",))
+    flat |= dict(mode=("train",), frozen=((),), walk=("backward",), counted=("",), autocast=("",), softcap=(None,))
+    several = _configurations(3, **flat, D=range(16, 99), upstream=("random", "ones"), scale_dtype=("",))
+    said = [finding for *_, finding in _findings(monkeypatch, "dinput", rounded, several)]
+    assert len(said) == 3 and all("dinput of flat tokens" in each for each in said), said
+
+
 def test_rounded_exponentials_are_allowed():
     """The gradient of the sum of squares is p (p - sum) of saved exponentials. Here one rounding of p, in both factors,
     and one of the gradient move an entry of dbias further than they usually do."""
@@ -212,6 +232,20 @@ def test_rounded_exponentials_are_allowed():
     allowed = bounds(c, o, truth)["dbias"]
     # Where only one factor moves the bound is as large as the error.
     assert (error <= allowed).all() and 2 * error[25] <= allowed[25]
+
+
+def test_a_probability_that_underflows_is_allowed():
+    """Of one token, times an upstream gradient and a scale of thousands. On a GPU fp32 has no numbers below 2^-126."""
+    c = fuzz.Settings(905, "triton", "cuda").draw(4, 819)
+    assert c.upstream == "large" and c.scale == 30
+    o = operands(c, make(c))
+    truth = dense(c, o, torch.float64, torch.float64)
+    underflows = truth["log_p"].exp() < torch.finfo(torch.float32).tiny
+    underflows[torch.arange(c.N), o.target] = False
+    error = (truth["G"] * underflows).sum(0).abs()
+    assert error[156] > 1.7e-34
+    allowed = bounds(c, o, truth)["dbias"]
+    assert (error <= allowed).all() and error[156] > 1e-4 * allowed[156]
 
 
 def test_a_run_prints_findings_as_commands_that_show_them(capsys, monkeypatch):

@@ -148,7 +148,7 @@ OF_IDS = {
         x[:, None], w, None, y[None], 0, ENTRIES, None
     ),
     "SkyRL": lambda x, w, y: rl.FusedLinearLogprobTriton.apply(x[None], w, y[None], 0, ENTRIES, None, None),
-    "TRL": lambda x, w, y: trl._LogProbs.apply(x, w, None, y, 1.0, 9)[0],
+    "TRL": lambda x, w, y: trl._log_probs(x, w, None, y, 1.0, 9)[0],
     "log-uniform": lambda x, w, y: LogUniformSampler(ENTRIES).log_expected_count(y, 9),
     "unigram": lambda x, w, y: UnigramSampler(w[:, 0].abs()).log_expected_count(y, 9),
     "in batch": lambda x, w, y: in_batch(y, w[:, 0], ignore_index=3)[1],

@@ -207,6 +207,23 @@ def test_changed_hidden_states_and_weights_are_refused(member):
             with torch.no_grad():
                 part.view(-1)[:1].add_(1.0)
             assert f"output layer's {name} changed in place" in words_of_error(lambda: use(z)), name
+    # A fused optimizer's step raises no version. Copies in fp32 are no plain parameters, so they may be the weight's.
+    for parameters, refused in {
+        (layer.weight,): True,
+        (torch.zeros(3, requires_grad=True),): True,
+        (torch.nn.Parameter(torch.zeros(3)),): False,
+    }.items():
+        z, made = layer(hidden)[0], layer(hidden)[0]
+        before = made.clone()
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        torch.optim.AdamW(parameters, fused=True).step()
+        assert torch.equal(made, before) and layer(hidden)[0].clone().shape == before.shape
+        if refused:
+            assert "an optimizer's step may have changed the output layer's weight" in words_of_error(lambda: z.float())
+            assert "an optimizer's step" in words_of_error(lambda: loss_of(2 * z))
+        else:
+            assert torch.equal(z, before)
     with torch.inference_mode():  # whose tensors do not count their changes
         input_ = hidden.clone()
         assert loss_of(layer(input_)[0]).isfinite().all()
@@ -285,12 +302,9 @@ def test_autograd_functions_get_no_lazy_logits(member):
         assert "give it `logits[...]`" in words_of_error(lambda: use(z)), number
         with torch.no_grad():  # where stock's has no gradient either
             assert not use(ours.output_layer(leaf)[0]).requires_grad
-    # A checkpoint within which logits are made for the first time.
-    squares = checkpoint(torch.square, ours.output_layer(leaf)[0], use_reentrant=False)
-    assert "different number of tensors was saved" in words_of_error(squares.sum().backward)
 
     def of_tensors(model, data, ours):
-        """The remedy, and a loss that is recomputed in backward."""
+        """The remedy, a loss that is recomputed in backward, and a use that makes logits within a checkpoint."""
         leaf, found = hidden.clone().requires_grad_(), []
         # Stock's loss changes fp32 logits.
         loss = lambda z: model.compute_language_model_loss(data.labels, z if ours else z.clone())  # noqa: E731
@@ -299,7 +313,8 @@ def test_autograd_functions_get_no_lazy_logits(member):
         for function in (lambda z: cross_entropy(z, target), lambda z: cross_entropy(z[...], target), recomputed):
             losses = function(model.output_layer(leaf)[0])
             found += [losses, torch.autograd.grad(losses.mean(), leaf)[0]]
-        return found
+        squares = checkpoint(torch.square, model.output_layer(leaf)[0], use_reentrant=False)
+        return found + [squares, torch.autograd.grad(squares.mean(), leaf)[0]]
 
     side_by_side(member, Model(ranks=member.ranks), of_tensors)
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import transformers_bodies as bodies
+import transformers_habits as habits
 from parallel_lce import transformers as door
 from parallel_lce import trl as trl_door
 from parallel_lce.core.budget import BUDGET_VARIABLE
+from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.transformers import patch, unpatch
 from releases import folder_of
 from tools import alone
@@ -18,7 +20,8 @@ from transformers_standin import CausalLM
 RELEASE = "5.24.0"
 # Beside torch and tokenizers, all that TRL's trainers import.
 OTHERS = "accelerate==1.15.0 regex==2026.11.19 psutil==7.2.2 datasets==5.2.0 pandas==3.1.1 pyarrow==26.0.1 dill==0.4.1 "
-OTHERS += "multiprocess==0.70.19 xxhash==4.1.0 requests==2.34.2 urllib3==2.8.0 certifi charset_normalizer trl==1.16.0"
+OTHERS += "multiprocess==0.70.19 xxhash==4.1.0 requests==2.34.2 urllib3==2.8.0 certifi charset_normalizer"
+OTHERS += " trl==1.16.0 peft==0.21.2"
 
 
 @pytest.fixture(params=["cpu"])
@@ -53,6 +56,7 @@ def _tiered(cases: list[tuple], release_alone: list[tuple]) -> list:
     return [*(("stand-in", *case) for case in cases), *slow]
 
 
+RELEASES = ["stand-in", pytest.param("release", marks=pytest.mark.slow)]
 KINDS, TRAINED = ("plain", "capped", "tied, biased", "biased"), ("plain", "capped", "tied, biased")
 ONLY_RELEASED = ("scaled", "divided", "experts")
 # The kind of the model, what is around it, and whether it is patched before that.
@@ -78,14 +82,49 @@ def test_modes(release, kind, run):
     run(release, 1, bodies.modes, release, kind)
 
 
-@pytest.mark.parametrize("body", [bodies.rounded, bodies.fallbacks, bodies.log_probs], ids=lambda body: body.__name__)
-@pytest.mark.parametrize("release", ["stand-in", pytest.param("release", marks=pytest.mark.slow)])
+ON_ONE = (bodies.rounded, bodies.fallbacks, bodies.log_probs, bodies.divergences, bodies.habits_with_trl)
+
+
+@pytest.mark.parametrize("body", ON_ONE, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("release", RELEASES)
 def test_on_one_process(release, body, run):
     run(release, 1, body, release)
 
 
+@pytest.mark.thinned("name", "kind")
+@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("name", habits.HABITS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_habits(release, name, kind, run):
+    run(release, 1, habits.check, release, name, kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_uses_of_the_logits(release, kind, run):
+    run(release, 1, habits.uses, release, kind)
+
+
+@pytest.mark.parametrize("name", habits.STEPS)
+def test_logits_after_an_optimizers_step(name):
+    habits.after_a_step(name)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("release", RELEASES)
+def test_saved_modules(release, before, run):
+    run(release, 1, habits.saved_modules, release, before)
+
+
+@pytest.mark.parametrize("how", bodies.UNITS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_units_of_the_output_layer(release, how, run):
+    run(release, 2, bodies.units, release, how)
+
+
+TRAINERS = "SFT", "DPO", "GRPO", "RLOO", "KTO", "Distillation"
 TRAININGS = [("", ranks, kind) for ranks in (1, 2) for kind in TRAINED]
-TRAININGS += [(name, 1, kind) for name in ("SFT", "DPO", "GRPO") for kind in ("plain", "capped")]
+TRAININGS += [(name, 1, kind) for name in TRAINERS for kind in ("plain", "capped")]
 
 
 @pytest.mark.slow
@@ -95,25 +134,40 @@ def test_trainers(name, ranks, kind, run):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", habits.TRAINERS)
+def test_losses_and_metrics_of_the_trainer(name, run):
+    run("release", 1, habits.by_trainer, name)
+
+
+@pytest.mark.slow
 def test_the_lines_of_the_page(run):
     run("release", 1, bodies.page)
 
 
 def test_steps_of_lazy_logits():
-    layer, hidden = patch(CausalLM(9, 4)).lm_head, torch.randn(3, 4)
+    layer, hidden = CausalLM(9, 4).lm_head, torch.randn(3, 4)
     real = hidden @ layer.weight.T
+
+    def logits():
+        return LogitsTensor.of(door._LazyLogits(mock.MagicMock(), layer, hidden))
+
     steps = {
         lambda z: 2 * z / 4: {"logit_scale": 0.5},
-        lambda z: torch.mul(torch.tanh(torch.div(z, 4)), 8).float(): {"logit_scale": 2.0, "logit_softcap": 8.0},
+        lambda z: torch.mul(torch.tanh(torch.div(z, 4)), 8).to(torch.float32): {
+            "logit_scale": 2.0,
+            "logit_softcap": 8.0,
+        },
         lambda z: z.tanh() * -1: None,
         lambda z: z.tanh().tanh(): None,
         lambda z: z / 0.0: None,
     }
     for step, expected in steps.items():
-        lazy = step(layer(hidden))
-        assert lazy.epilogue() == expected and lazy.made is None and torch.equal(lazy[...], step(real))
+        for made in (logits(), door._LazyLogits(mock.MagicMock(), layer, hidden)):
+            recorded = step(made)
+            lazy = getattr(recorded, "lazy", recorded)
+            assert lazy.epilogue() == expected and lazy.made is None and torch.equal(recorded[...], step(real))
     for made in (lambda z: z * torch.ones(9), lambda z: z + 1, lambda z: torch.div(z, 3, rounding_mode="floor")):
-        assert torch.is_tensor(made(layer(hidden))) and torch.equal(made(layer(hidden)), made(real))
+        assert type(made(logits())) is torch.Tensor and torch.equal(made(logits()), made(real))
 
 
 @pytest.mark.parametrize("accuracy", [False, True])
@@ -132,7 +186,7 @@ def test_labels_outside_the_vocabulary(accuracy):
 def test_trls_head_has_trls_answer_outside_the_vocabulary():
     """A logit of 0 there, as for -100."""
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3, requires_grad=True)
-    log_probs, *_ = trl_door._LogProbs.apply(x, w, None, torch.tensor([-100, 9, 4, -1]), 1.0, 9)
+    log_probs, *_ = trl_door._log_probs(x, w, None, torch.tensor([-100, 9, 4, -1]), 1.0, 9)
     z = x @ w.t()
     exact = torch.stack([z.new_zeros(()), z.new_zeros(()), z[2, 4], z.new_zeros(())]) - z.logsumexp(1)
     torch.testing.assert_close(log_probs, exact)
@@ -145,10 +199,10 @@ def test_the_budget(given, environment, budget, monkeypatch):
     """Without an argument it is the environment's, else 128 MiB."""
     monkeypatch.setenv(BUDGET_VARIABLE, environment)
     model, ids, hidden = patch(CausalLM(9, 4).train(), logits_budget=given), torch.ones(1, 3).long(), torch.ones(3, 4)
-    monkeypatch.setattr(trl_door._LogProbs, "logits_budget", given)
+    monkeypatch.setitem(trl_door._settings, "logits_budget", given)
     for module, name, use in (
         (door, "linear_cross_entropy", lambda: model(ids, labels=ids)),
-        (trl_door, "token_statistics", lambda: trl_door._LogProbs.apply(hidden, hidden, None, ids[0], 1.0, 9)),
+        (trl_door, "token_statistics", lambda: trl_door._log_probs(hidden, hidden, None, ids[0], 1.0, 9)),
     ):
         with mock.patch.object(module, name, wraps=getattr(module, name)) as called:
             use()
@@ -163,7 +217,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="gradient_filter"):
         patch(model, gradient_filter=2.0)
     model.loss_function = torch.nn.functional.cross_entropy
-    with pytest.raises(ValueError, match="loss_function of CausalLM must be ForCausalLMLoss, got <function cross_en"):
+    with pytest.raises(ValueError, match="loss_function of CausalLM must be transformers' ForCausalLMLoss, got <fun"):
         patch(model)
     model = CausalLM(9, 4)
     model.lm_head = torch.nn.Bilinear(2, 2, 2)

@@ -2,25 +2,31 @@
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import os
 import re
+import sys
 import tempfile
+import types
 import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.transformers as door
 import transformers_standin
 from measures import largest_error
 from parallel_lce import trl as trl_door
+from parallel_lce.lazy_logits import LogitsTensor
 from releases import ROOT
-from transformers_standin import CausalLM, ColwiseGatherOutput, installed_trl
+from transformers_standin import CausalLM, ColwiseGatherOutput, ModulesToSave, Unit, installed_trl
 from world import Member, mesh_of
 from wrappers import gradients, whole, wrapped
 
@@ -67,7 +73,12 @@ def near(found, expected) -> None:
 
 
 def fused(output) -> bool:
-    return isinstance(output.logits, door._LazyLogits) and output.logits.made is None
+    """Its logits are a tensor, and not made."""
+    return torch.is_tensor(output.logits) and unmade(output.logits)
+
+
+def unmade(value) -> bool:
+    return type(value) is LogitsTensor and value.lazy.made is None
 
 
 def accuracy_of(logits, labels):
@@ -155,10 +166,81 @@ def check(member: Member, release: str, kind: str, how: str, before: bool, accur
             with pytest.raises(RuntimeError, match="FSDP has taken back the output layer's weight"):
                 found.logits[0]
         else:
+            if not step:
+                with pytest.warns(door.LogitsWarning, match="makes the logits beside its fused loss"):
+                    found.logits[0]
             near(found.logits[..., 2:], expected.logits[..., 2:])
     model.eval(), own.eval()
     with torch.no_grad():
         near(model(**batch(1)).logits, own(**batch(1)).logits)
+
+
+def _unit1(module):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _head1(model):
+    model.lm_head = _unit1(model.lm_head)
+    return _unit1(model)
+
+
+def _by_size(model):
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1500)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+
+
+def _unit2(model):
+    model.lm_head = Unit(model.lm_head)
+    fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)))
+    return fully_shard(model, mesh=mesh_of("cpu", (2,)))
+
+
+def _saved1(model):
+    """As PEFT's policy wraps the module to save."""
+    model.lm_head = ModulesToSave(model.lm_head)
+    saved = model.lm_head.modules_to_save
+    saved["default"] = _unit1(saved["default"])
+    return _unit1(model)
+
+
+def _ddp(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+# What is around the output layer or the model, and whether the loss is fused.
+UNITS = {
+    "FSDP(m.lm_head)": (_head1, False),
+    "size-based policy": (_by_size, False),
+    "a saved module": (_saved1, False),
+    "FSDP2, a module around": (_unit2, False),
+    "DDP, unused parameters": (_ddp, True),
+}
+
+
+def units(member: Member, release: str, how: str) -> None:
+    """Where the output layer's weight is whole in its own forward alone, the model's own loss runs, said once."""
+    wrap, is_fused = UNITS[how]
+    model = model_of(release, "plain").train()
+
+    def losses(patch_first, patch_last):
+        wrapped = wrap(inner := patch_first(copy.deepcopy(model)))
+        patch_last(inner)
+        optimizer, found = torch.optim.SGD(wrapped.parameters(), lr=1.0), []
+        for step in range(3):
+            out = wrapped(**batch(10 * step + member.rank))
+            out.loss.backward()
+            assert fused(out) == (is_fused and door._DOOR in vars(inner))
+            optimizer.step(), optimizer.zero_grad()
+            found.append(out.loss.item())
+        return found
+
+    stock = losses(lambda m: m, lambda m: m)
+    for order in ((door.patch, lambda m: m), (lambda m: m, door.patch)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert losses(*order) == pytest.approx(stock, rel=1e-4)
+        said = [str(w.message) for w in caught if w.category is door.LogitsWarning]
+        assert len(said) == (not is_fused) and all("in a unit of FSDP of its own" in text for text in said), said
 
 
 @without_a_warning()
@@ -170,7 +252,7 @@ def modes(member: Member, release: str, kind: str) -> None:
     model, given = copy.deepcopy(model), batch(1)
     ids = given["input_ids"]
     assert torch.is_tensor(model(ids).logits) and torch.equal(model(ids).logits, own(ids).logits)
-    lazy = [door._LazyLogits in map(type, model(**g, return_dict=False)) for g in (given, {"input_ids": ids})]
+    lazy = [any(map(unmade, model(**g, return_dict=False))) for g in (given, {"input_ids": ids})]
     assert lazy == [True, False]
     if release != "stand-in":
         length = {"max_new_tokens": 5, "do_sample": False}
@@ -196,6 +278,11 @@ def rounded(member: Member, release: str) -> None:
         assert model.get_output_embeddings().weight.grad.dtype == torch.bfloat16 and errors[0] <= errors[1], errors
 
 
+class Twice(torch.nn.Linear):
+    def forward(self, hidden):
+        return 2 * super().forward(hidden)
+
+
 def fallbacks(member: Member, release: str) -> None:
     """The model's own loss, with one warning, where the fused one might be another."""
     changes = {
@@ -203,11 +290,11 @@ def fallbacks(member: Member, release: str) -> None:
             m.lm_head, "forward", lambda h: 2 * h @ m.lm_head.weight.T
         ),
         "its output layer has hooks": lambda m: m.lm_head.register_forward_hook(lambda layer, given, out: 3 * out),
-        "was replaced after patch": lambda m: setattr(m, "lm_head", torch.nn.Linear(D, V)),
+        "its output layer is no nn.Linear": lambda m: setattr(m.lm_head, "__class__", Twice),
     }
     if release == "stand-in":
-        changes["by operator '__add__'"] = lambda m: setattr(m, "plus", 1.0)
-        changes["by attribute 'view'"] = lambda m: setattr(m, "own_loss", True)
+        changes["makes them by 'add'"] = lambda m: setattr(m, "plus", 1.0)
+        changes["makes them by 'view'"] = lambda m: setattr(m, "own_loss", True)
     for said, change in changes.items():
         model = door.patch(model_of(release, "plain").train(), token_accuracy=True)
         change(model)
@@ -225,45 +312,139 @@ def fallbacks(member: Member, release: str) -> None:
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def log_probs(member: Member, release: str) -> None:
-    """Against TRL's own function, in float64 where it has no rounding of its own."""
+@contextlib.contextmanager
+def patched_trl(release: str):
+    """TRL's two functions before and after ``patch()``, called twice; and the stand-ins, for float64."""
     with installed_trl() if release == "stand-in" else contextlib.nullcontext():
+        import trl.trainer.distillation_trainer as trainer
         import trl.trainer.utils as utils
 
-        own = utils._ChunkedLogProbFunction
+        truth = transformers_standin.ChunkedLogProbFunction, transformers_standin.ChunkedDivergenceFunction
+        own = utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction
         trl_door.patch(), trl_door.patch(logits_budget=0)
-        ours, truth = utils._ChunkedLogProbFunction, transformers_standin._ChunkedLogProbFunction
+        try:
+            yield own, (utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction), truth
+        finally:
+            trl_door.unpatch()
+        assert (utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction) == own
+
+
+def agree(three, leaves, rest, upstream, differentiable: int) -> None:
+    """The error of ours against float64 is at most twice TRL's; so are the gradients', dtypes and what is None."""
+    found = []
+    for function, dtype in zip(three, (None, None, torch.float64)):
+        each = [v if v is None else v.to(dtype or v.dtype, copy=True).requires_grad_() for v in leaves]
+        given = [v.to(dtype) if dtype and torch.is_tensor(v) and v.is_floating_point() else v for v in rest]
+        values = function.apply(*each, *given)
+        found.append([*values, *torch.autograd.grad(upstream(values), [v for v in each if v is not None])])
+    for i, (theirs, mine, exact) in enumerate(zip(*found)):
+        assert (mine is None) == (theirs is None) == (exact is None)
+        if mine is not None:
+            assert mine.dtype == theirs.dtype and mine.requires_grad == (i < differentiable)
+            error, allowed = ((v.double() - exact.double()).norm() for v in (mine, theirs))
+            assert error <= 2 * allowed + 2e-7 * exact.double().norm(), (i, error, allowed)
+
+
+def log_probs(member: Member, release: str) -> None:
+    with patched_trl(release) as (own, ours, truth):
+        three = own[0], ours[0], truth[0]
         generator = torch.Generator().manual_seed(1)
         h, w, b = (torch.randn(s, generator=generator) for s in ((23, D), (V, D), (V,)))
         targets = torch.randint(V, (23,), generator=generator)
+
+        def upstream(values):
+            return values[0].sum() + (0 if values[1] is None else (values[1] * torch.arange(23)).sum())
+
         for cap, scale, temperature, bias, names in itertools.product(
-            (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], OUTPUTS[:1])
+            (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], (*OUTPUTS[:1], "logits"))
         ):
-            found = []
-            for function, dtype in ((ours, h.dtype), (own, h.dtype), (truth, torch.float64)):
-                leaves = [v.to(dtype, copy=True).requires_grad_() for v in (h, w, bias) if v is not None]
-                rest = [None] * (3 - len(leaves)) + [targets, temperature, 40, cap, scale, names]
-                values = function.apply(*leaves, *rest)
-                upstream = values[0].sum() + (0 if values[1] is None else (values[1] * torch.arange(23)).sum())
-                found.append([*values, *torch.autograd.grad(upstream, leaves)])
-            for i, (mine, theirs, exact) in enumerate(zip(*found)):
-                asked = i >= len(OUTPUTS) or OUTPUTS[i] in (*names, "log_probs")
-                assert (mine is None) == (theirs is None) == (not asked)
-                if asked:
-                    assert mine.dtype == theirs.dtype and mine.requires_grad == (i < 2)
-                    error, theirs_error = ((v.double() - exact.double()).abs().max() for v in (mine, theirs))
-                    assert error <= 2 * theirs_error + 2e-7 * exact.double().abs().max(), (i, error, theirs_error)
-        empty = ours.apply(h[:0], w, None, targets[:0], 1.0, 40, None, 1.0, OUTPUTS)
+            agree(three, (h, w, bias), (targets, temperature, 40, cap, scale, names), upstream, 2)
+        empty = ours[0].apply(h[:0], w, None, targets[:0], 1.0, 40, None, 1.0, OUTPUTS)
         assert [value.shape for value in empty] == [(0,)] * 5
-        with pytest.raises(ValueError, match="outputs must be among .*'logits'"):
-            ours.apply(h, w, None, targets, 1.0, 40, None, 1.0, ("logits",))
-        gathered = w.clone()
-        gathered.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
-        with mock.patch.object(trl_door._LogProbs, "own") as called:
-            ours.apply(h, gathered, None, targets, 1.0, 40)
-        called.apply.assert_called_once_with(h, gathered, None, targets, 1.0, 40, None, 1.0, OUTPUTS)
+        outside = ours[0].apply(h, w, b, targets.index_fill(0, torch.tensor([3, 5]), -100), 1.0, 40)
+        torch.testing.assert_close(outside[0][[3, 5]], -torch.nn.functional.linear(h, w, b).logsumexp(-1)[[3, 5]])
+
+
+def divergences(member: Member, release: str) -> None:
+    """The teacher is wider, and has more rows. Weights may be fp32 beside hidden states in bf16."""
+    with patched_trl(release) as (own, ours, truth):
+        three = own[1], ours[1], truth[1]
+        generator = torch.Generator().manual_seed(1)
+        sizes = (23, D), (V, D), (V,), (23, D + 3), (V + 5, D + 3), (V + 5,)
+        x, w, b, y, u, c = (torch.randn(s, generator=generator) for s in sizes)
+
+        def upstream(values):
+            return (values[0] * torch.arange(23)).sum()
+
+        for beta, cap, scale, temperature, biased in itertools.product(
+            (0.0, 0.3, 1.0), (None, 2.0), (1.0, 0.3), (1.0, 0.7), (False, True)
+        ):
+            rest = (beta, temperature, scale, cap, 0.8, 3.0 if cap is None else None)
+            agree(three, (x, w, b if biased else None), (y, u, c if biased else None, *rest), upstream, 1)
+            if release != "stand-in" and not biased:
+                states = [v.bfloat16() for v in (x, y)]
+                weights = [v.bfloat16().float() for v in (w, u)]
+                agree(three, (states[0], weights[0], None), (states[1], weights[1], None, *rest), upstream, 1)
+
+
+def habits_with_trl(member: Member, release: str) -> None:
+    """What else programs do with TRL's functions. What is not covered TRL's own computes, in words, once."""
+    x, w, ids, gathered = torch.randn(5, D), torch.randn(V, D), torch.arange(5), torch.randn(V, D)
+    gathered.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
+
+    def log_probs_of(f, weight=w, temperature=1.0, cap=None):
+        return f.apply(x, weight, None, ids, temperature, 9, cap)[:1]
+
+    def divergence_of(f, bias=None, beta=0.5):
+        return f.apply(x, w, bias, x, -w, None, beta)
+
+    with patched_trl(release) as (own, ours, _):
+        for which, said, call in (
+            (0, "parameter of ZeRO-3", lambda f: log_probs_of(f, gathered)),
+            (0, "temperature must be", lambda f: log_probs_of(f, w, torch.tensor(0.7))),
+            (0, "logit_softcap must be", lambda f: log_probs_of(f, w, 1.0, 0)),
+            (1, "beta must be", lambda f: divergence_of(f, None, 1e-9)),
+            (1, "cast the bias", lambda f: divergence_of(f, w[:, 0].double())),
+        ):
+            with pytest.warns(trl_door.TRLWarning, match=said):
+                found = call(ours[which])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", trl_door.TRLWarning)
+                assert all(map(torch.equal, found, call(ours[which]))), said
+            assert all(map(torch.equal, found, call(own[which]))), said
+
+        if release != "stand-in":  # whose function is not autograd's
+            compiled = torch.compile(lambda: log_probs_of(ours[0]), fullgraph=True, backend="eager")
+            torch.testing.assert_close(compiled(), log_probs_of(own[0]))
+        assert copy.copy(ours[0]).own is own[0]
+
+        def twice(ctx, *arguments):
+            first, *rest = stock(ctx, *arguments)
+            return 2 * first, *rest
+
+        stock, doubled = own[0].forward, 2 * log_probs_of(own[0])[0]
+
+        class Derived(ours[0]):
+            forward = staticmethod(twice)
+
+        assert issubclass(Derived, own[0]) and torch.equal(log_probs_of(Derived)[0], doubled)
+        with mock.patch.object(own[0], "forward", staticmethod(twice)):
+            with pytest.warns(trl_door.TRLWarning, match="was replaced"):
+                assert torch.equal(log_probs_of(ours[0])[0], doubled)
+            trl_door.unpatch()
+            with pytest.warns(trl_door.TRLWarning, match="as released: it stays"):
+                trl_door.patch()
+            assert torch.equal(log_probs_of(sys.modules["trl.trainer.utils"]._ChunkedLogProbFunction)[0], doubled)
         trl_door.unpatch()
-        assert utils._ChunkedLogProbFunction is own
+        user = types.ModuleType("user")
+        user.ChunkedLogProbFunction, user.kept = own[0], own[0]
+        with mock.patch.dict(sys.modules, user=user):
+            trl_door.patch()
+            assert user.ChunkedLogProbFunction.own is user.kept is own[0]
+            trl_door.unpatch()
+            assert user.ChunkedLogProbFunction is own[0]
+    with pytest.raises(ValueError, match="logits_budget must be"):
+        trl_door.patch(logits_budget=-1)
 
 
 def tokenizer():
@@ -311,27 +492,42 @@ def _of_trainer(name: str) -> tuple[dict, dict]:
     configured, more = {}, {}
     if name == "SFT":
         rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
-    elif name == "GRPO":
+    elif name == "KTO":
+        rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
+    elif name in ("GRPO", "RLOO"):
         rows = [{"prompt": row["prompt"]} for row in rows]
         configured |= dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
         configured |= dict(beta=0.1, num_iterations=2)
+        configured |= dict(learning_rate=1e-3) if name == "RLOO" else {}  # its losses are sums over a completion
         more["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
+    elif name == "Distillation":
+        rows = [{"prompt": row["prompt"]} for row in rows]
+        configured |= dict(max_completion_length=6, temperature=0.7, beta=0.3)
     return configured, dict(processing_class=tokenizer(), train_dataset=Dataset.from_list(rows), **more)
 
 
 def trained(member: Member, name: str, kind: str) -> None:
-    """By ``<name>Trainer``, transformers' or TRL's: with the patches a training logs what it logs without."""
+    """By ``<name>Trainer``, transformers' or TRL's: with the patches a training logs what it logs without, and nothing
+    warns."""
     import transformers as hf
 
     path, logs = saved(model_of("release", kind), member), []
     configured, given = _of_trainer(name)
     library, configuration = (importlib.import_module("trl"), name + "Config") if name else (hf, "TrainingArguments")
     patched, function = (trl_door, "token_statistics") if name else (door, "linear_cross_entropy")
+    function = "divergences" if name == "Distillation" else function
     with launched(member):
         for ours in (False, True):
             options = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured
             model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # DPO loads its reference, too
-            with mock.patch.object(patched, function, wraps=getattr(patched, function)) as called:
+            if name == "Distillation":
+                torch.manual_seed(5)
+                given["teacher_model"] = teacher = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+                torch.nn.init.normal_(teacher.get_output_embeddings().weight, std=0.5)
+            spied = mock.patch.object(patched, function, wraps=getattr(patched, function))
+            with spied as called, warnings.catch_warnings():
+                for kind_of_warning in (door.LogitsWarning, trl_door.TRLWarning):
+                    warnings.simplefilter("error", kind_of_warning)
                 if ours:
                     trl_door.patch(), door.patch(model)  # of which TRL's head notices the first alone
                 try:

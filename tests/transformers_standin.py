@@ -1,5 +1,6 @@
 """What parallel_lce.transformers and parallel_lce.trl use of transformers 5 and TRL 1.16, of the same contract."""
 
+import copy
 import sys
 import types
 from collections import OrderedDict
@@ -33,6 +34,13 @@ class Output(OrderedDict):
         return self[name]
 
 
+def ForMaskedLMLoss(logits, labels, vocab_size, **kwargs):
+    return cross_entropy(logits.float(), labels, vocab_size)
+
+
+LOSS_MAPPING = {"ForCausalLM": ForCausalLMLoss, "ForMaskedLM": ForMaskedLMLoss}
+
+
 # As transformers does for its outputs. FSDP2 of torch 2.11 finds a forward's tensors only in what is registered.
 register_pytree_node(Output, lambda o: ([*o.values()], [*o]), lambda values, names: Output(zip(names, values)))
 
@@ -44,16 +52,19 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model["embed"].weight
-        self.own_loss = False
-        self.cap, self.scale, self.plus, self._loss_function = cap, scale, None, ForCausalLMLoss
+        self.own_loss, self.loss_type = False, "ForCausalLM"
+        self.cap, self.scale, self.plus = cap, scale, None
 
     @property
     def loss_function(self):
-        return self._loss_function
+        return self._loss_function if hasattr(self, "_loss_function") else LOSS_MAPPING[self.loss_type]
 
     @loss_function.setter
     def loss_function(self, value) -> None:
         self._loss_function = value
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model["embed"]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -72,6 +83,43 @@ class CausalLM(nn.Module):
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)[loss is None :]
 
 
+class ModulesToSave(nn.Module):
+    """PEFT's wrapper of this name, around the output layer: it trains a copy, and has the copy's attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module).requires_grad_(True)})
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.modules_to_save["default"], name)
+
+    def forward(self, *arguments, **options):
+        return self.modules_to_save["default"](*arguments, **options)
+
+
+class Unit(nn.Module):
+    """A module around an output layer."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def weight(self):
+        return self.head.weight
+
+    @property
+    def out_features(self) -> int:
+        return self.head.out_features
+
+    def forward(self, hidden):
+        return self.head(hidden)
+
+
 class ColwiseGatherOutput:
     """transformers' style of this name, on the layer alone."""
 
@@ -87,14 +135,28 @@ class ColwiseGatherOutput:
         module.forward = tp_forward
 
 
-class _ChunkedLogProbFunction:
-    """With logits."""
+def _log_probs(hidden, weight, bias, logit_scale, softcap, temperature):
+    bias = None if bias is None else bias.to(hidden.dtype)
+    z = nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
+    if softcap is not None:
+        z = (softcap or 1.0) * torch.tanh(z / (softcap or 1.0))
+    return z / temperature, (z / temperature).log_softmax(-1)
 
-    @staticmethod
-    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
-        z = nn.functional.linear(hidden, weight, bias).float() * logit_scale
-        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-        log_p = z.log_softmax(-1)
+
+class _Function:
+    """With logits, whose gradients are autograd's."""
+
+    @classmethod
+    def apply(cls, *arguments):
+        return cls.forward(None, *arguments)
+
+    def backward(ctx, *upstream):
+        raise NotImplementedError
+
+
+class ChunkedLogProbFunction(_Function):
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
+        z, log_p = _log_probs(hidden, weight, bias, logit_scale, softcap, temperature)
         p, picked = log_p.exp(), log_p.gather(-1, targets[:, None]).squeeze(-1)
         entropy, squares = -(p * log_p).sum(-1), p.square().sum(-1).log().detach()
         found = {"entropy": entropy, "log_sum_sq_probs": squares, "mean_logits": z.mean(-1).detach()}
@@ -102,8 +164,28 @@ class _ChunkedLogProbFunction:
         return picked, *(value if name in outputs else None for name, value in found.items())
 
 
+class ChunkedDivergenceFunction(_Function):
+    def forward(
+        ctx, hidden, weight, bias, teacher, teacher_weight, teacher_bias, beta,
+        temperature=1.0, logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None,
+    ):  # fmt: skip
+        rows = len(weight)
+        teacher_bias = None if teacher_bias is None else teacher_bias[:rows]
+        of_teacher = teacher, teacher_weight[:rows], teacher_bias, teacher_logit_scale, teacher_softcap, temperature
+        _, log_p = _log_probs(hidden, weight, bias, logit_scale, softcap, temperature)
+        log_q = _log_probs(*(v.detach() if torch.is_tensor(v) else v for v in of_teacher))[1]
+        p, q = log_p.exp(), log_q.exp()
+        log_m = (beta * q + (1 - beta) * p).log()
+        of_q, of_p = (q * (log_q - (log_m if beta else log_p))).sum(-1), (p * (log_p - log_m)).sum(-1)
+        divergence = of_q if beta == 0 else of_p if beta == 1 else beta * of_q + (1 - beta) * of_p
+        return divergence, -(p * log_p).sum(-1).detach()
+
+
 def installed_trl():
-    """A context in which ``trl.trainer.utils`` is the stand-in."""
+    """A context in which TRL's modules are stand-ins. This module is the home of its functions."""
     modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils")}
-    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = _ChunkedLogProbFunction
+    modules |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), sys.modules[__name__])
+    modules["trl.trainer.distillation_trainer"] = types.ModuleType("trl.trainer.distillation_trainer")
+    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = ChunkedLogProbFunction
+    vars(modules["trl.trainer.distillation_trainer"])["ChunkedDivergenceFunction"] = ChunkedDivergenceFunction
     return mock.patch.dict(sys.modules, modules)

@@ -189,23 +189,27 @@ def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
     return (z / cap).square_().neg_().add_(1.0)
 
 
-def recovers_logits(dtype: torch.dtype) -> bool:
-    """Whether the logarithm of a saved exponential e is exact enough for z - max. In the gradient z - max is multiplied
-    by p. The rounding of e gives p a relative error, and z - max an absolute error of the same size. Where e
-    underflowed, p is 0. In fp16 e underflows too early."""
+def differences_recovered(dtype: torch.dtype) -> bool:
+    """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from what is saved.
+
+    The rounding of an exponential e gives p a relative error, and z - max an absolute error of the same size. Where
+    logits are nearly equal the differences are smaller than that, so what is saved near z = 0 has the relative error of
+    a rounded logit instead. Where e underflowed, p is 0. fp16 lacks the range for both."""
     return dtype != torch.float16
 
 
 def power_of_two_scale(
-    coefficients: Coefficients, projection: Projection, selected: SelectedGradient | None = None
+    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, selected: SelectedGradient | None = None
 ) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
-    affect the others. ``coefficients``: without a factor.
+    affect the others. ``coefficients``: without a factor. No p is above ``1 / sum_exp [R]``.
     """
-    scale = projection.token_scale
-    scaled = [c.abs() if scale is None else (c * scale).abs() for c in coefficients.present]
+    scale, (alpha, beta, gamma, delta, epsilon, _) = projection.token_scale, coefficients
+    terms = [c if c is None else c / sum_exp for c in (alpha, delta, epsilon)]
+    terms[2] = terms[2] if terms[2] is None else terms[2] / sum_exp
+    scaled = [c.abs() if scale is None else (c * scale).abs() for c in (*terms, beta, gamma) if c is not None]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
     largest = sum(others, start=first) * abs(projection.scale)
     if selected is not None and len(selected.values):
@@ -239,12 +243,15 @@ class Pair(NamedTuple):
 class LogitsGradient(NamedTuple):
     """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
 
-    # [R, V/P]: factor (p - q) if beta is 0, else factor p (log(p / r) - student_mean)
+    # [R, V/P]: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - student_mean). The slope is that of
+    # the student's soft-cap.
     out: Tensor
     # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
     factor: Tensor
     # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
     student_mean: Tensor | None
+    # The student's soft-cap: one number, or [R].
+    softcap: float | Tensor | None
 
 
 class ForwardTask(NamedTuple):

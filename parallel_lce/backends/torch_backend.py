@@ -50,7 +50,9 @@ from parallel_lce.backends.torch_tiles import (
     borrowed,
     even_slices,
     logits,
+    packed_logits,
     row_tiles,
+    saved_logits,
     saved_tile,
     subtract_at_targets,
     take_selected,
@@ -140,12 +142,18 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if selected is not None:
                 take_selected(z, selected, tile, window)
+            near = None
+            if store is not None and store.dtype == torch.bfloat16 and columns.differ:
+                near = packed_logits(z, store.dtype)
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
             if saved is not None and store is not None:
                 saved.maxima[number, tile] = window_partial[MAX]
                 if not in_place:
                     store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
+                if near is not None:
+                    bits = store.view(torch.int16)
+                    torch.where(near < 0, near, bits, out=bits)
         if partials is not None:
             counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
             merged.copy_(merge(partials, counts, columns))
@@ -175,6 +183,8 @@ class BlockBackward:
         self._saved: Saved | None = None
         # Number of entries with saved exponentials, and of a forward's window.
         self._save = self._saved_width = 0
+        # Whether saved numbers may be logits: never with the columns of a plain loss alone.
+        self._has_logits = len(partial) > 3 and projection.weight.dtype == torch.bfloat16
         if saved:
             self._saved = saved
             self._save = saved.exponentials.numel() // rows
@@ -183,7 +193,7 @@ class BlockBackward:
         alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
         temporaries = projection.softcap is not None or coefficients.delta is not None
-        temporaries |= coefficients.epsilon is not None
+        temporaries |= coefficients.epsilon is not None or self._has_logits
         width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
         self._windows = [
             window
@@ -209,7 +219,7 @@ class BlockBackward:
         self._fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
-            power = power_of_two_scale(coefficients, projection, selected)
+            power = power_of_two_scale(coefficients, sum_exp, projection, selected)
             factor, self._fp16_unscale = factor * power, 1 / power
             if selected is not None:
                 selected = selected._replace(values=selected.values * power)
@@ -295,15 +305,22 @@ class BlockBackward:
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
+        packed = saved_logits(stored) if self._has_logits else None
         cap, slope = self._projection.softcap, None
         if cap is not None:
             cap = cap[rows] if isinstance(cap, Tensor) else cap
-            slope = softcap_slope(cap, torch.log(stored.to(maximum.dtype) * scale).add_(maximum))
+            z = torch.log(stored.to(maximum.dtype) * scale).add_(maximum)
+            slope = softcap_slope(cap, z if packed is None else torch.where(*packed, z))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
-        if self._delta is None and self._epsilon is None:
+        if self._delta is None and self._epsilon is None and packed is None:
             return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
         e = torch.mul(stored, rebase, out=out)
         moved = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
+        if packed is not None:
+            near, logit = packed
+            below = (logit - self._maximum[rows]).clamp_(max=0.0)
+            moved = moved if moved is None else torch.where(near, below, moved)
+            e = torch.where(near, exponential_(below), e)
         return self._softmax_gradient(e, moved, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:

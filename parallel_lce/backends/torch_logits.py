@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
-from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, SelectedGradient, Selection
+from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, SelectedGradient, Selection, softcap_slope
 from parallel_lce.backends.torch_tiles import finished, logits
 from parallel_lce.core.partials import (
     MAX,
@@ -231,8 +231,8 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write ``sums [2, R]`` of q log(q / r) and of p log(p / r) over the shard's entries, and the gradient, each unless
-    it is None. A sum that is no term of the divergence is 0."""
+    """Write ``sums [2, R]`` of q log(q / r) and of p log(p / r) over the shard's entries, or ``[3, R]`` with those of
+    p log p, and the gradient, each unless it is None. A sum that is no term of the divergence is 0."""
     for rows in tiles_of_rows(*pair.student.shape, itemsize=pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
@@ -241,11 +241,16 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
         if sums is not None:
             sums[0, rows] = (q * of_q).masked_fill_(q == 0, 0.0).sum(1) if pair.beta < 1 else 0.0
             sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if pair.beta > 0 else 0.0
+            if len(sums) > 2:
+                sums[2, rows] = (p * log_p).masked_fill_(p == 0, 0.0).sum(1)
         if gradient is not None:
             if gradient.student_mean is None:
                 g = p - q
             else:
                 g = (p * (of_p - gradient.student_mean[rows, None])).masked_fill_(p == 0, 0.0)
+            if gradient.softcap is not None:
+                cap = gradient.softcap
+                g *= softcap_slope(cap[rows, None] if isinstance(cap, Tensor) else cap, pair.student[rows])
             factor = gradient.factor[rows, None]
             gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
 

@@ -118,7 +118,7 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    divergence_of(*pair, sums, *(gradient or (None, None, None)))
+    divergence_of(*pair, sums, *(gradient or (None, None, None, None)))
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
@@ -135,18 +135,21 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
     keep_windows = keep_windows and keeps_windows(projection, product, real - save)
-    stored = exponentials = shift = sampled = None
+    stored = exponentials = shift = sampled = flat = None
     if save:
         stride = stride_of(save)
         stored = x.new_empty(rows, stride) if buffer is None else buffer[: rows * stride].view(rows, stride)
         exponentials = stored if stride == save else stored[:, :save]
         shift = _new_softmax_shift(product)
+        if columns.differ and shift is not None:
+            # Under a soft-cap every row is rewritten, as those of flat tokens are.
+            flat = torch.ones_like(shift)
         # Under a soft-cap the shift is 0.
         sampled = shift if projection.softcap is None else None
     if target is None:
         partial[TARGET].zero_()
     if target is not None or sampled is not None:
-        token_logits(product, target, partial[TARGET], sampled)
+        token_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
     fitting = rows if save or keep_windows else max(1, _PARTIAL_BYTES // row_bytes)
@@ -156,7 +159,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         some = slice(first, first + size)
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
-        of_rows.launch(exponentials, ForwardEpilogue(windows, shift))
+        of_rows.launch(exponentials, ForwardEpilogue(windows, shift, flat=flat))
         if selected is not None:
             selection, logits = selected
             known = WindowPartials(windows.max, windows.sum_exp, shift)
@@ -174,7 +177,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         if kept is not None:
             kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
         if stored is not None or keep_windows:
-            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None)
+            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None, flat)
         del windows  # before the next ones are allocated
     return partial, saved
 

@@ -17,6 +17,7 @@ from parallel_lce.backends.interface import BackwardTask, Projection, power_of_t
 from parallel_lce.backends.triton_filter import ActiveWindows, FilteredGradient, inverse_of, units_of, worth_filtering
 from parallel_lce.backends.triton_operands import Rows, product_of, stride_of
 from parallel_lce.core.memory import some_rows
+from parallel_lce.core.partials import SUM_EXP
 from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
@@ -125,7 +126,7 @@ class Piece:
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, projection, task.selected)
+            self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.selected)
             self.fp16_unscale = 1 / self._fp16_scale
         contiguous = [c.contiguous() for c in coefficients.present]
         self._coefficients = coefficients.replaced(contiguous, coefficients.factor)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from parallel_lce.backends import VARIABLE, backend_of, valueless
-from parallel_lce.backends.interface import Backend
+from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
@@ -318,6 +318,8 @@ def _dense(call: Call, tensors: Tensors) -> Any:
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
+    if options.label_smoothing and not differences_recovered(tensors.linear_weight.dtype):
+        return False
     # With a temperature per token, the caps are unknown to the host.
     if options.logit_softcap is None or tensors.temperature is not None:
         return options.logit_softcap is None

@@ -32,10 +32,10 @@ def budget_of_environment() -> int | None:
     return int(text) if text else None
 
 
-def lean_budget(given: int | None) -> int | None:
+def lean_budget(given: int | None, lean: int = LEAN_BUDGET) -> int | None:
     """``logits_budget`` for :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`: the ``given`` budget. If it
-    is None: :data:`LEAN_BUDGET`, or None if the environment sets a budget, which the call then uses."""
-    return LEAN_BUDGET if given is None and budget_of_environment() is None else given
+    is None: ``lean``, or None if the environment sets a budget, which the call then uses."""
+    return lean if given is None and budget_of_environment() is None else given
 
 
 def default_budget(device: torch.device) -> int:

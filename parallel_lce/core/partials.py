@@ -57,6 +57,10 @@ NEAR = 0.3
 """With a sum below ``ALONE``, a recomputed logit closer than this to the maximum belongs to the largest entry. Its
 exact value is the maximum."""
 
+NEAR_ZERO = 0.5
+"""Of saved exponentials a logit below this in magnitude takes the place if a gradient may be a small difference
+(:attr:`Columns.differ`). A rounded exponential has the error of a rounding of 1 in z, the rounded logit one of |z|."""
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and sums: fp64 for fp64, else fp32."""
@@ -78,6 +82,11 @@ class Columns:
     @property
     def requested(self) -> list[str]:
         return [name for name in _REQUESTABLE if getattr(self, name)]
+
+    @property
+    def differ(self) -> bool:
+        """Whether a gradient may be ``p_j`` times a difference that vanishes where all logits are equal."""
+        return self.shifted or self.weighted or self.squared
 
     @property
     def names(self) -> list[str]:

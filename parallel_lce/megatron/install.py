@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from parallel_lce.core.options import as_float
+from parallel_lce.lazy_logits import watch_optimizers
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
@@ -92,6 +93,7 @@ def install(
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     choices.installed = chosen
+    watch_optimizers()
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
     _replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
     for function in functions():

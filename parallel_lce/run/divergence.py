@@ -1,14 +1,14 @@
 """The divergence between a teacher's softmax and a student's, in blocks of tokens.
 
-Per token, with p the student's softmax, q the teacher's (each of logits times a scale, 1 / temperature), and the
+Per token, with p the student's softmax, q the teacher's (each of its own scaled and soft-capped logits), and the
 reference r = beta q + (1 - beta) p:
 
     beta = 0        D = KL(q || p)                              dD/dz_j = p_j - q_j
     0 < beta < 1    D = beta KL(q || r) + (1 - beta) KL(p || r) dD/dz_j = (1 - beta) p_j (log(p_j / r_j) - KL(p || r))
     beta = 1        D = KL(p || q)                              dD/dz_j = p_j (log(p_j / r_j) - KL(p || r))
 
-z are the student's scaled logits. (Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649,
-section 3. Its derivative by p_j is (1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
+z are the student's logits. (Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649, section 3.
+Its derivative by p_j is (1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
 
 Memory of a block: fp32 logits of student and teacher, and the gradient of the student's. For a sum or mean the
 gradients are formed in forward, in four matrix products: three for the student and one for the teacher. For a loss of
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, put
-from parallel_lce.backends.interface import LogitsGradient, Pair, power_of_two_near
+from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, power_of_two_near
 from parallel_lce.backends.torch_logits import aligned
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
 from parallel_lce.core import plan
@@ -36,7 +36,8 @@ from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers, GradientSums
 
-# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r).
+# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r). If its
+# entropy is wanted, the sum of p log p follows.
 _NUMBERS = 5
 # Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
@@ -46,15 +47,17 @@ _LARGEST_LOG_RATIO = 64.0
 
 @dataclass(frozen=True)
 class Divergence:
-    """Two calls over the same tokens and vocabulary entries, the divergence's beta, and the blocks of tokens."""
+    """Two calls over the same tokens and vocabulary entries, the divergence's beta, the blocks of tokens, and whether
+    the student's entropy is wanted."""
 
     student: Call
     teacher: Call
     beta: float
     blocks: tuple[Block, ...]
+    entropy: bool = False
 
     @classmethod
-    def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype) -> Divergence:
+    def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype, entropy: bool = False) -> Divergence:
         """The largest blocks whose logits and gradient fit in the budget, or in 64 MiB if that is more; at least 128
         tokens. ``dtype``: of the student."""
         options, layout = student.options, student.layout
@@ -65,12 +68,25 @@ class Divergence:
         fitting = max(options.logits_budget or 0, plan.SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
         size = balanced(rows, max(fitting, -(-_FEWEST_TOKENS // sp_size)))
         blocks = tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
-        return cls(student, teacher, beta, blocks)
+        return cls(student, teacher, beta, blocks, entropy)
+
+    @property
+    def of_tokens(self) -> tuple[Tensor | None, ...]:
+        """The tokens' scales and soft-caps, the student's and the teacher's."""
+        return tuple([t for call in (self.student, self.teacher) for t in (call.token_scale, call.token_cap)])
+
+    def with_tensors(self, of_tokens: Sequence[Tensor | None]) -> Divergence:
+        """The same with these as :attr:`of_tokens`. Saved-tensor hooks may have changed their strides."""
+        scale, cap, teacher_scale, teacher_cap = [t if t is None else t.contiguous() for t in of_tokens]
+        student = self.student.replaced(token_scale=scale, token_cap=cap)
+        return replace(
+            self, student=student, teacher=self.teacher.replaced(token_scale=teacher_scale, token_cap=teacher_cap)
+        )
 
 
 class _Pass:
-    """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5, N]``. With the ``numbers`` of an earlier pass
-    it computes the gradients alone, without sums over the vocabulary."""
+    """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5 or 6, N]``. With the ``numbers`` of an earlier
+    pass it computes the gradients alone, without sums over the vocabulary."""
 
     def __init__(self, task: Divergence, inputs: Sequence[Any], numbers: Tensor | None) -> None:
         self.task, self.layout = task, task.student.layout
@@ -84,7 +100,8 @@ class _Pass:
         self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest))
         self.known = numbers
         self.losses = self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype)
-        self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers
+        count = _NUMBERS + task.entropy
+        self.numbers = self.hidden.new_empty(count, tokens, dtype=dtype) if numbers is None else numbers
 
     def run(self, factor: Tensor | None, gradients: _StudentGradients | None) -> None:
         """Run all blocks. ``gradients`` collects the gradients of the sum of ``factor [N]`` times divergence."""
@@ -100,10 +117,12 @@ class _Pass:
     def _block(self, block: Block, x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor | None:
         """Compute the block's losses and numbers, unless numbers are given. Returns, with ``factor [N]``, the gradient
         of the student's output ``[R, V/P]``. The logits are freed when this returns."""
-        beta, layout, pair, gradient = self.task.beta, self.layout, self._pair(block, x, y), None
+        beta, layout, gradient = self.task.beta, self.layout, None
+        projection = self.task.student.of_block(self.projection, block)
+        pair = self._pair(block, projection, x, y)
         if factor is not None:
-            out = aligned(x, len(x), self.projection.real_rows, self.gradient_dtype)
-            gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None)
+            out = aligned(x, len(x), projection.real_rows, self.gradient_dtype)
+            gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None, projection.softcap)
         if self.known is None:
             # The gradient of KL(teacher || student) needs no sum: one pass computes both.
             self._sum(pair, block, gradient if beta == 0 else None)
@@ -115,11 +134,11 @@ class _Pass:
             self.task.student.backend.divergence(pair, None, gradient)
         return gradient.out
 
-    def _pair(self, block: Block, x: Tensor, y: Tensor) -> Pair:
-        """The block's logits, normalized over all ranks."""
+    def _pair(self, block: Block, projection: Projection, x: Tensor, y: Tensor) -> Pair:
+        """The block's logits, normalized over all ranks. ``projection``: the student's, of the block."""
         task, layout = self.task, self.layout
-        student = task.student.backend.block_logits(self.projection, x)
-        teacher = task.teacher.backend.block_logits(self.teacher, y)
+        student = task.student.backend.block_logits(projection, x)
+        teacher = task.teacher.backend.block_logits(task.teacher.of_block(self.teacher, block), y)
         logits, partials = zip(student, teacher)
         if self.known is None:
             layout.put(self.numbers[:4], block, _normalizers(partials, self._shard, layout))
@@ -129,15 +148,15 @@ class _Pass:
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
         """Write the block's losses and the student's sums."""
         layout, beta = self.layout, self.task.beta
-        sums = pair.student.new_empty(layout.ranks, 2, len(pair.student))
+        sums = pair.student.new_empty(layout.ranks, 2 + self.task.entropy, len(pair.student))
         own = sums[layout.rank]
         self.task.student.backend.divergence(pair, own, gradient)
         if layout.ranks > 1:
             gather_whole(sums.view(layout.ranks, -1), own.view(-1), layout)
-        of_teacher, of_student = sums.sum(0)
+        of_teacher, of_student, *_ = sums = sums.sum(0)
         losses = beta * of_teacher + (1 - beta) * of_student if pair.mixed else of_teacher + of_student
         layout.put(self.losses, block, losses)
-        layout.put(self.numbers[4], block, of_student)
+        layout.put(self.numbers[4:], block, sums[1:])
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
@@ -184,6 +203,9 @@ def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tupl
     """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences. For fp16 also the
     number by which finished gradients are multiplied."""
     factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
+    if task.student.token_scale is not None:
+        # An ignored token has no gradient, whatever its scale is.
+        factor = (factor * task.student.token_scale).masked_fill_(factor == 0, 0.0)
     if dtype != torch.float16 or not len(factor):
         return factor, None
     # A mean's gradients, 1 / N each, would underflow.
@@ -205,33 +227,41 @@ def _evaluated(
         return work.losses, work.numbers, gradients and gradients.deliver(inputs[0].shape)
 
 
-def divergences(task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor | None = None) -> Tensor:
+def divergences(
+    task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Divergences ``[N]``, differentiable by the student's tensors. With ``factor [N]`` the sum of factor times
-    divergence, 0-dimensional; its gradients are formed in this call."""
+    divergence, 0-dimensional; its gradients are formed in this call. Also the student's entropy ``[N]``, if it is
+    wanted, without a gradient."""
     return _Divergences.apply(*student, *teacher, task, factor)
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
         *inputs, task, factor = given
         needs, summed = Needs(*ctx.needs_input_grad[:3]), factor is not None
         losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
-        ctx.save_for_backward(*inputs, factor, numbers)
+        ctx.save_for_backward(*inputs, *task.of_tokens, factor, numbers)
+        entropy = -numbers[5] if task.entropy else None
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
         # An ignored token has loss 0, even if its logits are NaN.
-        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
+        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum(), entropy
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor):
-        *inputs, factor, numbers = saved
+    def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
+        inputs, of_tokens, (factor, numbers) = saved[:6], saved[6:10], saved[10:]
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         upstream = in_memory(upstream)
         if gradients is None:
             each, needs = upstream if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
-            gradients = _evaluated(ctx.task, inputs, needs, each, factor is not None, numbers)[2]
+            gradients = _evaluated(ctx.task.with_tensors(of_tokens), inputs, needs, each, factor is not None, numbers)[
+                2
+            ]
             assert gradients is not None  # a factor is given
         if factor is not None:
             scaled = ctx.task.student.backend.scaled

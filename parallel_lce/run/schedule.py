@@ -29,7 +29,7 @@ from parallel_lce.backends.interface import (
     Saved,
     Scratch,
     SelectedGradient,
-    recovers_logits,
+    differences_recovered,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.call.draws import merged_ids, places
@@ -286,7 +286,8 @@ def backward(
         if of_selected is not None and call.selected is not None:
             coefficients, selected = _selected_apart(call, call.selected, coefficients, *of_selected)
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes, selected=selected)
-        if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
+        differs = any([c is not None for c in coefficients[2:5]])
+        if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
             sums.scratch.adopt(exponentials)
             kept = ()
         tokens = None

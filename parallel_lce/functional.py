@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public, refuse_unknown
 from parallel_lce.call.selection import ids_and_offsets
-from parallel_lce.core.options import Options, Tensors, apart, shortened
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, shortened
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -62,7 +62,7 @@ def linear_cross_entropy(
             copied if its rows are not contiguous. Shards may be uneven, or empty.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
-            if its ``token_weight`` is 0.
+            if its ``token_weight`` is 0; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary").
         linear_bias: ``[V/P]`` or None.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the sum of the weights of the
             tokens that are not ignored, over the whole sequence. If the weights sum to 0, the loss and its gradients
@@ -160,7 +160,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
-        has the given and the expected value.
+        has the given and the expected value. For a target outside the vocabulary it is an IndexError, too.
         TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
@@ -171,7 +171,7 @@ def linear_cross_entropy(
     options = Options(
         "linear_cross_entropy",
         reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
+        ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         logit_scale=one_scale,
@@ -231,17 +231,18 @@ def token_statistics(
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
     Arguments, layouts and errors as in :func:`linear_cross_entropy`. With ``target=None`` there are no statistics of a
-    target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and ``target_log_prob``
-    ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``, ``entropy`` for ``entropy`` and
-    ``expected_logit``, ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None.
+    target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, to which no gradient flows. Another one
+    outside ``[0, V)`` has NaN; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary"). ``mean_logit``
+    asks for the fields ``mean_logit`` and ``mean_log_prob``, ``entropy`` for ``entropy`` and ``expected_logit``,
+    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None.
     ``expected_logit=True`` is another name of ``entropy=True``. For fp16 an upstream gradient of ``expected_logit`` or
     ``entropy`` recomputes all logits in backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
             where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype. If they differ between ranks,
-            the statistics are NaN. An id may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``.
-            Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
+            the statistics are NaN. An id may come twice. An id outside ``[0, V)`` has the log-probability -inf and no
+            gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
@@ -277,6 +278,7 @@ def token_statistics(
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options(
         "token_statistics",
+        ignore_index=NO_LABEL,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,
@@ -295,6 +297,17 @@ def token_statistics(
         top_k=top_k,
         sample_seed=sample_seed,
     )
+    return statistics_of(options, tensors, process_group, mask, counted_tokens)
+
+
+def statistics_of(
+    options: Options,
+    tensors: Tensors,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    mask: Tensor | None = None,
+    counted_tokens: int | None = None,
+) -> TokenStatistics:
+    """:func:`token_statistics` of options and tensors."""
     options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:
         statistics = fused_statistics(options, tensors, group)

@@ -6,13 +6,16 @@ A temperature divides the logits, also for the entropies.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import public, renamed
-from parallel_lce.core.options import as_number, shortened
-from parallel_lce.functional import token_statistics
+from parallel_lce.call.checks import int64_ids, public, renamed
+from parallel_lce.core.options import Options, Tensors, apart, as_number, shortened
+from parallel_lce.functional import statistics_of
+from parallel_lce.run.statistics import TokenStatistics
 
 
 @public
@@ -53,7 +56,7 @@ def linear_cross_entropy(
     Returns:
         Log-probabilities ``[N]``, or 0-dimensional, and entropies in nats ``[N]``, fp32 (fp64 for fp64), N tokens in
         row-major order; differentiable, identical on every rank bit for bit. With ``sum_p_squared`` a third tensor
-        ``[N]``. A label outside the vocabulary has the log-probability ``-lse``.
+        ``[N]``. As in verl's kernel, a label outside the vocabulary has the log-probability ``-lse``.
 
     Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4, or 5 with
     ``sum_p_squared``; backward, none, or one all-reduce of N * D elements with ``reduce_hidden_grad``.
@@ -71,18 +74,18 @@ def linear_cross_entropy(
     if hidden.dim() < 1:
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
+    _, number, _, each = apart(1.0, temperature)
+    flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+    tensors = Tensors(flat, weight, labels.reshape(-1), bias, temperature=each if each is None else each.reshape(-1))
     with renamed(process_group="dist_process_group", **own):
-        statistics = token_statistics(
-            hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]),
-            weight,
-            labels.reshape(-1),
-            linear_bias=bias,
-            temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
-            process_group=dist_process_group,
+        statistics = _statistics(
+            tensors,
+            dist_process_group,
+            temperature=number,
             vocab_size=vocab_size,
             logits_budget=logits_budget,
             reduce_hidden_grad=reduce_hidden_grad,
-            entropy=True,
+            expected_logit=True,
             sum_p_squared=sum_p_squared,
         )
     assert statistics.target_log_prob is not None and statistics.entropy is not None
@@ -147,18 +150,15 @@ def from_parallel_hidden_states_to_logprobs(
     start, rows = _ids("output_weight_layer", weight, vocab_start_index, vocab_end_index)
     if isinstance(bias, Tensor) and bias.shape != (len(weight),):
         raise ValueError(f"bias must have shape [{len(weight)}], got {list(bias.shape)}")
-    target = target.roll(-1, -1)
+    target = int64_ids("target", target).roll(-1, -1)
     own = dict(input="tensor_parallel_hidden_states", linear_weight="output_weight_layer", linear_bias="bias")
     with (
         torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only),
         renamed(process_group="tp_group", vocab_start="vocab_start_index", **own),
     ):
-        statistics = token_statistics(
-            hidden,
-            weight[:rows],
-            target.t(),
-            linear_bias=bias[:rows] if isinstance(bias, Tensor) else bias,
-            process_group=tp_group,
+        statistics = _statistics(
+            Tensors(hidden, weight[:rows], target.t(), bias[:rows] if isinstance(bias, Tensor) else bias),
+            tp_group,
             sequence_parallel=True,
             vocab_start=start,
             vocab_size=vocab_size,
@@ -211,20 +211,21 @@ class FusedLinearLogprobTriton:
         if weight.dim() != 2:
             raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
         start, rows = _ids("weight", weight, vocab_start_index, vocab_end_index)
+        target = int64_ids("target", target)
         own = dict(input="hidden", linear_weight="weight", vocab_start="vocab_start_index", process_group="tp_group")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only), renamed(**own):
-            statistics = token_statistics(
-                hidden.to(weight.dtype),
-                weight[:rows],
-                target,
-                process_group=tp_group,
-                vocab_start=start,
-                reduce_hidden_grad=False,
-            )
+            tensors = Tensors(hidden.to(weight.dtype), weight[:rows], target)
+            statistics = _statistics(tensors, tp_group, vocab_start=start, reduce_hidden_grad=False)
         log_probs = statistics.target_log_prob
         assert log_probs is not None
         outside = (target < 0) | (target >= statistics.vocab_size)
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
+
+
+def _statistics(tensors: Tensors, group: dist.ProcessGroup | None, **options: Any) -> TokenStatistics:
+    """:func:`parallel_lce.token_statistics`, where as in the trainers a target outside the vocabulary has a logit of
+    0."""
+    return statistics_of(Options("token_statistics", **options), tensors, group)
 
 
 def _ids(name: str, weight: Tensor, vocab_start: object, vocab_end: object) -> tuple[int, int]:

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from parallel_lce.call.checks import int64_ids
+
 
 class LogUniformSampler:
     """Ids with probability log((k + 2) / (k + 1)) / log(V + 1), Zipf's law for ids in the order of falling frequency.
@@ -30,9 +32,10 @@ class LogUniformSampler:
         return (drawn.exp() - 1).long().clamp(0, self.vocab_size - 1).to(device)
 
     def log_expected_count(self, ids: Tensor, count: int) -> Tensor:
-        """Logarithm of the expected number of each of the ``ids`` among ``count`` samples, fp32, of the shape of
-        ``ids``. Ids outside the vocabulary get the value of the nearest id inside."""
-        ids = ids.clamp(0, self.vocab_size - 1).double()
+        """Logarithm of the expected number of each of the ``ids``, of any integer dtype, among ``count`` samples, fp32,
+        of the shape of ``ids``. Ids outside the vocabulary get the value of the nearest id inside. Raises
+        ``ValueError`` for ids of another dtype."""
+        ids = int64_ids("ids", ids).clamp(0, self.vocab_size - 1).double()
         share = torch.log1p(1 / (ids + 1)) / math.log(self.vocab_size + 1)
         return (share.log() + math.log(max(count, 1))).float()
 
@@ -65,7 +68,7 @@ class UnigramSampler:
 
     def log_expected_count(self, ids: Tensor, count: int) -> Tensor:
         """As :meth:`LogUniformSampler.log_expected_count`; -inf for an id that is never drawn."""
-        inside = ids.clamp(0, len(self.probabilities) - 1)
+        inside = int64_ids("ids", ids).clamp(0, len(self.probabilities) - 1)
         share = self.probabilities.to(ids.device)[inside]
         return (share.log() + math.log(max(count, 1))).float()
 
@@ -74,14 +77,14 @@ def in_batch(target: Tensor, log_probability: Tensor | None = None, ignore_index
     """The batch's own targets as shared samples.
 
     Args:
-        target: ids ``[...]``, the same on all ranks. Ignored ones are no samples.
+        target: ids ``[...]`` of any integer dtype, the same on all ranks. Ignored ones are no samples.
         log_probability: ``[V]``, the logarithm of each entry's share of the targets. None: the share in this batch,
             which needs no table and is biased.
 
     Returns:
         ``sampled [N]`` int64, -1 for an ignored target; and ``log_expected_count [N]`` fp32, also for the targets.
     """
-    ids = target.reshape(-1).long()
+    ids = int64_ids("target", target).reshape(-1)
     counted = ids != ignore_index
     sampled = ids.masked_fill(~counted, -1)
     if log_probability is not None:

@@ -38,7 +38,7 @@ import parallel_lce
 _OURS = "parallel_lce.torchtitan"
 try:
     import spmd_types as spmd
-    from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import CompileConfig
     from torchtitan.config.override import derive, override
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
@@ -293,9 +293,9 @@ def _on_log_probs(loss: type) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def _compute_logprobs(logits: dict[str, Any], labels: Tensor, *, return_entropy: bool = False) -> Any:
-    """torchtitan's function: ``[b, s]``, 0 for labels that are ``IGNORE_INDEX``; entropies without a gradient."""
+    """torchtitan's function: ``[b, s]``, 0 for its ``IGNORE_INDEX``, -100; entropies without a gradient."""
     found = parallel_lce.token_statistics(target=labels, entropy=return_entropy, **logits)
-    log_probs = _local(found.target_log_prob).masked_fill(labels == IGNORE_INDEX, 0.0)
+    log_probs = _local(found.target_log_prob)
     return (log_probs, _local(found.entropy).detach()) if return_entropy else log_probs
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _modules
 
 from parallel_lce.core.budget import lean_budget
+from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
@@ -204,7 +205,8 @@ class _Loss:
         lazy: Any = getattr(logits, "lazy", logits)
         target, labels = given.get("shift_labels"), given.get("labels")
         if target is None and isinstance(labels, Tensor) and labels.dim():
-            target = nn.functional.pad(labels, (0, 1), value=ignore)[..., 1:]
+            target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
+        target = as_int64(target)
         if isinstance(lazy, _LazyLogits):
             if lazy.made is None and lazy.epilogue() is None:
                 call.reason = f"its forward computes {[name for name, _ in lazy.steps]}"
@@ -247,12 +249,11 @@ class _Loss:
                 arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 loss = _whole(linear_cross_entropy(hidden, weight, target, **arguments))
             else:
-                found = token_statistics(hidden, weight, target, argmax=True, **arguments)
+                labels = target.masked_fill(~counted, NO_LABEL)
+                found = token_statistics(hidden, weight, labels, argmax=True, **arguments)
                 assert found.target_log_prob is not None and found.argmax is not None
                 top.append(_whole(found.argmax))
-                outside = (target < 0) | (target >= logits.vocabulary)
-                losses = -_whole(found.target_log_prob).masked_fill(outside, float("nan"))
-                total = losses.where(counted, 0.0).sum()
+                total = -_whole(found.target_log_prob).sum()
                 loss = total / counted.sum().clamp(min=1) if items is None else total
             # The mean of no tokens is NaN, as transformers'.
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.call.checks import renamed
+from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.call.prepare import autocasted, prepare
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import Options, Tensors, as_number, check_option
@@ -85,6 +85,7 @@ def _log_probs(
     ``hidden [N, D]``; ``weight [V, D]`` and ``bias [V]``, which are cast to its dtype; ids ``targets [N]``. Results are
     ``[N]``, fp32 and bool. The first two have a gradient.
     """
+    targets = int64_ids("targets", targets)
     inside = (targets >= 0) & (targets < len(weight))
     with renamed(input="hidden", linear_weight="weight", target="targets", linear_bias="bias"):
         found = token_statistics(

@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import as_float, in_python, is_number, shortened
+from parallel_lce.core.options import as_float, as_int64, in_python, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.transforms import operator, without_values
@@ -76,10 +76,10 @@ def vocab_parallel_cross_entropy(
             "backend": backend.NAME,
         }
         shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
-        debug.agree(layout, settings, {"target": target.long()}, shard)
+        debug.agree(layout, settings, {"target": as_int64(target)}, shard)
     if valueless(vocab_parallel_logits):
         return without_values(target.shape, logits)
-    ids = in_memory(target).reshape(-1).long().contiguous()
+    ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
     loss = _LogitsCrossEntropy.apply(logits, ids, smoothing, layout, digest, backend)

@@ -21,7 +21,7 @@ from cases import DTYPES
 from fuzz_draw import Configuration
 from fuzz_run import assemble, require
 from fuzz_truth import Rounding, bounds, dense, half_spacing, of_product
-from fuzz_values import INFINITE, Operands, Whole, make, operands, per_result
+from fuzz_values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
 from parallel_lce.call.draws import uniforms
 from parallel_lce.core.partials import accumulation_dtype
 
@@ -85,7 +85,8 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
         found[name] = value = value.double().reshape(exact.shape)
         if base not in _SUMMED and exact.dim() > (base == "loss" and c.reduction != "none"):
             # What is not a matter of precision.
-            for tokens, right in ((o.outside, value.isnan()), (o.quiet, value == 0)):
+            nan = o.nowhere if base in OF_TARGET else o.outside
+            for tokens, right in ((nan, value.isnan()), (o.quiet, value == 0)):
                 rows = per_result(base, tokens, o.entries)
                 if rows.any():
                     require(right[rows].all(), f"{name} of a token that does not count or has no loss")
@@ -190,6 +191,7 @@ def _of_groups(
         for group, tokens in groups.items():
             if tokens.sum() < _FEWEST or (base in _SUMMED and (counts & ~tokens).any()):
                 continue  # The others' part of a sum over all tokens hides that of the sure ones.
+            tokens = tokens & ~o.nowhere if base in OF_TARGET else tokens
             rows = judged if base in _SUMMED else judged & per_result(base, tokens, o.entries)
             error, other, least, size = (part[rows].norm().item() for part in parts)
             if math.isfinite(other):

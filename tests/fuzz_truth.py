@@ -228,9 +228,9 @@ def _statistics(o: Operands, z: Tensor, log_p: Tensor, p: Tensor, lse: Tensor, r
     if o.target is not None:
         inside, own = (o.target >= 0) & (o.target < V), (..., torch.arange(len(o.target)), o.target.clamp(0, V - 1))
         found["target_logit"] = z[own].where(inside, 0.0)
-        found["target_log_prob"] = torch.where(inside, log_p[own], -lse)
+        found["target_log_prob"] = log_p[own].where(inside, 0.0)
     if (each := o.entries) is not None:
-        found["selected_log_prob"] = torch.where(each.inside, log_p[..., each.owner, each.ids], -lse[..., each.owner])
+        found["selected_log_prob"] = log_p[..., each.owner, each.ids].where(each.inside, -torch.inf)
     return found
 
 

@@ -9,6 +9,9 @@ from torch.nn.functional import normalize
 
 from cases import DTYPES
 from fuzz_draw import Configuration
+from parallel_lce.core.options import NO_LABEL
+
+OF_TARGET = {"target_logit", "target_log_prob"}
 
 MASKED = -1e34
 """Stands for a bias of -inf where a product with 0 must be 0."""
@@ -86,7 +89,8 @@ def _entries(c: Configuration, ids: Tensor, offsets: Tensor | None) -> Entries:
 @dataclass
 class Operands:
     """Of N tokens: ``target``, ``token_weight``; ``outside [N]``: tokens whose loss is NaN, here with upstream
-    gradient 0; ``quiet [N]``: those that do not count; ``upstream``: flattened."""
+    gradient 0; ``nowhere [N]``: those whose statistics of the target are NaN; ``quiet [N]``: those that do not count;
+    ``upstream``: flattened."""
 
     layer: Layer
     teacher: Layer | None
@@ -95,6 +99,7 @@ class Operands:
     entries: Entries | None
     upstream: dict[str, Tensor]
     outside: Tensor
+    nowhere: Tensor
     quiet: Tensor
 
 
@@ -119,7 +124,7 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     entries = _entries(c, flat["selected"], flat.get("offsets")) if c.selected else None
     each = c.reduction == "none"
     upstream = {name: value.reshape(-1) if each else value for name, value in whole.upstream.items()}
-    outside = quiet = torch.zeros(c.N, dtype=torch.bool)
+    outside = nowhere = quiet = torch.zeros(c.N, dtype=torch.bool)
     if c.kind in ("loss", "divergence") and target is not None:
         quiet = target == ignore_index(c)
     if c.kind == "loss":
@@ -128,12 +133,15 @@ def operands(c: Configuration, whole: Whole) -> Operands:
         target = target.masked_fill(outside, int(whole.masked[0].int().argmin()))
         if each:
             upstream["loss"] = upstream["loss"].masked_fill(outside, 0.0)
+    if c.kind == "statistics" and target is not None:
+        nowhere = ((target < 0) | (target >= c.V)) & (target != NO_LABEL)
     if "mask" in flat:
         quiet = ~flat["mask"]
+        nowhere = nowhere & ~quiet
         for name, value in upstream.items():
             upstream[name] = value.masked_fill(per_result(name, quiet, entries), 0.0)
     mine = layer("", whole.masked[0], DTYPES[c.computed])
-    return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, outside, quiet)
+    return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, outside, nowhere, quiet)
 
 
 def per_result(name: str, tokens: Tensor, entries: Entries | None) -> Tensor:
@@ -202,6 +210,9 @@ def make(c: Configuration) -> Whole:
     whole = Whole(found, infinite, counting, counted if c.counted else None, _upstream(c, r, found))
     if c.sure:
         _make_sure(c, r, whole)
+    if c.kind == "statistics" and (nowhere := operands(c, whole).nowhere).any():
+        for name in OF_TARGET & {*whole.upstream}:
+            whole.upstream[name].view(-1)[nowhere] = 0
     return whole
 
 
@@ -337,6 +348,8 @@ def _targets(c: Configuration, r: _Random, masked: Tensor) -> Tensor:
     if not plain and not masked[:held].all():
         candidates = candidates[~masked[:held]]
     target = candidates[r.below(len(candidates), *c.shape)]
+    if c.kind == "statistics":
+        others += [NO_LABEL] * (c.target_dtype != "uint8")
     flat, index, dtype = target.view(-1), ignore_index(c), getattr(torch, c.target_dtype)
     if c.targets == "outside" and others:
         _put(flat, slice(1, None, 3), others)

@@ -302,6 +302,7 @@ MESSAGES = {
         r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
     ),
     "target everywhere": (lambda t: dict(target=_with(t.y, 4, 3 * V)), r"target 30 at position 4 is outside \[0, 30\)"),
+    "statistics: target": (lambda t: dict(target=_with(t.y, 4, -7)), r"target -7 at position 4 is outside \[0, 30\)"),
     "no vocabulary": (lambda t: dict(linear_weight=t.w[:0], vocab_start=0), "none of the 3 shards has a row"),
     "whole": (lambda t: dict(linear_weight=WHOLE.to(t.x)), "ranks 0 and 1 .* the same 10 rows .* forget to shard"),
     "logits: whole": (lambda t: dict(vocab_parallel_logits=t.x @ WHOLE.to(t.x).t()), "forget to shard"),

@@ -85,7 +85,7 @@ def test_ours_runs_within_its_own_steps_alone(libraries, monkeypatch, tmp_path):
         raise RuntimeError("ours was called")
 
     monkeypatch.setattr("parallel_lce.trl.token_statistics", refuse)
-    monkeypatch.setattr("parallel_lce.rl.token_statistics", refuse)
+    monkeypatch.setattr("parallel_lce.rl.statistics_of", refuse)
     monkeypatch.setattr("parallel_lce.transformers.linear_cross_entropy", refuse)
     status, cases = measured(tmp_path / "figures.json", "--cases", *FIRST)
     assert status == 1

@@ -361,6 +361,8 @@ def test_nan_is_of_the_whole_token(member, where, backend):
 
     found, expected = results(x, weight), results(*clean)
     assert broken.any() and not broken.all() and found.pop("vocab_size") == V
+    whole = statistics(x, weight[shard], None, **options)  # in one window
+    assert torch.equal(whole.argmax == -1, broken)
     del found["target_logit"]
     if where == "an entry":
         del found["dx"]  # 0 times infinity, for every token

@@ -5,6 +5,7 @@ import copy
 import fractions
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 from cases import Case, make, normal
-from parallel_lce.distillation import divergence
+from parallel_lce import rl, trl
+from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import ops
-from tools import REDUCED, D, N, V, arguments_to, call, debug_mode, good, on_ranks, shrunk
+from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
+from tools import REDUCED, D, N, V, arguments_to, call, debug_mode, good, on_ranks, recorded, shrunk, unchecked
 
 # --- ids and shards --------------------------------------------------------------------------------
 
@@ -48,20 +51,129 @@ def test_a_target_out_of_range_makes_a_mean_nan(budget, device):
     arguments = good(device)
     arguments["input"].requires_grad_()
     arguments["target"][2] = V
-    with shrunk(1, (2, 3)):
+    with shrunk(1, (2, 3)), unchecked():
         assert call(arguments | dict(logits_budget=budget)).isnan()
 
 
-@pytest.mark.parametrize("bits", ["int16", "uint16", "uint32", "uint64"])
-def test_targets_of_any_integer_dtype(bits, device):
+CALLS = {
+    "loss": {},
+    "counted": dict(counted_tokens=5),
+    "statistics": dict(function=parallel_lce.token_statistics),
+    "masked": dict(function=parallel_lce.token_statistics, counted_tokens=N),
+    "module": dict(function=lambda *given, **options: parallel_lce.LinearCrossEntropy(**options)(*given)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("wrong", [-1, 2 * V, "uint64"])
+@on_ranks(2)
+def test_a_target_outside_the_vocabulary_is_refused(member, wrong, name):
+    """On a CPU, elsewhere in debug mode: with torch's type of error, before any collective. A token that does not count
+    may have any target."""
+    arguments = good(member.device) | dict(process_group=member.group) | CALLS[name]
+    function, target = arguments.pop("function", parallel_lce.linear_cross_entropy), arguments["target"]
+    target[0] = -100
+    if name == "masked":
+        arguments["mask"] = torch.ones(N, dtype=torch.bool, device=member.device)
+    with recorded(member.group) as events, debug_mode() if member.device.type == "cuda" else nullcontext():
+        for kind in (ValueError, IndexError):
+            odd = target.clone()
+            odd[2] = -100 if wrong == "uint64" else wrong
+            if wrong == "uint64":  # where the bits of -100 are a large number
+                odd[0] = 1
+                odd = odd.view(torch.uint64)
+            with pytest.raises(kind, match=r"at position 2 is outside \[0, 20\) and is not"):
+                call(arguments | dict(target=odd), function)
+    assert not events or member.device.type == "cuda"
+    if name == "masked":
+        arguments["mask"][2], odd = False, target.clone().index_fill(0, torch.tensor(2), -1)
+        assert call(arguments | dict(target=odd, counted_tokens=N - 1), function).target_log_prob[2] == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_ids_outside_the_vocabulary(member, backend):
+    """A token without a label has the value 0 and no gradient of it, even if it has NaN; a selected id that does not
+    exist the log-probability -inf and no gradient; any other target NaN, and a gradient of NaN unless it is masked."""
+    arguments = good(member.device)
+    entries = member.ranks * V
+    x, w = (arguments[name].requires_grad_() for name in ("input", "linear_weight"))
+    target = torch.tensor([-100, -1, entries, 2**40, 3, 4], device=member.device)
+    ids = torch.tensor([[-100, 3], [entries, 3], [2**40, 3], [3, -1], [3, 4], [3, 3]], device=member.device)
+    options = dict(process_group=member.group, selected=ids)
+    with shrunk(tile=(2, 3)), unchecked():
+        found = parallel_lce.token_statistics(x, w, target, **options)
+        right = parallel_lce.token_statistics(x, w, target.clamp(min=3, max=4), **options)
+        losses = parallel_lce.linear_cross_entropy(x, w, target, reduction="none", process_group=member.group)
+    for value in (found.target_logit, found.target_log_prob, losses):
+        assert value[0] == 0 and value[1:4].isnan().all() and value[4:].isfinite().all()
+    outside = (ids < 0) | (ids >= entries)
+    assert (found.selected_log_prob[outside] == -torch.inf).all() and found.selected_log_prob[~outside].isfinite().all()
+    assert torch.equal(found.lse, right.lse)
+
+    def gradients(found, *upstream):
+        results = found.target_log_prob, found.target_logit, found.selected_log_prob
+        return torch.autograd.grad(results, [x, w], upstream, retain_graph=True)
+
+    counts = (torch.arange(N, device=member.device) >= 4).float()
+    # Of selected ids that do not exist, and of the token without a label, not even NaN flows back.
+    of_ids = torch.ones(N, 2, device=member.device)
+    odd = counts.index_fill(0, torch.tensor(0, device=member.device), torch.nan)
+    for one, other in zip(
+        gradients(found, odd, odd, of_ids.masked_fill(outside, torch.nan)),
+        gradients(right, counts, counts, of_ids.masked_fill(outside, 0.0)),
+    ):
+        torch.testing.assert_close(one, other)
+    dx, _ = gradients(found, torch.ones_like(counts), counts, 0 * of_ids)
+    assert torch.equal(dx.isnan().all(1), found.target_log_prob.isnan())
+
+
+ENTRIES = 70000
+OF_IDS = {
+    "loss": lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, ignore_index=3),
+    "weights": lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, token_weight=x[:, 0].requires_grad_()),
+    "counted": lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, ignore_index=3, counted_tokens=N - 1),
+    "statistics": lambda x, w, y: parallel_lce.token_statistics(x, w, y).target_log_prob,
+    "masked": lambda x, w, y: (
+        parallel_lce.token_statistics(
+            x, w, y, selected=y[:, None], mask=x[:, 0] > -9, counted_tokens=N
+        ).selected_log_prob
+    ),
+    "selected": lambda x, w, y: parallel_lce.selected_log_probs(x, w, y.view(-1, 1).expand(N, 2)),
+    "sets": lambda x, w, y: parallel_lce.selected_log_probs(x, w, (y, torch.arange(N + 1).to(y))),
+    "logits": lambda x, w, y: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), y),
+    "top-k": lambda x, w, y: top_k_divergence(x, w, y[:, None], x[:, :1], target=y, ignore_index=3),
+    "verl": lambda x, w, y: rl.linear_cross_entropy(x, w, y)[0],
+    "NeMo-RL": lambda x, w, y: rl.from_parallel_hidden_states_to_logprobs(
+        x[:, None], w, None, y[None], 0, ENTRIES, None
+    ),
+    "SkyRL": lambda x, w, y: rl.FusedLinearLogprobTriton.apply(x[None], w, y[None], 0, ENTRIES, None, None),
+    "TRL": lambda x, w, y: trl._log_probs(x, w, None, y, 1.0, 9)[0],
+    "log-uniform": lambda x, w, y: LogUniformSampler(ENTRIES).log_expected_count(y, 9),
+    "unigram": lambda x, w, y: UnigramSampler(w[:, 0].abs()).log_expected_count(y, 9),
+    "in batch": lambda x, w, y: in_batch(y, w[:, 0], ignore_index=3)[1],
+}
+
+
+@pytest.mark.parametrize("bits", ["int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"])
+def test_ids_of_any_integer_dtype(bits, device):
     """Of one that cannot hold V, too; in debug mode, too."""
-    dtype, entries = getattr(torch, bits), 40000 if bits == "int16" else 300
-    arguments = good(device) | dict(linear_weight=make(Case(N, entries, D), device).weight, ignore_index=3)
-    most = min(torch.iinfo(dtype).max, entries - 1)
-    arguments["target"] = torch.tensor([0, 1, most - 1, most, most // 2, 3], device=device)
-    want = call(arguments)
-    with debug_mode():
-        assert torch.equal(call(arguments | dict(target=arguments["target"].to(dtype))), want) and want.isfinite()
+    dtype = getattr(torch, bits)
+    x, w = good(device)["input"], make(Case(N, ENTRIES, D), device).weight.detach()
+    most = min(torch.iinfo(dtype).max, ENTRIES - 1)
+    ids = torch.tensor([0, 1, most - 1, most, most // 2, 3], device=device)
+    for name, function in OF_IDS.items():
+        want = function(x.detach(), w, ids)
+        with debug_mode():
+            assert torch.equal(function(x.detach(), w, ids.to(dtype)), want) and want.isfinite().all(), name
+
+
+@pytest.mark.parametrize("odd", [torch.ones(3), torch.ones(3, dtype=torch.bool), [1, 2]], ids=str)
+def test_samplers_refuse_what_is_no_id(odd):
+    """A mask would choose other entries."""
+    for use in (LogUniformSampler(9).log_expected_count, UnigramSampler(torch.ones(9)).log_expected_count, in_batch):
+        with pytest.raises(ValueError, match="must be ids of an integer dtype, got "):
+            use(odd, *[1] * (use is not in_batch))
 
 
 # --- memory that is not what it looks like ----------------------------------------------------------
@@ -155,12 +267,13 @@ def test_a_vocabulary_beyond_2_to_the_24(member, dtype):
     target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1, LARGE], device=member.device)
     given = x, whole[start:stop, None].to(dtype), target
     options = dict(process_group=member.group, vocab_start=start) if member.ranks > 1 else {}
-    loss = parallel_lce.linear_cross_entropy(*given, reduction="none", **options)
-    found = parallel_lce.token_statistics(*given, argmax=True, **options)
+    with unchecked():
+        loss = parallel_lce.linear_cross_entropy(*given, reduction="none", **options)
+        found = parallel_lce.token_statistics(*given, argmax=True, **options)
     z = whole.double() * x.double()
     expected = -torch.log_softmax(z[:4], -1).gather(1, target[:4, None])[:, 0]
     torch.testing.assert_close(loss[:4].double(), expected, rtol=1e-5, atol=1e-5)
-    assert loss[4].isnan() and found.target_logit[4] == 0
+    assert loss[4].isnan() and found.target_logit[4].isnan()
     torch.testing.assert_close(found.target_logit[:4].double(), z[:4].gather(1, target[:4, None])[:, 0])
     assert found.vocab_size == LARGE and found.vocab_size.dtype == torch.int64
     assert torch.equal(found.argmax, z.argmax(1))

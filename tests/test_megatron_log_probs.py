@@ -58,13 +58,13 @@ def scored(ours: bool, model: torch.nn.Module, data: Batch, scoring: Scoring, **
     z = logits / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
     log_p, labels = z.log_softmax(-1), data.labels
     picked = log_p.gather(-1, labels.clamp(0, VOCAB - 1)[..., None]).squeeze(-1)
-    of_labels = torch.where((labels >= 0) & (labels < VOCAB), picked, -z.logsumexp(-1))
+    of_labels = picked.where(labels != -100, 0.0)
     # Wrappers put hooks on the model's own output.
     return TokenLogProbs(of_labels + 0.0 * output, -(log_p.exp() * log_p).sum(-1))
 
 
 def policy_loss(found: TokenLogProbs, entropy: bool = True) -> torch.Tensor:
-    """Of both, with another factor for each token. One outside counts, too."""
+    """Of both, with another factor for each token. One has no label."""
     log_probs = found.log_probs
     factors = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(4)).to(log_probs.device)
     loss = (factors[0] * log_probs.exp() + 0.1 * log_probs).sum()

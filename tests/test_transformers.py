@@ -170,6 +170,30 @@ def test_steps_of_lazy_logits():
         assert type(made(logits())) is torch.Tensor and torch.equal(made(logits()), made(real))
 
 
+@pytest.mark.parametrize("accuracy", [False, True])
+def test_labels_outside_the_vocabulary(accuracy):
+    """As in the library: refused, unless they are ignore_index."""
+    own, ids = CausalLM(9, 4).train(), torch.tensor([[1, 2, 3, 4, 5]])
+    labels = ids.clone()
+    labels[0, 3] = -1
+    expected = own(ids, labels=labels, ignore_index=-1).loss.item()
+    model = patch(own, token_accuracy=accuracy)
+    assert model(ids, labels=labels, ignore_index=-1).loss.item() == pytest.approx(expected)
+    with pytest.raises(IndexError, match=r"target -1 at position 2 is outside \[0, 9\)"):
+        model(ids, labels=labels)
+
+
+def test_trls_head_has_trls_answer_outside_the_vocabulary():
+    """A logit of 0 there, as for -100."""
+    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3, requires_grad=True)
+    log_probs, *_ = trl_door._log_probs(x, w, None, torch.tensor([-100, 9, 4, -1]), 1.0, 9)
+    z = x @ w.t()
+    exact = torch.stack([z.new_zeros(()), z.new_zeros(()), z[2, 4], z.new_zeros(())]) - z.logsumexp(1)
+    torch.testing.assert_close(log_probs, exact)
+    for found, right in zip(*(torch.autograd.grad(v.square().sum(), [x, w]) for v in (log_probs, exact))):
+        torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize(("given", "environment", "budget"), [(None, "", 128 << 20), (None, "4096", None), (0, "9", 0)])
 def test_the_budget(given, environment, budget, monkeypatch):
     """Without an argument it is the environment's, else 128 MiB."""

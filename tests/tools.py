@@ -263,6 +263,11 @@ def call(arguments: dict, function=parallel_lce.linear_cross_entropy):
     return function(*positional, **arguments)
 
 
+def unchecked():
+    """A target outside the vocabulary is no error on a CPU, as on a GPU."""
+    return mock.patch.object(prepare, "check_target")
+
+
 def ran(*command: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
     """The end of a command on CPUs, whose environment has nothing of a launcher or of the user's shell, but that of
     ``env``."""

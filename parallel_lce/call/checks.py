@@ -19,13 +19,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, in_python, is_number, unfiltered
+from parallel_lce.core.options import (
+    FLOATS,
+    INTEGERS,
+    LARGEST_VOCABULARY,
+    Options,
+    Tensors,
+    as_int64,
+    in_python,
+    is_number,
+    unfiltered,
+)
 from parallel_lce.core.partials import accumulation_dtype
 
 F = TypeVar("F", bound=Callable)
 # What torch.distributed.new_group returns to a process that is not a member.
 _NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 
 
 @contextmanager
@@ -36,12 +45,19 @@ def renamed(**names: str) -> Iterator[None]:
         yield
     except ValueError as refusal:
         text = re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(refusal))
-        raise ValueError(text) from None
+        raise type(refusal)(text) from None
 
 
 def described(value: object) -> str:
     """A tensor's shape and dtype, or the type of anything else."""
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def int64_ids(name: str, ids: object) -> Tensor:
+    """:func:`as_int64`. Raises ``ValueError`` unless ``ids`` is a tensor of integers."""
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be ids of an integer dtype, got {described(ids)}")
+    return as_int64(ids)
 
 
 def public(function: F) -> F:
@@ -305,6 +321,26 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
         )
     if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) == "nccl":
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")
+
+
+class OutsideVocabulary(ValueError, IndexError):
+    """A target that is no id. torch's losses raise ``IndexError``, this package's checks ``ValueError``."""
+
+
+def check_target(options: Options, target: Tensor | None, vocab_size: int | None, mask: Tensor | None = None) -> None:
+    """Raise :class:`OutsideVocabulary` for the first target outside ``[0, vocab_size)`` that would give NaN. Waits for
+    the device. ``mask``: the tokens that count."""
+    if target is None or vocab_size is None or options.ignore_index is None or not options.outside_is_nan:
+        return
+    target = as_int64(target)
+    outside = (target != options.ignore_index) & ((target < 0) | (target >= vocab_size))
+    outside = outside if mask is None else outside & mask
+    if outside.any():
+        position = int(outside.flatten().nonzero()[0])
+        raise OutsideVocabulary(
+            f"target {int(target.flatten()[position])} at position {position} is outside [0, {vocab_size}) and is not "
+            f"{'-100' if options.reduction is None else 'ignore_index'}"
+        )
 
 
 def known_vocab_size(rows: int, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> int | None:

@@ -253,14 +253,3 @@ def check_cover(shards: list[Slice], vocab_size: int | None) -> int:
     if vocab_size is not None and vocab_size > end:
         raise ValueError(f"vocab_size={vocab_size} exceeds the {end} rows of all shards")
     return end if vocab_size is None else vocab_size
-
-
-def check_target(target: Tensor, counted: Tensor, vocab_size: int) -> None:
-    """Raise ``ValueError`` for the first counted target outside ``[0, vocab_size)``."""
-    outside = counted & ((target < 0) | (target >= vocab_size))
-    if outside.any():
-        position = int(outside.flatten().nonzero()[0])
-        raise ValueError(
-            f"target {int(target.flatten()[position])} at position {position} is outside "
-            f"[0, {vocab_size}) and is not ignore_index"
-        )

@@ -21,13 +21,13 @@ from parallel_lce.backends import VARIABLE, backend_of, valueless
 from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
-from parallel_lce.call.checks import as_group, check_tensors, public
+from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
+from parallel_lce.core.options import Options, Tensors, agreed, as_bool, as_int64, check_options, with_python_numbers
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 
@@ -199,7 +199,8 @@ def _with_tensors(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
-        target = target.reshape(-1).long().contiguous()
+        target = as_int64(target).reshape(-1).contiguous()
+    check_readable_target(known.options, target, weight, layout)
     softcap = None
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
@@ -329,8 +330,7 @@ def check_together(
     options: Options, tensors: Tensors, layout: Layout, others: dict[str, object], mask: Tensor | None = None
 ) -> None:
     """Debug mode: raise ``ValueError`` unless all ranks have the same arguments, the same ``others`` and, for
-    statistics, the same ``mask`` of the tokens that count. A target outside the vocabulary is refused if it would give
-    NaN."""
+    statistics, the same ``mask`` of the tokens that count; and for targets as :func:`check_target`."""
     weight, shard = tensors.linear_weight, _shard(options, tensors.linear_weight, layout)
     shards = [debug.Slice(shard.start, shard.rows, debug.fingerprint(weight[: shard.real_rows]))]
     hidden, target = tensors.input, tensors.target
@@ -351,7 +351,7 @@ def check_together(
             if value is None
             else value.double()
             if value.is_floating_point()
-            else value.long()
+            else as_int64(value).long()
             for name, value in zip(Tensors._fields, tensors)
             if name not in ("input", "linear_weight", "linear_bias")
         }
@@ -361,9 +361,16 @@ def check_together(
         if not layout.sequence_parallel:
             debug.agree_about_hidden(layout, hidden)
     vocab_size = debug.check_cover(shards, options.vocab_size)
-    if target is not None and options.reduction is not None and options.outside_is_nan:
-        target = target.long()
-        debug.check_target(target, target != options.ignore_index, vocab_size)
+    check_target(options, target, vocab_size, mask)
+
+
+def check_readable_target(
+    options: Options, target: Tensor | None, weight: Tensor, layout: Layout, mask: Tensor | None = None
+) -> None:
+    """:func:`check_target` where it is free: on a CPU, if this rank knows V."""
+    if target is not None and target.device.type == "cpu" and not valueless(target):
+        size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
+        check_target(options, target, size, mask)
 
 
 def autocasted(tensors: Tensors) -> Tensors:

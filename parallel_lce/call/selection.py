@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel_lce.backends.interface import Backend, Projection, SelectedLogits, Selection
 from parallel_lce.backends.torch_logits import largest
 from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.options import as_int64
 from parallel_lce.core.partials import NOBODY, integer_view
 from parallel_lce.core.plan import Block
 
@@ -43,8 +44,8 @@ class Selected:
     def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Selected:
         """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, of any integer dtype."""
         if offsets is not None:
-            return cls(ids.long().contiguous(), offsets.long().contiguous(), tokens)
-        return cls(ids.reshape(tokens, ids.shape[-1]).long().contiguous(), None, tokens)
+            return cls(as_int64(ids).contiguous(), as_int64(offsets).contiguous(), tokens)
+        return cls(as_int64(ids).reshape(tokens, ids.shape[-1]).contiguous(), None, tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:
@@ -72,6 +73,10 @@ class Selected:
         """The token of each entry, ``[E]`` int64."""
         entries = torch.arange(self.count, device=self.ids.device)
         return torch.searchsorted(self.offsets[1:], entries, right=True).clamp_(max=max(0, self.tokens - 1))
+
+    def inside(self, vocab_size: Tensor | int) -> Tensor:
+        """Which ids are in the vocabulary, ``[E]``."""
+        return (self.ids >= 0) & (self.ids < vocab_size)
 
     @property
     def broken(self) -> Tensor | None:

@@ -19,8 +19,11 @@ from parallel_lce.core.partials import Columns
 LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 # Ids are exchanged and stored in 32 bits.
 LARGEST_VOCABULARY = 2**31 - 1
+NO_LABEL = -100
+"""The target of a token without a label, in statistics; in losses the default of ``ignore_index``."""
 
 
 class Options(NamedTuple):
@@ -31,6 +34,7 @@ class Options(NamedTuple):
     function: str
     # None: the call computes statistics, no loss.
     reduction: str | None = None
+    # None: of statistics, any target is allowed; one outside [0, V) has a logit of 0.
     ignore_index: int | None = None
     # False: any target is allowed. As in Megatron, the loss of a target outside [0, V) is lse - max.
     outside_is_nan: bool = True
@@ -97,6 +101,19 @@ class Tensors(NamedTuple):
     def named(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name."""
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
+
+    def with_int64_ids(self) -> Tensors:
+        names = "target", "selected", "selected_offsets"
+        return self._replace(**{name: as_int64(getattr(self, name)) for name in names})
+
+
+def as_int64(ids: Any) -> Any:
+    """Integers of any dtype as int64, so that no sum or comparison wraps; anything else as it is. uint64 ids that int64
+    cannot hold become its largest number, which no vocabulary has."""
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS or ids.dtype is torch.int64:
+        return ids
+    wide = ids.long()
+    return wide if ids.dtype is not torch.uint64 else wide.masked_fill(wide < 0, torch.iinfo(torch.int64).max)
 
 
 def as_number(value: Any) -> Any:

@@ -134,12 +134,15 @@ class LazyLogits(lazy_logits.LazyLogits):
     @torch.no_grad()
     def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
         """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None if the
-        real logits are made, or if the arguments are not the vocabulary's dimension alone.
+        real logits are made, if a CUDA graph is captured, or if the arguments are not the vocabulary's dimension alone.
+        Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
         over_vocabulary = isinstance(dim, int) and dim in (-1, self.ndim - 1)
         if self.made is not None or self.gather or not over_vocabulary or keepdim or others:
+            return None
+        if self.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -151,8 +154,12 @@ class LazyLogits(lazy_logits.LazyLogits):
             statistics = token_statistics(
                 hidden, self.weight, None, linear_bias=self.bias, logit_scale=self.scale, argmax=True
             )
-        assert statistics.argmax is not None
-        return statistics.max_logit.to(self.dtype), statistics.argmax.clamp(min=0)
+            position = statistics.argmax
+            assert position is not None
+            if (nowhere := position < 0).any():
+                logits = torch.nn.functional.linear(hidden[nowhere], self.weight, self.bias)
+                position = position.masked_scatter(nowhere, (logits * self.scale).argmax(-1))
+        return statistics.max_logit.to(self.dtype), position
 
     def __mul__(self, factor: Any) -> LazyLogits | Tensor:
         """New lazy logits if ``factor`` is a number and the real logits are not made."""

@@ -67,8 +67,9 @@ def token_log_probs(
         input_ids, position_ids, attention_mask: as in the model's forward.
         labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. As in the
             model's forward, under context parallelism these are this rank's labels, and with packed sequences
-            ``[1, tokens]``. A label outside the vocabulary (-100) has the log-probability ``-lse``, with a gradient:
-            multiply it by a mask of 0. May be None on pipeline stages other than the last.
+            ``[1, tokens]``. The label -100 has the log-probability 0, without a gradient; another one outside the
+            vocabulary, to which padding rows belong, has NaN, and on a CPU it is refused. May be None on pipeline
+            stages other than the last.
         temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
             all tensor-parallel ranks. It gets no gradient. Its values must be > 0; they are not checked, since the host
             would have to wait for the device.

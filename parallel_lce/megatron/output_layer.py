@@ -18,7 +18,7 @@ from torch.nn.modules import module as modules
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors, apart
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -104,6 +104,7 @@ def _lazy_class(base: type) -> type:
             if unsupported is not None:
                 return base.forward(self, *given, **named)
             call = _Call(*given, **named)
+            call = call._replace(labels=as_int64(call.labels))
             if reason is not None:
                 gather = False if call.output_cross_entropy_loss else call.runtime_gather_output
                 logits, bias = base.forward(self, call.input_, weight=passed, runtime_gather_output=gather)
@@ -232,7 +233,7 @@ def token_statistics(
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
     _, number, _, each = apart(1.0, temperature)
-    options = Options("token_log_probs", temperature=number, expected_logit=entropy)
+    options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
     statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])

@@ -36,15 +36,15 @@ _SHARDED_PARAMETER = (
 def arranged(
     options: Options, tensors: Tensors, group: Any, reduction: str | None = None, also: Any = None
 ) -> tuple[Options, Tensors, dist.ProcessGroup | None, Arrangement | None]:
-    """The call's options, plain tensors and group. The arrangement restores order and placements of the results;
-    None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options. ``also``: a
-    further value per token, which the caller passes to :meth:`Arrangement.per_token`.
+    """The call's options, plain tensors and group; ids are int64. The arrangement restores order and placements of the
+    results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
+    ``also``: a further value per token, which the caller passes to :meth:`Arrangement.per_token`.
 
     Raises:
         ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
             supported; shapes that do not fit a sequence along the second dimension.
     """
-    group = as_group(group)
+    group, tensors = as_group(group), tensors.with_int64_ids()
     if not options.sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
         return options, tensors, group, None
     arrangement = Arrangement(options, group, reduction or options.reduction)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_lce.backends import valueless
 from parallel_lce.call import debug
-from parallel_lce.call.prepare import autocasted, check, check_together
+from parallel_lce.call.prepare import autocasted, check, check_readable_target, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors, as_number, in_python, is_count, shortened
@@ -92,6 +92,8 @@ def compacted(
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled() and not valueless(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
+    elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
+        check_readable_target(options, tensors.target, tensors.linear_weight, layout, masks[0])
     if options.sample_seed is not None and tensors.position is None:
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
@@ -115,8 +117,7 @@ def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tenso
             f"{in_python('counted_tokens', count, fits)}"
         )
     if options.reduction is not None:
-        # In a narrow dtype a number beyond its range would wrap.
-        mask = tensors.target.long() != as_number(options.ignore_index)
+        mask = tensors.target != as_number(options.ignore_index)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")

@@ -10,7 +10,7 @@ from parallel_lce.backends import valueless
 from parallel_lce.backends.loss import counted, mean_loss
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.options import Options, Tensors, as_int64
 from parallel_lce.run import ops
 from parallel_lce.run.statistics import TokenStatistics
 
@@ -25,8 +25,7 @@ def fused_loss(
         # A view would add a node to autograd's graph, which costs host time.
         return loss if reduction != "none" or len(shape) == 1 else loss.view(shape)
     losses, shape = _called(options._replace(token_weight_gradient=True), tensors, group, main_grad)
-    # In a narrow dtype ignore_index might wrap.
-    target, weights = tensors.target.reshape(-1).long(), weights.reshape(-1).to(losses.dtype)
+    target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(losses.dtype)
     losses = torch.where(counted(target, options.ignore_index), losses * weights, 0.0)
     if reduction == "none":
         return losses.view(shape)

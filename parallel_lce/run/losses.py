@@ -12,8 +12,8 @@ from parallel_lce.run.statistics import Residuals, TokenStatistics
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:
-    """log p of each token's target, in the target's shape; ``-lse`` for a target outside the vocabulary. Raises
-    ``ValueError`` if the statistics were computed without a target."""
+    """log p of each token's target, in the target's shape: ``target_log_prob``. Raises ``ValueError`` if the statistics
+    were computed without a target."""
     if statistics.target_log_prob is None:
         raise ValueError("log_prob needs statistics computed with a target, got target=None")
     return statistics.target_log_prob

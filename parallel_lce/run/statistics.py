@@ -44,7 +44,7 @@ class TokenStatistics:
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
-    # 0 for a target outside [0, V).
+    # For both: 0 for the target -100, NaN for another outside [0, V).
     target_logit: Tensor | None = field(metadata={"column": "target"})
     # ``target_logit - lse``, summed relative to the maximum: large logits do not cancel.
     target_log_prob: Tensor | None = field(metadata={"column": "target"})
@@ -58,11 +58,12 @@ class TokenStatistics:
     entropy: Tensor | None = field(metadata={"column": "weighted"})
     # Sum of p^2: the probability that two independent samples are equal.
     sum_p_squared: Tensor | None = field(metadata={"column": "squared"})
-    # log p of the selected entries, [..., K], or [E] for sets given with offsets. ``-lse`` for an id outside [0, V).
+    # log p of the selected entries, [..., K], or [E] for sets given with offsets. -inf for an id outside [0, V).
     selected_log_prob: Tensor | None = field(metadata={"column": "selected"})
     max_logit: Tensor
     # int64 global id, the lowest among equals. If a logit of the token is NaN, or the shards are no partition, ids are
-    # -1, and all fields but ``target_logit`` are NaN. (``torch.argmax`` and ``torch.topk`` take NaN for the largest.)
+    # -1, and all fields but ``target_logit`` are NaN, except where the target is -100. (``torch.argmax`` and
+    # ``torch.topk`` take NaN for the largest.)
     argmax: Tensor | None = field(metadata={"column": "argmax"})
     # [..., K], the largest first; all NaN if a logit of the token is NaN.
     top_logits: Tensor | None = field(metadata={"column": "top"})
@@ -117,9 +118,9 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
     partial, vocab_size, selected_logits, top, sampled = merged
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
-    values = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+    values = finish_statistics(call, partial, vocab_size)
     if call.selected is not None and selected_logits is not None:
-        values["selected_log_prob"] = selected_log_prob(call.selected, selected_logits, partial)
+        values["selected_log_prob"] = selected_log_prob(call.selected, selected_logits, partial, vocab_size)
     if top is not None:
         nowhere = partial[MAX].isnan().unsqueeze(1)
         values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
@@ -138,33 +139,54 @@ def coefficients(
     given = dict(zip(DIFFERENTIABLE, upstream))
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits
     assert vocab_size is not None
+    of_target = given["target_log_prob"]
+    if of_target is not None and call.target is not None and call.options.ignore_index is not None:
+        inside, elsewhere = _labels(call, call.target, of_target, vocab_size)
+        # NaN from a target outside the vocabulary, unless the caller has masked it.
+        elsewhere = elsewhere.masked_fill_(of_target == 0, 0.0)
+        given["target_log_prob"] = of_target.where(inside, elsewhere)
     of_all = folded(given, partial, vocab_size, call.columns)
     of_selected = given["selected_log_prob"]
     if of_selected is None or call.selected is None:
         return of_all, None
-    of_selected = of_selected.reshape(-1).contiguous()
+    of_selected = of_selected.reshape(-1).where(call.selected.inside(vocab_size), 0.0)
     assert logits is not None
     return of_all._replace(alpha=of_all.alpha - call.selected.sums(of_selected)), (of_selected, logits)
 
 
-def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
-    """``[N, K]`` or ``[E]``; NaN if the given offsets are invalid."""
+def _labels(call: Call, target: Tensor, like: Tensor, vocab_size: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets are ids ``[N]``; and, as ``like [N]``, what the others have for a value: 0 without a label, else
+    NaN."""
+    elsewhere = torch.full_like(like, torch.nan).masked_fill_(target == call.options.ignore_index, 0.0)
+    return (target >= 0) & (target < vocab_size), elsewhere
+
+
+def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor, vocab_size: Tensor) -> Tensor:
+    """``[N, K]`` or ``[E]``; -inf for an id outside the vocabulary, NaN if the given offsets are invalid."""
     # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
     shape = selected.given_ids.shape
     shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
     log_probs = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
+    # A token whose statistics are NaN has no log-probability.
+    log_probs = log_probs.where(selected.inside(vocab_size).view(shape) | log_probs.isnan(), -torch.inf)
     return log_probs if selected.broken is None else log_probs.masked_fill(selected.broken, torch.nan)
 
 
-def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> dict[str, Any]:
+def finish_statistics(call: Call, partial: Tensor, vocab_size: Tensor) -> dict[str, Any]:
     """Statistics from a merged partial ``[C, N]``, by name; None if the partial lacks the column."""
-    top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
+    top, sum_exp, logit, columns = partial[MAX], partial[SUM_EXP], partial[TARGET], call.columns
     log_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
     values: dict[str, Any] = dict.fromkeys(NAMES)
     values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
-    if with_target:
-        values.update(target_logit=target.clone(), target_log_prob=(target - top) - log_sum)
+    if call.target is not None:
+        log_prob = (logit - top) - log_sum
+        if call.options.ignore_index is None:
+            logit = logit.clone()
+        else:
+            inside, elsewhere = _labels(call, call.target, logit, vocab_size)
+            logit, log_prob = logit.where(inside, elsewhere), log_prob.where(inside, elsewhere)
+        values.update(target_logit=logit, target_log_prob=log_prob)
     if columns.total:
         values.update(mean_logit=partial[columns["total"]] / vocab_size)
     if columns.shifted:
@@ -175,8 +197,8 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
     if columns.squared:
         values["sum_p_squared"] = partial[columns["squared"]] / sum_exp.square()
     if columns.argmax:
-        ids = integer_view(partial[columns["argmax"]])
-        values["argmax"] = ids.long().masked_fill(ids == torch.iinfo(ids.dtype).max, -1)
+        # A NaN's own id would depend on the windows of the backend.
+        values["argmax"] = integer_view(partial[columns["argmax"]]).long().masked_fill(top.isnan(), -1)
     return values
 
 

@@ -72,6 +72,8 @@ class _Kept(NamedTuple):
     divisor: Tensor | None
     vocab_size: Tensor | None
     selected_logits: Tensor | None
+    inside: Tensor | None
+    elsewhere: Tensor | None
 
 
 _NUM_KEPT = len(_Kept._fields)

@@ -103,6 +103,9 @@ class Residuals(NamedTuple):
     # For statistics: V, 0-dimensional int64, and the logits of the selected entries [E].
     vocab_size: Tensor | None = None
     selected_logits: Tensor | None = None
+    # [N]: which targets are ids; the value of a target's statistics elsewhere, 0 without a label, else NaN.
+    inside: Tensor | None = None
+    elsewhere: Tensor | None = None
 
 
 def present(options: Options, tensors: Tensors) -> list[str]:
@@ -118,7 +121,12 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
     partial, vocab_size, selected_logits, top, sampled = merged
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
-    values = finish_statistics(call, partial, vocab_size)
+    inside = elsewhere = None
+    if call.target is not None and call.options.ignore_index is not None:
+        inside = (call.target >= 0) & (call.target < vocab_size)
+        elsewhere = torch.full_like(partial[TARGET], torch.nan)
+        elsewhere.masked_fill_(call.target == call.options.ignore_index, 0.0)
+    values = finish_statistics(call, partial, vocab_size, inside, elsewhere)
     if call.selected is not None and selected_logits is not None:
         values["selected_log_prob"] = selected_log_prob(call.selected, selected_logits, partial, vocab_size)
     if top is not None:
@@ -127,7 +135,8 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
         values["top_ids"] = top[1].masked_fill(nowhere, -1)
     if sampled is not None:
         values["sampled_id"] = sampled.where(values["lse"].isfinite(), -1)
-    return [values[name] for name in NAMES], Residuals(vocab_size=vocab_size, selected_logits=selected_logits)
+    residuals = Residuals(None, None, None, None, vocab_size, selected_logits, inside, elsewhere)
+    return [values[name] for name in NAMES], residuals
 
 
 def coefficients(
@@ -140,11 +149,10 @@ def coefficients(
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits
     assert vocab_size is not None
     of_target = given["target_log_prob"]
-    if of_target is not None and call.target is not None and call.options.ignore_index is not None:
-        inside, elsewhere = _labels(call, call.target, of_target, vocab_size)
+    if of_target is not None and residuals.inside is not None and residuals.elsewhere is not None:
         # NaN from a target outside the vocabulary, unless the caller has masked it.
-        elsewhere = elsewhere.masked_fill_(of_target == 0, 0.0)
-        given["target_log_prob"] = of_target.where(inside, elsewhere)
+        elsewhere = residuals.elsewhere.masked_fill(of_target == 0, 0.0)
+        given["target_log_prob"] = of_target.where(residuals.inside, elsewhere)
     of_all = folded(given, partial, vocab_size, call.columns)
     of_selected = given["selected_log_prob"]
     if of_selected is None or call.selected is None:
@@ -152,13 +160,6 @@ def coefficients(
     of_selected = of_selected.reshape(-1).where(call.selected.inside(vocab_size), 0.0)
     assert logits is not None
     return of_all._replace(alpha=of_all.alpha - call.selected.sums(of_selected)), (of_selected, logits)
-
-
-def _labels(call: Call, target: Tensor, like: Tensor, vocab_size: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets are ids ``[N]``; and, as ``like [N]``, what the others have for a value: 0 without a label, else
-    NaN."""
-    elsewhere = torch.full_like(like, torch.nan).masked_fill_(target == call.options.ignore_index, 0.0)
-    return (target >= 0) & (target < vocab_size), elsewhere
 
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor, vocab_size: Tensor) -> Tensor:
@@ -172,8 +173,11 @@ def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor, vocab
     return log_probs if selected.broken is None else log_probs.masked_fill(selected.broken, torch.nan)
 
 
-def finish_statistics(call: Call, partial: Tensor, vocab_size: Tensor) -> dict[str, Any]:
-    """Statistics from a merged partial ``[C, N]``, by name; None if the partial lacks the column."""
+def finish_statistics(
+    call: Call, partial: Tensor, vocab_size: Tensor, inside: Tensor | None, elsewhere: Tensor | None
+) -> dict[str, Any]:
+    """Statistics from a merged partial ``[C, N]``, by name; None if the partial lacks the column. ``inside``,
+    ``elsewhere``: as in :class:`Residuals`."""
     top, sum_exp, logit, columns = partial[MAX], partial[SUM_EXP], partial[TARGET], call.columns
     log_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
@@ -181,10 +185,9 @@ def finish_statistics(call: Call, partial: Tensor, vocab_size: Tensor) -> dict[s
     values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
     if call.target is not None:
         log_prob = (logit - top) - log_sum
-        if call.options.ignore_index is None:
+        if inside is None or elsewhere is None:
             logit = logit.clone()
         else:
-            inside, elsewhere = _labels(call, call.target, logit, vocab_size)
             logit, log_prob = logit.where(inside, elsewhere), log_prob.where(inside, elsewhere)
         values.update(target_logit=logit, target_log_prob=log_prob)
     if columns.total:

@@ -105,9 +105,11 @@ def batched(run: Callable, upstream: Sequence[Tensor | None]) -> tuple:
     ``is_grads_batched`` batches them by an older vmap than ``torch.func``'s."""
     if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, upstream)):
         return run(*upstream)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
     remove, add = (getattr(torch, f"_{verb}_batch_dim") for verb in ("remove", "add"))
+    # A backward on a GPU has a thread of its own, which does not know the level of the vmap. At another level a tensor
+    # is no batch, and gets an empty one.
+    first = next(u for u in upstream if _is_batched(u))
+    level = next(level for level in range(1, 64) if len(remove(first, level, 0, 0)))
     whole = [remove(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
     count = next(len(w) for w in whole if w is not None)
     each = [run(*[u if w is None else w[n] for u, w in zip(upstream, whole)]) for n in range(count)]

@@ -392,7 +392,10 @@ def _calls(member: Member) -> dict:
         "sampled": (parallel_lce.sampled_linear_cross_entropy, of_rank | dict(target=y, sampled=IDS.to(member.device))),
         "module": (parallel_lce.LinearCrossEntropy(**where), dict(input=x, linear_weight=w, target=y)),
         "divergence": (divergence, student | where | dict(teacher_hidden=2 * x, teacher_weight=w)),
-        "top_k": (top_k_divergence, student | where | dict(teacher_ids=k, teacher_log_probs=ZEROS[:, None])),
+        "top_k": (
+            top_k_divergence,
+            student | where | dict(teacher_ids=k, teacher_log_probs=ZEROS[:, None].to(member.device)),
+        ),
         "logits": (
             parallel_lce.vocab_parallel_cross_entropy,
             dict(vocab_parallel_logits=x @ w.t(), target=y, tp_group=member.group),

@@ -125,7 +125,7 @@ class _Adapter(torch.nn.Module):
         self.inner = inner
         generator = torch.Generator().manual_seed(3)
         width = inner.output_size_per_partition
-        self.more = torch.nn.Parameter(torch.randn(width, HIDDEN, generator=generator))
+        self.more = torch.nn.Parameter(torch.randn(width, HIDDEN, generator=generator).to(inner.weight.device))
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
         logits, bias = self.inner(hidden, weight, runtime_gather_output)

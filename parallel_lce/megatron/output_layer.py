@@ -86,6 +86,7 @@ def _lazy_class(base: type) -> type:
         returns_lazy_logits = True
         stock = base
 
+        @torch.compiler.disable(reason="lazy logits are Python objects")
         def forward(self, *given, **named):
             """Lazy logits ``[s, b, V/P]`` and no bias; what the stock layer returns if :func:`_why_logits` gives a
             reason.
@@ -165,7 +166,6 @@ def _is_megatrons(function: Any, *names: str) -> bool:
     return False
 
 
-@torch.compiler.disable(reason="Python code is looked at")
 def _unsupported(layer: Any, base: type) -> str | None:
     """The reason why the fused loss cannot replace the layer's computation, with a remedy; None if it can. ``base`` is
     the layer's class without lazy logits."""

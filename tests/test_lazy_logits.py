@@ -3,7 +3,6 @@
 import ast
 import copy
 import pickle
-import re
 import warnings
 from unittest import mock
 
@@ -387,9 +386,7 @@ def _said(run) -> list[str]:
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         run()
-    ours = [w for w in caught if "parallel_lce" in str(w.message)]
-    assert all(w.filename == __file__ for w in ours if re.search("'(float|softmax)' of the output", str(w.message)))
-    return [str(w.message) for w in ours]
+    return [str(w.message) for w in caught if "parallel_lce" in str(w.message)]
 
 
 def _used(model, use) -> None:
@@ -436,11 +433,10 @@ REASONS = {
     "fully sharded": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),
     "skip_bias_add=False": _with_a_bias,
     "disable_grad_reduce=False": lambda model: setattr(model.output_layer, "disable_grad_reduce", True),
-    "attribute 'float'": lambda model: _used(model, lambda z: (z.float(), z.sum())),
-    "torch function 'softmax'": lambda model: _used(model, lambda z: torch.softmax(z, -1)),
+    "compute_language_model_loss may handle them": lambda model: _used(model, lambda z: torch.softmax(z, -1)),
     "backward hooks": lambda model: model.output_layer.register_full_backward_hook(lambda *given: None),
     "forward hooks": lambda model: model.output_layer.register_forward_hook(lambda *given: None),
-    "operator '__getitem__'": _adapted,
+    "_adapted.<locals>.Adapter.forward may handle them": _adapted,
     "forward was replaced": _replaced,
     "defer_embedding_wgrad_compute": _deferred,
 }

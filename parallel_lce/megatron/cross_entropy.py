@@ -8,7 +8,7 @@ around it stays in force: a ``compute_language_model_loss`` that is wrapped, ove
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import fused_losses
+from parallel_lce.megatron.own_code import is_megatrons
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Models whose own compute_language_model_loss is running, the innermost last.
@@ -30,7 +31,8 @@ def check_release() -> None:
     import megatron.core
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    if "tp_group" not in inspect.signature(ColumnParallelLinear.__init__).parameters:
+    parameters = inspect.signature(ColumnParallelLinear.__init__).parameters.values()
+    if not any(p.name == "tp_group" or p.kind is p.VAR_KEYWORD for p in parameters):
         version = getattr(megatron.core, "__version__", "an unknown version")
         raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {version}")
 
@@ -43,50 +45,84 @@ def functions() -> tuple[type[torch.autograd.Function], type[torch.autograd.Func
     return fused_cross_entropy._VocabParallelCrossEntropy, cross_entropy._VocabParallelCrossEntropy
 
 
-def apply_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The ``apply`` of one of :func:`functions`, which was ``original``: the fused loss of lazy logits; the loss of
-    :func:`parallel_lce.vocab_parallel_cross_entropy` within :func:`own_loss` and, with ``cross_entropy="logits"``,
-    for all callers of the unfused function; otherwise ``original``."""
+def _replaced(function: type, apply: object) -> str | None:
+    """What of a cross-entropy is not Megatron's own; None if all is. ``apply``: its ``apply`` without this package's;
+    None: it is inherited."""
+    from megatron.core.fusions import fused_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 
-    def apply(logits: Any, target: Tensor, *others: Any) -> Tensor:
-        smoothing = next((v for v in others if isinstance(v, (int, float))), 0.0)
+    parts: dict[str, Any] = {f"{function.__name__}.{name}": getattr(function, name) for name in ("forward", "backward")}
+    for owner in (VocabParallelCrossEntropy, fused_cross_entropy):
+        parts |= {name: part for name, part in vars(owner).items() if name.startswith(("calculate_", "prepare_"))}
+    if apply is not None:
+        parts["apply"] = apply
+    # Without torch.compile they are torch.jit's, which keep no code.
+    own = lambda part: isinstance(part, torch.jit.ScriptFunction) or is_megatrons(part)  # noqa: E731
+    return next((name for name, part in parts.items() if not own(part)), None)
+
+
+def apply_of(function: type, theirs: Any) -> Any:
+    """The ``apply`` of one of :func:`functions`, whose own attribute was ``theirs``, None if it had none. It gives the
+    fused loss of lazy logits; the loss of :func:`parallel_lce.vocab_parallel_cross_entropy` within :func:`own_loss`
+    and, with ``cross_entropy="logits"``, for all callers of the unfused function; otherwise what it gave before, and
+    so does that of a subclass, or of a function in which a program has replaced something."""
+
+    def apply(cls: type, logits: Any, target: Tensor, *others: Any) -> Tensor:
+        before: Any = torch.autograd.Function.apply.__func__ if theirs is None else theirs
+        before = before.__get__(cls if theirs is None else None, cls)
+        smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
+        name = cls.__name__ if cls is not function else _replaced(function, theirs)
         if isinstance(logits, LazyLogits):
-            if logits.made is None and not smoothing and target.shape == logits.shape[:-1]:
+            plain = type(smoothing) in (int, float) and not smoothing
+            if name is None and logits.made is None and plain and target.shape == logits.shape[:-1]:
                 return fused_losses(logits, target)
-            logits = logits.materialize("Megatron's cross-entropy")
-        if not _running and not (choices.takes_logits() and original.__self__ is functions()[1]):
-            return original(logits, target, *others)
+            logits = logits.materialize(f"Megatron's cross-entropy{'' if name is None else f', with {name} replaced,'}")
+        everywhere = choices.takes_logits() and function is functions()[1]
+        if name is not None or not (_running or everywhere):
+            return before(logits, target, *others)
         group = next((v for v in others if isinstance(v, dist.ProcessGroup)), None)
         if _running:
-            logits = _shard(logits, group, getattr(_running[-1], "vocab_size", None))
-        return vocab_parallel_cross_entropy(logits, target, smoothing, group)
+            logits = _shard(logits, group, _running[-1])
+        return vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
 
-    return apply
+    vars(apply)["is_ours"] = True
+    return classmethod(apply)  # pyright: ignore[reportArgumentType]
 
 
-def _shard(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> Tensor:
+def _shard(logits: Tensor, group: dist.ProcessGroup | None, model: Any) -> Tensor:
     """This rank's part of logits that the output layer has gathered over the ranks; others as they are."""
-    if group is None or group.size() == 1 or logits.shape[-1] != vocab_size:
+    ranks = 1 if group is None else group.size()
+    weight = getattr(model.output_layer, "weight", None)
+    whole = getattr(model, "vocab_size", None) if weight is None else len(weight) * ranks
+    if group is None or ranks == 1 or logits.shape[-1] != whole:
         return logits
-    return logits.chunk(group.size(), dim=-1)[group.rank()]
+    return logits.chunk(ranks, dim=-1)[group.rank()]
 
 
 @contextmanager
 def own_loss(model: Any) -> Iterator[None]:
     """A context in which Megatron's own ``compute_language_model_loss`` of ``model`` ends in this module, whatever
     loss its configuration chooses."""
-    config = model.config
-    chosen = config.cross_entropy_fusion_impl
-    for_now = [function for function in functions() if "apply" not in vars(function)]  # without install()
-    for function in for_now:
-        function.apply = apply_of(function.apply)
-    # The one fused loss that needs no further package. Megatron's code does not know this package's name.
+    config, (fused, unfused) = model.config, functions()
+    chosen = config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl
+    added = []
+    for function in dict.fromkeys((fused, unfused)):
+        theirs = vars(function).get("apply")
+        if not hasattr(getattr(theirs, "__func__", None), "is_ours"):  # without install(), or replaced since
+            added.append((function, theirs))
+            function.apply = apply_of(*added[-1])
+    # Megatron's code does not know this package's name. "native" needs no further package; a program that has replaced
+    # the other cross-entropy means that one.
+    config.cross_entropy_loss_fusion = _replaced(unfused, None) is None
     config.cross_entropy_fusion_impl = "native"
     _running.append(model)
     try:
         yield
     finally:
         _running.pop()
-        config.cross_entropy_fusion_impl = chosen
-        for function in for_now:
-            del function.apply
+        config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = chosen
+        for function, theirs in added:
+            if theirs is None:
+                del function.apply
+            else:
+                function.apply = theirs

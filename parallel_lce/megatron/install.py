@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,29 +21,29 @@ from parallel_lce.megatron.output_layer import is_lazy, make_lazy, of_another_ki
 
 IMPLEMENTATION = "parallel_lce"
 
-# (owner, name) of a replaced attribute: (our attribute, the original attribute).
-_replaced: dict[tuple[type | ModuleType, str], tuple[object, object]] = {}
+# (owner, name) of a replaced attribute: (our attribute, the owner's own before, None if it had none).
+_replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
 
 
-def _replace(owner: type | ModuleType, name: str, make: Callable[[Any], object]) -> None:
-    """Replace an attribute by ``make(original)``, once."""
-    if (owner, name) not in _replaced:
-        original = getattr(owner, name)
-        _replaced[owner, name] = make(original), original
+def _replace(owner: type, name: str, make: Callable[[type, Any], Any], again: bool = False) -> None:
+    """Replace an attribute by ``make(owner, own)``, once. ``again``: also if other code has replaced ours since."""
+    own = vars(owner).get(name)
+    if (owner, name) not in _replaced or (again and own is not _replaced[owner, name][0]):
+        _replaced[owner, name] = make(owner, own), own
         setattr(owner, name, _replaced[owner, name][0])
 
 
 def _restore() -> None:
     """Undo all replacements. If other code has replaced ours since, warn instead."""
     while _replaced:
-        (owner, name), (ours, original) = _replaced.popitem()
-        if getattr(owner, name) is not ours:
+        (owner, name), (ours, own) = _replaced.popitem()
+        if vars(owner).get(name) is not ours:
             message = f"{owner.__name__}.{name} has been replaced since install(), so that it stays as it is"
             warnings.warn(f"parallel_lce: {message}: undo that first", RuntimeWarning, stacklevel=3)
-        elif getattr(original, "__self__", None) is owner:  # inherited
+        elif own is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, original)
+            setattr(owner, name, own)
 
 
 def install(
@@ -110,7 +110,7 @@ def uninstall() -> None:
     _restore()
 
 
-def _wrap_setup(original: Callable) -> Callable:
+def _wrap_setup(_: type, original: Callable) -> Callable:
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self) -> None:
         original(self)
@@ -130,7 +130,7 @@ def _wrap_setup(original: Callable) -> Callable:
             return
         for kind in type(self).__mro__:  # an override may call what LanguageModule had before install()
             if "compute_language_model_loss" in vars(kind):
-                _replace(kind, "compute_language_model_loss", _wrap_loss)
+                _replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
         layer = getattr(self, "output_layer", None)
         if getattr(self, "post_process", True) and not (of_another_kind(layer) or choices.takes_logits()):
             make_lazy(layer)
@@ -138,15 +138,18 @@ def _wrap_setup(original: Callable) -> Callable:
     return setup_embeddings_and_output_layer
 
 
-def _wrap_loss(original: Callable) -> Callable:
+def _wrap_loss(_: type, original: Any) -> Any:
+    if not inspect.isfunction(original):  # a staticmethod, which has no model
+        return original
+
     @functools.wraps(original)
-    def compute_language_model_loss(self, labels, logits, *others, **named):
+    def compute_language_model_loss(self, *given, **named):
         config = self.config
         if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
-            return original(self, labels, logits, *others, **named)
-        if not isinstance(logits, LazyLogits) and not choices.takes_logits():
+            return original(self, *given, **named)
+        if not (choices.takes_logits() or any([isinstance(v, LazyLogits) for v in (*given, *named.values())])):
             _say_why(self)
-        return _own_loss(original, self, labels, logits, *others, **named)
+        return _own_loss(original, self, *given, **named)
 
     return compute_language_model_loss
 
@@ -160,7 +163,7 @@ def _own_loss(original: Callable, model: Any, *arguments: Any, **named: Any) -> 
 def _say_why(model: Any) -> None:
     """Say why the model's loss got real logits, unless its output layer, or one inside of that, has said so."""
     layer = model.output_layer
-    if any(["_parallel_lce_said" in vars(module) for module in layer.modules()]):
+    if isinstance(layer, torch.nn.Module) and any(["_parallel_lce_said" in vars(m) for m in layer.modules()]):
         return
     if (reason := of_another_kind(layer)) is None:
         if not is_lazy(layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
 import traceback
@@ -163,7 +164,7 @@ class LazyLogits(lazy_logits.LazyLogits):
 
     def __mul__(self, factor: Any) -> LazyLogits | Tensor:
         """New lazy logits if ``factor`` is a number and the real logits are not made."""
-        if self.made is not None or not isinstance(factor, numbers.Real):
+        if self.made is not None or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
             return self.materialize("multiplication") * factor
         return self._changed(scale=self.scale * float(factor))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
+from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
@@ -28,8 +28,10 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
 _FORWARDS = ("ColumnParallelLinear.forward", "LinearCrossEntropyModule.forward")
 _AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
-_FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FUNCTIONS = (
+    *("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"),
+    "copy_to_tensor_model_parallel_region",
+)
 
 
 def is_lazy(layer: object) -> bool:
@@ -96,14 +98,14 @@ def _lazy_class(base: type) -> type:
             divides it by the number of tokens that are not ignored, and is NaN without such tokens.
             """
             passed = named.get("weight", given[1] if len(given) > 1 else None)
+            if (reason := _unsupported(self, base)) is not None:
+                warn_of_logits(self, reason)
+                keep_autograd_gradient(passed if passed is not None else self._parameters.get("weight"))
+                return base.forward(self, *given, **named)
             used = self.weight if passed is None else passed
-            unsupported = _unsupported(self, base)
-            reason = unsupported or _why_logits(self, used)
-            if reason is not None:
+            if (reason := _why_logits(self, used, passed is None)) is not None:
                 warn_of_logits(self, reason)
                 keep_autograd_gradient(used)
-            if unsupported is not None:
-                return base.forward(self, *given, **named)
             call = _Call(*given, **named)
             call = call._replace(labels=as_int64(call.labels))
             if reason is not None:
@@ -151,21 +153,6 @@ def _of_real(logits: Tensor, call: _Call, group: dist.ProcessGroup | None) -> Te
     return _swapped(losses.masked_fill(target == call.ignore_index, 0.0))
 
 
-@functools.lru_cache(maxsize=64)
-def _is_megatrons(function: Any, *names: str) -> bool:
-    """Whether ``function`` is Megatron's own one of a qualified name. Decorators of torch and of Megatron may be
-    around it; a program's own may not, whatever name they give it."""
-    folder = os.path.dirname(sys.modules["megatron.core"].__file__ or "") + os.sep
-    while (code := getattr(function, "__code__", None)) is not None:
-        inner = getattr(function, "__wrapped__", None)
-        if not code.co_filename.startswith((folder, _TORCH)):
-            return False
-        if inner is None:
-            return code.co_filename.startswith(folder) and code.co_qualname in names
-        function = inner
-    return False
-
-
 def _unsupported(layer: Any, base: type) -> str | None:
     """The reason why the fused loss cannot replace the layer's computation, with a remedy; None if it can. ``base`` is
     the layer's class without lazy logits."""
@@ -178,15 +165,27 @@ def _unsupported(layer: Any, base: type) -> str | None:
         kind = getattr(layers, name)
         # A Function's apply is inherited.
         parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
+    if "parametrizations" in layer._modules:
+        return (
+            "the output layer has parametrizations, which may give another weight each time; fold them into the weight"
+        )
     for function, names in parts:
-        if not _is_megatrons(function, *names):
+        if not is_megatrons(function, *names):
             kind = f"the output layer's class {base.__name__}"
             return f"{names[0]} is not Megatron's own, or not that of {kind}; leave Megatron's in place"
     return None
 
 
-def _why_logits(layer: torch.nn.Module, weight: Tensor | None) -> str | None:
-    """The reason why this call must make real logits, with a remedy; None if it need not."""
+def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None:
+    """The reason why this call must make real logits, with a remedy; None if it need not. ``of_layer``: the weight is
+    the layer's own, whose shape stock does not check."""
+    refused = hasattr(layer, "logits_refused_by")
+    # Frames: the caller's, compiler.disable's, the layer's forward, this one.
+    if not refused and (name := replaced_on_the_way(sys._getframe(2))) is not None:
+        return f"{name} may handle them and is not Megatron's own; take its term from token_statistics instead"
+    expected = [layer.output_size_per_partition, layer.input_size]
+    if of_layer and weight is not None and list(weight.shape) != expected:
+        return f"the output layer was built with a weight {expected} and has {list(weight.shape)}; build it anew"
     # The passed weight may be a detached view of the layer's own.
     weights = [w for w in (weight, layer.weight) if w is not None]
     sharded = any(hasattr(w, "__fsdp_param__") or hasattr(w, "to_local") for w in weights)
@@ -204,7 +203,7 @@ def _why_logits(layer: torch.nn.Module, weight: Tensor | None) -> str | None:
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
-    if not hasattr(layer, "logits_refused_by") and (layer._forward_hooks or modules._global_forward_hooks):
+    if not refused and (layer._forward_hooks or modules._global_forward_hooks):
         return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
     # Both functions include global module hooks.
     if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, layers, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers, vocab_parallel_cross_entropy
 
 import parallel_lce.megatron
 from measures import assert_close
@@ -34,6 +34,20 @@ def _twice(function):
         return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
 
     return doubled
+
+
+def _twice_last(function):
+    return lambda *given: (*(found := function(*given))[:-1], 2 * found[-1])
+
+
+def _gathering(own):
+    """A loss of its own, of gathered logits, by autograd.Functions that get a tensor alone."""
+
+    def compute_language_model_loss(self, labels, logits):
+        whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
+        return torch.nn.functional.cross_entropy(whole.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+
+    return compute_language_model_loss
 
 
 def _with_z_loss(own):
@@ -67,23 +81,28 @@ PATCHES = {
     "_forward_impl": (ColumnParallelLinear, "_forward_impl", _twice),
     "linear": (layers, "linear_with_grad_accumulation_and_async_allreduce", _twice),
     "apply": (AUTOGRAD, "apply", _twice),
-    "Function.forward": (AUTOGRAD, "forward", lambda own: staticmethod(_twice(own))),
+    "Function.forward": (AUTOGRAD, "forward", _twice),
+    "autocast": (ColumnParallelLinear, "forward", lambda own: torch.autocast("cpu", enabled=False)(own)),
+    "cross-entropy": (cross_entropy._VocabParallelCrossEntropy, "forward", _twice),
+    "its apply": (cross_entropy._VocabParallelCrossEntropy, "apply", _twice),
+    "its loss": (cross_entropy.VocabParallelCrossEntropy, "calculate_cross_entropy_loss", _twice_last),
     "a z-loss": (LanguageModule, "compute_language_model_loss", _with_z_loss),
     "a z-loss of the subclass": (GPTModel, "compute_language_model_loss", _with_z_loss),
     "a keyword": (LanguageModule, "compute_language_model_loss", _with_keyword),
     "a loss of its own": (LanguageModule, "compute_language_model_loss", _of_functions(0.0)),
+    "a loss of gathered logits": (LanguageModule, "compute_language_model_loss", _gathering),
     "a smoothed loss": (LanguageModule, "compute_language_model_loss", _of_functions(0.1)),
 }
 
 
 @contextmanager
 def _patched(owner, name, make):
-    own, inherited = getattr(owner, name), name not in vars(owner)
-    setattr(owner, name, make(own))
+    raw, new = vars(owner).get(name), make(getattr(owner, name))
+    setattr(owner, name, staticmethod(new) if isinstance(raw, staticmethod) else new)
     try:
         yield
     finally:
-        delattr(owner, name) if inherited else setattr(owner, name, staticmethod(own) if owner is AUTOGRAD else own)
+        delattr(owner, name) if raw is None else setattr(owner, name, raw)
 
 
 def _trained(model, spec, data) -> list[torch.Tensor]:
@@ -132,6 +151,18 @@ class _Adapter(torch.nn.Module):
         return logits + tensor_parallel.copy_to_tensor_model_parallel_region(hidden) @ self.more.t(), bias
 
 
+class _Head(torch.nn.Module):
+    """A module around the layer, with a hook that handles tensors alone."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_forward_hook(_tensors_alone)
+
+    def forward(self, *given, **named):
+        return self.inner(*given, **named)
+
+
 class _Doubled(torch.nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -162,6 +193,11 @@ def _own_loss(model) -> None:
     model.compute_language_model_loss = lambda labels, logits: 2 * own(labels, logits * 0.5)
 
 
+def _resize(model) -> None:
+    layer = model.output_layer
+    layer.weight = torch.nn.Parameter(torch.cat([layer.weight.detach(), torch.zeros_like(layer.weight[:8])]))
+
+
 # What is done to a model.
 CHANGES = {
     "adapter": _adapt,
@@ -171,6 +207,8 @@ CHANGES = {
     "hook of tensors": _hook(_tensors_alone),
     "pre-hook": lambda model: model.output_layer.register_forward_pre_hook(lambda module, given: (2 * given[0],)),
     "a loss of its own": _own_loss,
+    "a module around it": lambda model: setattr(model, "output_layer", _Head(model.output_layer)),
+    "another shape": _resize,
 }
 
 

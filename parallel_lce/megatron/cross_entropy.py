@@ -51,14 +51,14 @@ def _replaced(function: type, apply: object) -> str | None:
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 
-    parts: dict[str, Any] = {f"{function.__name__}.{name}": getattr(function, name) for name in ("forward", "backward")}
+    parts = [(f"{function.__name__}.{name}", getattr(function, name)) for name in ("forward", "backward")]
     for owner in (VocabParallelCrossEntropy, fused_cross_entropy):
-        parts |= {name: part for name, part in vars(owner).items() if name.startswith(("calculate_", "prepare_"))}
+        parts += [(name, part) for name, part in vars(owner).items() if name.startswith(("calculate_", "prepare_"))]
     if apply is not None:
-        parts["apply"] = apply
+        parts.append(("apply", apply))
     # Without torch.compile they are torch.jit's, which keep no code.
     own = lambda part: isinstance(part, torch.jit.ScriptFunction) or is_megatrons(part)  # noqa: E731
-    return next((name for name, part in parts.items() if not own(part)), None)
+    return next((name for name, part in parts if not own(part)), None)
 
 
 def apply_of(function: type, theirs: Any) -> Any:
@@ -85,8 +85,12 @@ def apply_of(function: type, theirs: Any) -> Any:
             logits = _shard(logits, group, _running[-1])
         return vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
 
-    vars(apply)["is_ours"] = True
+    vars(apply)["theirs"] = theirs
     return classmethod(apply)  # pyright: ignore[reportArgumentType]
+
+
+def _is_ours(apply: Any) -> bool:
+    return hasattr(getattr(apply, "__func__", None), "theirs")
 
 
 def _shard(logits: Tensor, group: dist.ProcessGroup | None, model: Any) -> Tensor:
@@ -107,13 +111,12 @@ def own_loss(model: Any) -> Iterator[None]:
     chosen = config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl
     added = []
     for function in dict.fromkeys((fused, unfused)):
-        theirs = vars(function).get("apply")
-        if not hasattr(getattr(theirs, "__func__", None), "is_ours"):  # without install(), or replaced since
-            added.append((function, theirs))
+        if not _is_ours(own := vars(function).get("apply")):  # without install(), or replaced since
+            added.append((function, own))
             function.apply = apply_of(*added[-1])
     # Megatron's code does not know this package's name. "native" needs no further package; a program that has replaced
     # the other cross-entropy means that one.
-    config.cross_entropy_loss_fusion = _replaced(unfused, None) is None
+    config.cross_entropy_loss_fusion = _replaced(unfused, vars(unfused)["apply"].__func__.theirs) is None
     config.cross_entropy_fusion_impl = "native"
     _running.append(model)
     try:

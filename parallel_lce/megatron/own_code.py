@@ -43,7 +43,7 @@ def is_megatrons(function: Any, *names: str) -> bool:
 
 def replaced_on_the_way(frame: FrameType | None) -> str | None:
     """Of a call of the output layer from ``frame``, made by a language model's method: what between that method and the
-    model's loss is not Megatron's own. None if all is, or if no language model makes the call."""
+    model's loss is not Megatron's own, "" if all is. None if no language model makes the call."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     foreign = None
@@ -55,6 +55,6 @@ def replaced_on_the_way(frame: FrameType | None) -> str | None:
                 foreign = foreign or frame.f_code.co_qualname
             if isinstance(model, LanguageModule):
                 own = vars(model).get("compute_language_model_loss", type(model).compute_language_model_loss)
-                return foreign or (None if is_megatrons(own) else "compute_language_model_loss")
+                return foreign or ("" if is_megatrons(own) else "compute_language_model_loss")
         frame = frame.f_back
     return None

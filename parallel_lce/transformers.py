@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import threading
 import traceback
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
@@ -35,7 +38,7 @@ from parallel_lce.run.transforms import transforming
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
-_CROSS_ENTROPY = nn.functional.cross_entropy
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
 _REMEDY = (
@@ -159,18 +162,39 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
     hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
     hooks += [*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
-    weight = layer.weight
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
     if hooks or _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
         return "its output layer has hooks"
     if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
         return "its output layer has hooks"
+    calls = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
+    if not all(map(_is_torchs, calls, _CALLS)) or nn.functional.linear is not torch._C._nn.linear:
+        return "nn.Linear, or what that calls, was replaced"
+    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
+        return f"a mode of torch functions is active, {others[-1]}"
+    weight = layer.weight
     if not (isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)):
         return f"the weight of its output layer is a {type(weight).__name__}"
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
+
+
+_CALLS = "Linear.forward", "Module._wrapped_call_impl", "Module._call_impl"
+
+
+def _is_torchs(function: Any, name: str) -> bool:
+    """Whether ``function`` is torch's own one of a qualified name, which a wrapper of it is not."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH) and code.co_qualname == name
+
+
+def _is_computed(layer: nn.Module) -> bool:
+    """Whether the layer computes its weight or bias at each use, as ``torch.nn.utils.parametrize`` does it.
+    That may draw random numbers, so they are not read."""
+    return hasattr(type(layer), "weight") or hasattr(type(layer), "bias")
 
 
 def _is_sharded_by_plan(layer: nn.Module) -> bool:
@@ -412,8 +436,12 @@ class _Door:
         """Why a call must make real logits, as far as it is known before; None if it need not."""
         if not _is_stock(model, own):
             return f"its loss_function is {getattr(own, '__qualname__', own)}, or what that calls was replaced"
+        if not _is_torchs(nn.functional.cross_entropy, "cross_entropy"):
+            return "torch.nn.functional.cross_entropy, which its loss calls, was replaced"
         if layer is None:
             return "its output layer is no nn.Linear"
+        if _is_computed(layer):
+            return "the weight or bias of its output layer is parametrized"
         if transforming():
             return "a transform of torch.func runs"
         if torch.autograd.forward_ad._current_level >= 0:
@@ -465,16 +493,17 @@ def _is_stock(model: Any, loss: Any) -> bool:
     packages = {each.get("__name__", "").partition(".")[0] for each in (names, property_names)}
     own = getattr(loss, "__name__", None) == "ForCausalLMLoss" and len(packages) == 1
     helper = names.get("fixed_cross_entropy", loss)
-    return own and getattr(helper, "__globals__", None) is names and nn.functional.cross_entropy is _CROSS_ENTROPY
+    return own and getattr(helper, "__globals__", None) is names
 
 
 def _output_layer(model: Any) -> Any:
     """The ``nn.Linear`` that is, or within a wrapper gives its weight to, the model's output layer; or None."""
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
-        weight = getattr(layer, "weight", None)
-        modules = layer.modules() if isinstance(layer, nn.Module) and weight is not None else ()
-        layer = next((m for m in modules if isinstance(m, nn.Linear) and m.weight is weight), None)
+        modules = [m for m in layer.modules() if isinstance(m, nn.Linear)] if isinstance(layer, nn.Module) else []
+        computed = [m for m in modules if _is_computed(m)]
+        weight = None if computed else getattr(layer, "weight", None)
+        layer = next((m for m in modules if m in computed or (weight is not None and m.weight is weight)), None)
     return layer if layer is not None and type(layer).forward is nn.Linear.forward else None
 
 

@@ -233,14 +233,56 @@ def replaced_head(model, given, patch):
     return trained(model, given)
 
 
-def parametrized(model, given, patch):
-    class Half(nn.Module):
-        def forward(self, weight):
-            return weight / 2
+class Noise(nn.Module):
+    def forward(self, weight):
+        return weight + torch.randn_like(weight)
 
+
+def parametrized(model, given, patch, name="weight", around=lambda layer: layer):
+    """Draws once in a call, also in a wrapper."""
     patch(model)
-    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Half())
-    return trained(model, given)
+    nn.utils.parametrize.register_parametrization(model.lm_head, name, Noise())
+    model.lm_head = around(model.lm_head)
+    torch.manual_seed(3)
+    return trained(model, given, lambda out: out["logits"].detach().clone()), torch.rand(1)
+
+
+def replaced(owner, name, make):
+    """With another function in the place of one that the output layer or the loss calls."""
+
+    def habit(model, given, patch):
+        with mock.patch.object(owner, name, functools.wraps(own := getattr(owner, name))(make(own))):
+            return trained(patch(model), given)
+
+    return habit
+
+
+def tripled(own):
+    return lambda *arguments, **options: 3 * own(*arguments, **options)
+
+
+def tripled_head(own):
+    def call(self, *arguments, **options):
+        out = own(self, *arguments, **options)
+        return 3 * out if isinstance(self, nn.Linear) else out
+
+    return call
+
+
+class Linear2(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function is F.linear else out
+
+
+def in_a_mode(mode):
+    def habit(model, given, patch):
+        patch(model)
+        with mode():
+            out = model(**given)
+        return out["loss"], out["logits"].detach().clone()
+
+    return habit
 
 
 def weight_norm(model, given, patch):
@@ -362,7 +404,18 @@ HABITS = {
     "forward overridden": (class_overridden, OWN + "its forward makes them by 'mul'", False),
     "an autograd.Function": (function_in_forward, OWN + "its forward makes them by 'mul'", False),
     "head replaced": (replaced_head, None, True),
-    "parametrized head": (parametrized, None, True),
+    "parametrized head": (parametrized, OWN + "the weight or bias of its output layer is parametrized", False),
+    "parametrized head in a wrapper": (
+        functools.partial(parametrized, around=ModulesToSave),
+        OWN + "the weight or bias of its output layer is parametrized",
+        False,
+    ),
+    "nn.Linear.forward": (replaced(nn.Linear, "forward", tripled), OWN + "nn.Linear, or what that calls", False),
+    "nn.Module.__call__": (replaced(nn.Module, "__call__", tripled_head), OWN + "nn.Linear, or what that", False),
+    "F.linear": (replaced(F, "linear", tripled), OWN + "nn.Linear, or what that calls", False),
+    "F.cross_entropy": (replaced(F, "cross_entropy", tripled), OWN + "torch.nn.functional.cross_entropy, which", False),
+    "a mode": (in_a_mode(Linear2), OWN + "a mode of torch functions is active, Linear2", False),
+    "a device's mode": (in_a_mode(lambda: torch.device("cpu")), AFTER, True),
     "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
     "DataParallel": (in_a_data_parallel, "in a replica of DataParallel", False),
     "no label counts": (no_labels_count, None, True),

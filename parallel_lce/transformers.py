@@ -17,7 +17,6 @@ import sys
 import threading
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,14 +55,16 @@ class _LazyLogits(RecordedLogits):
 
     call: _Call
     origin: _LazyLogits
-    loss: tuple[weakref.ref[Tensor], Callable[[Tensor], Tensor]]  # the fused loss, and the model's own of real logits
+    # The fused loss's place in the graph, which outlives its tensor, and the model's own loss of real logits.
+    loss: tuple[Any, Callable[[Tensor], Tensor]]
 
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
         weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
         trainable = any([p is not None and p.requires_grad for p in layer._parameters.values()])
         self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
-        vars(self)["vocabulary"] = layer.weight.shape[0]
+        self.watch.weight = own = layer.weight
+        vars(self).update(vocabulary=own.shape[0], kind=(own.dtype, own.device))
 
     def check(self) -> None:
         super().check()
@@ -71,14 +72,20 @@ class _LazyLogits(RecordedLogits):
             return
         weight, after = self.weight, None
         if weight is None and self.origin.has_loss:
-            after = "FSDP has taken back the output layer's weight"
-        elif weight is not None and type(weight) is not DTensor:
+            weight = self.layer.weight  # FSDP2 may keep it whole until the backward
+            if type(weight) is DTensor:
+                after = "FSDP has taken back the output layer's weight"
+        elif weight is not None and (weight.dtype, weight.device) != self.kind:
+            after = f"the output layer's weight became {weight.dtype} on {weight.device}"
+        if after or weight is None:
+            pass
+        elif type(weight) is not DTensor:
             if not transforming() and weight.numel() > 0 and weight.untyped_storage().size() == 0:
                 after = "FSDP has taken back the output layer's weight"
-        elif weight is not None and self.layer._parameters.get("weight", weight) is not weight:
+        elif self.layer._parameters.get("weight", weight) is not weight:
             after = "the output layer got another weight"
         if after:
-            remedy = "use output.logits before, or evaluate in eval mode"
+            remedy = "use output.logits before, evaluate in eval mode, or call unpatch(model)"
             raise RuntimeError(f"parallel_lce: the logits of this forward are wanted after {after}: {remedy}")
 
     def _check_function(self) -> None:
@@ -93,6 +100,10 @@ class _LazyLogits(RecordedLogits):
             self.call.made_by = use
 
     def _stock(self) -> Tensor:
+        layer = self.layer
+        if self.weight is None and self.origin.has_loss:  # FSDP2's hooks, which cast, run within the forward alone
+            logits = nn.functional.linear(self.hidden.to(layer.weight.dtype), layer.weight, layer.bias)
+            return logits.to(layer._get_fsdp_state()._mp_policy.output_dtype or logits.dtype)
         if self.weight is None or _is_sharded_by_plan(self.layer):
             return nn.Module.__call__(self.layer, self.hidden)
         return nn.functional.linear(self.hidden, self.weight, self.bias)
@@ -112,13 +123,13 @@ class _LazyLogits(RecordedLogits):
         if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_FSDP):
             vars(self)["hooks"] = (*self.hooks, hook)  # FSDP puts one on each output, and needs one of them
             return
-        loss, own = self.origin.loss
+        node, own = self.origin.loss
         real = self.materialize(repr(name))
 
-        def gradient_of_loss(upstream: Tensor) -> None:
+        def gradient_of_loss(upstream: tuple[Tensor, ...]) -> None:
             logits = real.detach().requires_grad_()
             with torch.enable_grad():
-                (gradient,) = torch.autograd.grad(own(logits), logits, upstream)
+                (gradient,) = torch.autograd.grad(own(logits), logits, upstream[0])
             if hook is None:
                 real.grad = gradient if real.grad is None else real.grad + gradient
             elif hook(gradient) is not None:
@@ -126,7 +137,7 @@ class _LazyLogits(RecordedLogits):
                 raise RuntimeError(f"parallel_lce: {said}: call unpatch(model) before the forward")
 
         getattr(real, name)(*([] if hook is None else [hook]))
-        loss().register_hook(gradient_of_loss)
+        node.register_prehook(gradient_of_loss)
 
 
 class _Head(nn.Linear):
@@ -153,6 +164,7 @@ def _lazy(layer: Any, hidden: Tensor) -> Any:
     call = getattr(_running, "call", None)
     if call is None or call.layer is not layer:
         return nn.Module.__call__(layer, hidden)
+    call.called = True
     call.reason = call.reason or _reason_of_layer(layer, hidden)
     return _LazyLogits(call, layer, hidden) if call.reason is None else nn.Module.__call__(layer, hidden)
 
@@ -240,7 +252,7 @@ class _Loss:
                 items = given.get("num_items_in_batch")
                 loss, call.accuracy = self._fused(lazy, target, items, ignore)
                 rest = {name: value for name, value in given.items() if name != "logits"}
-                lazy.origin.loss = weakref.ref(loss), lambda real: self.own(real, **rest)
+                lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **rest)
                 call.fused = True
                 return loss
             real = lazy.materialize("the loss")
@@ -312,11 +324,12 @@ def _with_accuracy(kind: type) -> type:
 class _Call:
     """One call of a patched model's forward, of ``door``, in which ``layer`` may return lazy logits."""
 
-    def __init__(self, door: _Door, model: Any, layer: Any, reason: str | None) -> None:
+    def __init__(self, door: _Door, model: Any, layer: Any, wanted: bool, reason: str | None) -> None:
         self.door, self.model, self.layer, self.reason = door, model, layer, reason
+        self.lazy = wanted and reason is None
         self.made_by: str | None = None
         self.accuracy: Tensor | None = None
-        self.asked = self.fused = False
+        self.asked = self.fused = self.called = False
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def finish(self, output: Any) -> Any:
@@ -342,7 +355,10 @@ class _Call:
             made = self.made_by if self.made_by != "the loss" else None
             # Without a loss of logits, as by TRL's fused head, nothing is to be said.
             asked = self.asked or (isinstance(output, dict) and None not in map(output.get, ("loss", "logits")))
-            reason = (self.reason if asked else None) or (made and f"its forward makes them by {made}")
+            reason = self.reason
+            if reason is None and self.lazy and not self.called:
+                reason = "its forward does not call its output layer"
+            reason = (reason if asked else None) or (made and f"its forward makes them by {made}")
             if reason is not None:
                 said = f"computes its own loss, of all logits: {reason}; undo that, or end this by unpatch(model)"
                 self.door.say(self.model, said)
@@ -406,9 +422,9 @@ class _Door:
         if before is not None and before.model is model:  # a forward around a forward
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
-        call = _Call(self, model, layer, self._reason(model, layer, own) if wanted else None)
+        call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
         _running.call = call
-        self._enter(call, own, wanted and call.reason is None)
+        self._enter(call, own)
         try:
             output = forward(*arguments, **named)
         finally:
@@ -416,12 +432,12 @@ class _Door:
             self._leave(call)
         return call.finish(output)
 
-    def _enter(self, call: _Call, own: Any, lazy: bool) -> None:
+    def _enter(self, call: _Call, own: Any) -> None:
         """Changes the model for the time of this call, and of those of other threads."""
         with _lock:
             self.calls += 1
             vars(call.model)[_LOSS] = _Loss(self, own)
-            if lazy and not isinstance(call.layer, _Head):
+            if call.lazy and not isinstance(call.layer, _Head):
                 call.layer.__class__ = _head_of(type(call.layer))
 
     def _leave(self, call: _Call) -> None:
@@ -511,13 +527,14 @@ def _output_layer(model: Any) -> Any:
 def _patched(base: type) -> type:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
 
-    get, put = base.loss_function.fget, base.loss_function.fset  # by names that Dynamo can trace
+    own = base.loss_function
+    get = own.fget  # by a name that Dynamo can trace
 
     class Patched(base):
         _parallel_lce_base = base
         _parallel_lce_place = [*inspect.signature(base.forward).parameters, "labels"].index("labels") - 1
 
-        @functools.wraps(base.forward)
+        @_as(base.forward)
         def forward(self, *arguments, **named):
             door = self.__dict__.get(_DOOR)
             if door is None or not door.is_wanted(self, arguments, named):
@@ -527,11 +544,13 @@ def _patched(base: type) -> type:
         @property
         def loss_function(self):
             loss = self.__dict__.get(_LOSS)
+            if loss is None and base.loss_function is not own:  # which a program has replaced since
+                return super().loss_function
             return get(self) if loss is None else loss
 
         @loss_function.setter
         def loss_function(self, value):
-            put(self, value)
+            base.loss_function.__set__(self, value)
 
         def __reduce_ex__(self, protocol):
             make, (_, *rest), *state = super().__reduce_ex__(protocol)
@@ -539,6 +558,19 @@ def _patched(base: type) -> type:
 
     Patched.__name__, Patched.__qualname__, Patched.__module__ = base.__name__, base.__qualname__, base.__module__
     return Patched
+
+
+def _as(own: Callable[..., Any]) -> Callable[[Any], Any]:
+    """As ``functools.wraps``, without the attribute by which accelerate finds what it takes for a wrapper's function,
+    and puts that into the model."""
+
+    def named(forward: Any) -> Any:
+        functools.update_wrapper(forward, own)
+        del forward.__wrapped__
+        forward.__signature__ = inspect.signature(own)
+        return forward
+
+    return named
 
 
 def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
@@ -610,7 +642,7 @@ def patch(
 def _around_forward(owner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     """``own``, a forward that somebody gave to the model ``owner``, as :func:`_patched`'s forward."""
 
-    @functools.wraps(own)
+    @_as(own)
     def forward(*arguments, **named):
         door = vars(owner).get(_DOOR)
         if door is None or not door.is_wanted(owner, arguments, named):

@@ -110,6 +110,10 @@ def test_logits_after_an_optimizers_step(name):
     habits.after_a_step(name)
 
 
+def test_logits_after_a_cast():
+    habits.after_a_cast()
+
+
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("release", RELEASES)
 def test_saved_modules(release, before, run):

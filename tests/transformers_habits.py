@@ -4,9 +4,11 @@ A habit is a function of the model, of a batch with labels and of ``patch``, and
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import tempfile
+import types
 import warnings
 from unittest import mock
 
@@ -269,6 +271,48 @@ def tripled_head(own):
     return call
 
 
+def after_another(model, given, patch):
+    """The loss that the logits are of has been replaced in the output, and its tensor is gone."""
+    out = patch(model)(**given)
+    out["loss"] = out["loss"] / 4
+    z = kept(out["logits"])
+    out["loss"].backward()
+    return z.grad
+
+
+def by_the_weight(model, given, patch):
+    """A forward that does not call its output layer."""
+    base = type(model)
+
+    class Own(base):
+        def forward(self, input_ids, labels=None, **named):
+            head = self.lm_head
+            z = F.linear(self.get_input_embeddings()(input_ids), head.weight, head.bias)
+            return {"loss": self.loss_function(z, labels, head.out_features), "logits": z}
+
+    model.__class__ = Own
+    return trained(patch(model), given)
+
+
+def property_replaced(model, given, patch):
+    patch(model)
+    kind = next(kind for kind in type(model).__mro__[::-1] if "loss_function" in vars(kind))
+    other = property(lambda self: a_loss, lambda self, value: vars(self).update(put=value))
+    with mock.patch.object(kind, "loss_function", other):
+        model.loss_function = 3
+        return trained(model, given), model.put
+
+
+def unwrapped(model, given, patch):
+    """As accelerate takes its wrappers off a model: down to the last function."""
+    patch(model)
+    forward = functools.wraps(own := model.forward)(lambda *arguments, **named: own(*arguments, **named))
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    model.forward = types.MethodType(getattr(forward, "__func__", forward), model)
+    return trained(model, given), [*inspect.signature(model.forward).parameters]
+
+
 class Linear2(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -354,8 +398,6 @@ def no_grad_in_training(model, given, patch):
 
 
 def labels_by_place(model, given, patch):
-    import inspect
-
     place = [*inspect.signature(patch(model).forward).parameters].index("labels")
     out = model(given["input_ids"], *[None] * (place - 1), given["labels"])
     return out["loss"]
@@ -415,6 +457,10 @@ HABITS = {
     "F.linear": (replaced(F, "linear", tripled), OWN + "nn.Linear, or what that calls", False),
     "F.cross_entropy": (replaced(F, "cross_entropy", tripled), OWN + "torch.nn.functional.cross_entropy, which", False),
     "a mode": (in_a_mode(Linear2), OWN + "a mode of torch functions is active, Linear2", False),
+    "the logits' gradient of another loss": (after_another, AFTER, True),
+    "without the head": (by_the_weight, OWN + "its forward does not call its output layer", False),
+    "the property loss_function": (property_replaced, OWN + "its loss_function is a_loss", False),
+    "unwrapped": (unwrapped, None, True),
     "a device's mode": (in_a_mode(lambda: torch.device("cpu")), AFTER, True),
     "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
     "DataParallel": (in_a_data_parallel, "in a replica of DataParallel", False),
@@ -586,6 +632,14 @@ def _gradient_of(value):
     parameter = nn.Parameter(value)
     parameter.grad = torch.ones_like(value)
     return parameter
+
+
+def after_a_cast():
+    model = door.patch(bodies.model_of("stand-in", "plain").train())
+    out = model(**bodies.batch(1))
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"after the output layer's weight became torch.bfloat16 on cpu.*unpatch"):
+        out["logits"].sum()
 
 
 def after_a_step(name):

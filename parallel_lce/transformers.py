@@ -649,6 +649,7 @@ def _around_forward(owner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(*arguments, **named)
         return door.run(owner, own, arguments, named)
 
+    vars(forward)["__wrapped__"] = type(owner).forward  # what is left without wrappers
     vars(forward)["_parallel_lce_own"] = own
     return forward
 

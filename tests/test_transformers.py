@@ -126,6 +126,12 @@ def test_units_of_the_output_layer(release, how, run):
     run(release, 2, bodies.units, release, how)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("release", RELEASES)
+def test_logits_of_a_weight_that_is_kept_whole(release, apart, run):
+    run(release, 2, bodies.kept_whole, release, apart)
+
+
 TRAINERS = "SFT", "DPO", "GRPO", "RLOO", "KTO", "Distillation"
 TRAININGS = [("", ranks, kind) for ranks in (1, 2) for kind in TRAINED]
 TRAININGS += [(name, 1, kind) for name in TRAINERS for kind in ("plain", "capped")]

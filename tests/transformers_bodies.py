@@ -243,6 +243,35 @@ def units(member: Member, release: str, how: str) -> None:
         assert len(said) == (not is_fused) and all("in a unit of FSDP of its own" in text for text in said), said
 
 
+def kept_whole(member: Member, release: str, apart: bool) -> None:
+    """FSDP2 keeps the output layer's weight whole until the backward, as accelerate lays it out: so are the logits."""
+    model, mesh = model_of(release, "plain").train(), mesh_of("cpu", (2,))
+
+    def trained(patch):
+        wrapped = patch(copy.deepcopy(model))
+        norm = wrapped.model["norm"] if isinstance(wrapped, CausalLM) else wrapped.model.norm
+        unit = wrapped.lm_head if apart else [norm, wrapped.lm_head]
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        fully_shard(wrapped, mesh=mesh)
+        out = wrapped(**batch(member.rank))
+        assert fused(out) == (door._DOOR in vars(wrapped))
+        logits = out.logits[...]
+        (out.loss + 0.01 * logits.float().logsumexp(-1).square().mean()).backward()
+        found = [out.loss.detach(), logits.detach(), *(p.grad.full_tensor() for p in wrapped.parameters())]
+        with (
+            pytest.raises(RuntimeError, match=r"FSDP has taken back .*unpatch\(model\)")
+            if patch is door.patch
+            else (contextlib.nullcontext())
+        ):
+            out = wrapped(**batch(member.rank))
+            out.loss.backward()
+            out.logits.sum()
+        return found
+
+    for stock, ours in zip(trained(lambda m: m), trained(door.patch)):
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5 * max(1.0, stock.abs().max().item()))
+
+
 @without_a_warning()
 def modes(member: Member, release: str, kind: str) -> None:
     """Without labels, in generation, in tuples and in eval mode a patched model, and a copy of it, is as before."""

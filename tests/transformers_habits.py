@@ -303,10 +303,13 @@ def property_replaced(model, given, patch):
         return trained(model, given), model.put
 
 
-def unwrapped(model, given, patch):
+def unwrapped(model, given, patch, before=True):
     """As accelerate takes its wrappers off a model: down to the last function."""
+    patch(model) if before else None
+    own = model.forward
+    model.forward = functools.wraps(own.__func__)(lambda *arguments, **named: own(*arguments, **named))
     patch(model)
-    forward = functools.wraps(own := model.forward)(lambda *arguments, **named: own(*arguments, **named))
+    forward = model.forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     model.forward = types.MethodType(getattr(forward, "__func__", forward), model)
@@ -461,6 +464,7 @@ HABITS = {
     "without the head": (by_the_weight, OWN + "its forward does not call its output layer", False),
     "the property loss_function": (property_replaced, OWN + "its loss_function is a_loss", False),
     "unwrapped": (unwrapped, None, True),
+    "unwrapped, patched after": (functools.partial(unwrapped, before=False), None, True),
     "a device's mode": (in_a_mode(lambda: torch.device("cpu")), AFTER, True),
     "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
     "DataParallel": (in_a_data_parallel, "in a replica of DataParallel", False),

@@ -105,7 +105,7 @@ def test_uses_of_the_logits(release, kind, run):
     run(release, 1, habits.uses, release, kind)
 
 
-@pytest.mark.parametrize("name", habits.STEPS)
+@pytest.mark.parametrize("name", bodies.STEPS)
 def test_logits_after_an_optimizers_step(name):
     habits.after_a_step(name)
 

@@ -581,3 +581,55 @@ def page(member: Member) -> None:
     losses = [exec(block, names) or names["loss"].item() for block in blocks]
     trl_door.unpatch()
     assert len(losses) == 5 and max(losses) - min(losses) < 1e-5, losses
+
+
+class DataSGD(torch.optim.Optimizer):
+    """Writes as 8-bit optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def _of_copies(model):
+    """Steps copies in fp32, and writes them back."""
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, fused=True)
+
+    def step():
+        for mine, own in zip(copies, model.parameters()):
+            mine.grad = own.grad
+        optimizer.step()
+        for mine, own in zip(copies, model.parameters()):
+            own.data.copy_(mine)
+
+    return step
+
+
+def _of_another(model):
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    return torch.optim.AdamW([other], fused=True).step
+
+
+STEPS = {
+    "fused": (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step, True),
+    "foreach": (lambda m: torch.optim.SGD(m.parameters(), foreach=True).step, True),
+    "through .data": (lambda m: DataSGD(m.parameters()).step, True),
+    "a view": (lambda m: torch.optim.SGD([_gradient_of(m.lm_head.weight.data.view(-1))], fused=True).step, True),
+    "copies": (_of_copies, True),
+    "another model's": (_of_another, False),
+    "all but the head": (
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p is not m.lm_head.weight], fused=True).step,
+        False,
+    ),
+}
+
+
+def _gradient_of(value):
+    parameter = torch.nn.Parameter(value)
+    parameter.grad = torch.ones_like(value)
+    return parameter

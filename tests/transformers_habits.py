@@ -586,58 +586,6 @@ def uses(member, release, kind):
             assert fused and len(said) == 1 and AFTER in said[0], (use, said)
 
 
-class DataSGD(torch.optim.Optimizer):
-    """Writes as 8-bit optimizers do."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.sub_(parameter.grad)
-
-
-def _of_copies(model):
-    """Steps copies in fp32, and writes them back."""
-    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(copies, fused=True)
-
-    def step():
-        for mine, own in zip(copies, model.parameters()):
-            mine.grad = own.grad
-        optimizer.step()
-        for mine, own in zip(copies, model.parameters()):
-            own.data.copy_(mine)
-
-    return step
-
-
-def _of_another(model):
-    other = nn.Parameter(torch.ones(3))
-    other.grad = torch.ones(3)
-    return torch.optim.AdamW([other], fused=True).step
-
-
-STEPS = {
-    "fused": (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step, True),
-    "foreach": (lambda m: torch.optim.SGD(m.parameters(), foreach=True).step, True),
-    "through .data": (lambda m: DataSGD(m.parameters()).step, True),
-    "a view": (lambda m: torch.optim.SGD([_gradient_of(m.lm_head.weight.data.view(-1))], fused=True).step, True),
-    "copies": (_of_copies, True),
-    "another model's": (_of_another, False),
-    "all but the head": (
-        lambda m: torch.optim.AdamW([p for p in m.parameters() if p is not m.lm_head.weight], fused=True).step,
-        False,
-    ),
-}
-
-
-def _gradient_of(value):
-    parameter = nn.Parameter(value)
-    parameter.grad = torch.ones_like(value)
-    return parameter
-
-
 def after_a_cast():
     model = door.patch(bodies.model_of("stand-in", "plain").train())
     out = model(**bodies.batch(1))
@@ -648,7 +596,7 @@ def after_a_cast():
 
 def after_a_step(name):
     """Never those of other weights: those of the forward, or a word."""
-    make, is_refused = STEPS[name]
+    make, is_refused = bodies.STEPS[name]
     model = door.patch(bodies.model_of("stand-in", "plain").train())
     with torch.no_grad():
         truth = door.unpatch(copy.deepcopy(model))(**bodies.batch(1))["logits"]

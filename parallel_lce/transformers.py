@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import threading
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
@@ -35,7 +37,7 @@ from parallel_lce.run.transforms import transforming
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
-_CROSS_ENTROPY = nn.functional.cross_entropy
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
 _REMEDY = (
@@ -53,14 +55,16 @@ class _LazyLogits(RecordedLogits):
 
     call: _Call
     origin: _LazyLogits
-    loss: tuple[weakref.ref[Tensor], Callable[[Tensor], Tensor]]  # the fused loss, and the model's own of real logits
+    # The fused loss's place in the graph, which outlives its tensor, and the model's own loss of real logits.
+    loss: tuple[Any, Callable[[Tensor], Tensor]]
 
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
         weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
         trainable = any([p is not None and p.requires_grad for p in layer._parameters.values()])
         self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
-        vars(self)["vocabulary"] = layer.weight.shape[0]
+        self.watch.weight = own = layer.weight
+        vars(self).update(vocabulary=own.shape[0], kind=(own.dtype, own.device))
 
     def check(self) -> None:
         super().check()
@@ -68,14 +72,20 @@ class _LazyLogits(RecordedLogits):
             return
         weight, after = self.weight, None
         if weight is None and self.origin.has_loss:
-            after = "FSDP has taken back the output layer's weight"
-        elif weight is not None and type(weight) is not DTensor:
+            weight = self.layer.weight  # FSDP2 may keep it whole until the backward
+            if type(weight) is DTensor:
+                after = "FSDP has taken back the output layer's weight"
+        elif weight is not None and (weight.dtype, weight.device) != self.kind:
+            after = f"the output layer's weight became {weight.dtype} on {weight.device}"
+        if after or weight is None:
+            pass
+        elif type(weight) is not DTensor:
             if not transforming() and weight.numel() > 0 and weight.untyped_storage().size() == 0:
                 after = "FSDP has taken back the output layer's weight"
-        elif weight is not None and self.layer._parameters.get("weight", weight) is not weight:
+        elif self.layer._parameters.get("weight", weight) is not weight:
             after = "the output layer got another weight"
         if after:
-            remedy = "use output.logits before, or evaluate in eval mode"
+            remedy = "use output.logits before, evaluate in eval mode, or call unpatch(model)"
             raise RuntimeError(f"parallel_lce: the logits of this forward are wanted after {after}: {remedy}")
 
     def _check_function(self) -> None:
@@ -90,6 +100,10 @@ class _LazyLogits(RecordedLogits):
             self.call.made_by = use
 
     def _stock(self) -> Tensor:
+        layer = self.layer
+        if self.weight is None and self.origin.has_loss:  # FSDP2's hooks, which cast, run within the forward alone
+            logits = nn.functional.linear(self.hidden.to(layer.weight.dtype), layer.weight, layer.bias)
+            return logits.to(layer._get_fsdp_state()._mp_policy.output_dtype or logits.dtype)
         if self.weight is None or _is_sharded_by_plan(self.layer):
             return nn.Module.__call__(self.layer, self.hidden)
         return nn.functional.linear(self.hidden, self.weight, self.bias)
@@ -109,13 +123,13 @@ class _LazyLogits(RecordedLogits):
         if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_FSDP):
             vars(self)["hooks"] = (*self.hooks, hook)  # FSDP puts one on each output, and needs one of them
             return
-        loss, own = self.origin.loss
+        node, own = self.origin.loss
         real = self.materialize(repr(name))
 
-        def gradient_of_loss(upstream: Tensor) -> None:
+        def gradient_of_loss(upstream: tuple[Tensor, ...]) -> None:
             logits = real.detach().requires_grad_()
             with torch.enable_grad():
-                (gradient,) = torch.autograd.grad(own(logits), logits, upstream)
+                (gradient,) = torch.autograd.grad(own(logits), logits, upstream[0])
             if hook is None:
                 real.grad = gradient if real.grad is None else real.grad + gradient
             elif hook(gradient) is not None:
@@ -123,7 +137,7 @@ class _LazyLogits(RecordedLogits):
                 raise RuntimeError(f"parallel_lce: {said}: call unpatch(model) before the forward")
 
         getattr(real, name)(*([] if hook is None else [hook]))
-        loss().register_hook(gradient_of_loss)
+        node.register_prehook(gradient_of_loss)
 
 
 class _Head(nn.Linear):
@@ -150,6 +164,7 @@ def _lazy(layer: Any, hidden: Tensor) -> Any:
     call = getattr(_running, "call", None)
     if call is None or call.layer is not layer:
         return nn.Module.__call__(layer, hidden)
+    call.called = True
     call.reason = call.reason or _reason_of_layer(layer, hidden)
     return _LazyLogits(call, layer, hidden) if call.reason is None else nn.Module.__call__(layer, hidden)
 
@@ -159,18 +174,39 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
     hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
     hooks += [*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
-    weight = layer.weight
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
     if hooks or _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
         return "its output layer has hooks"
     if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
         return "its output layer has hooks"
+    calls = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
+    if not all(map(_is_torchs, calls, _CALLS)) or nn.functional.linear is not torch._C._nn.linear:
+        return "nn.Linear, or what that calls, was replaced"
+    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
+        return f"a mode of torch functions is active, {others[-1]}"
+    weight = layer.weight
     if not (isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)):
         return f"the weight of its output layer is a {type(weight).__name__}"
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
+
+
+_CALLS = "Linear.forward", "Module._wrapped_call_impl", "Module._call_impl"
+
+
+def _is_torchs(function: Any, name: str) -> bool:
+    """Whether ``function`` is torch's own one of a qualified name, which a wrapper of it is not."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH) and code.co_qualname == name
+
+
+def _is_computed(layer: nn.Module) -> bool:
+    """Whether the layer computes its weight or bias at each use, as ``torch.nn.utils.parametrize`` does it.
+    That may draw random numbers, so they are not read."""
+    return hasattr(type(layer), "weight") or hasattr(type(layer), "bias")
 
 
 def _is_sharded_by_plan(layer: nn.Module) -> bool:
@@ -216,7 +252,7 @@ class _Loss:
                 items = given.get("num_items_in_batch")
                 loss, call.accuracy = self._fused(lazy, target, items, ignore)
                 rest = {name: value for name, value in given.items() if name != "logits"}
-                lazy.origin.loss = weakref.ref(loss), lambda real: self.own(real, **rest)
+                lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **rest)
                 call.fused = True
                 return loss
             real = lazy.materialize("the loss")
@@ -288,11 +324,12 @@ def _with_accuracy(kind: type) -> type:
 class _Call:
     """One call of a patched model's forward, of ``door``, in which ``layer`` may return lazy logits."""
 
-    def __init__(self, door: _Door, model: Any, layer: Any, reason: str | None) -> None:
+    def __init__(self, door: _Door, model: Any, layer: Any, wanted: bool, reason: str | None) -> None:
         self.door, self.model, self.layer, self.reason = door, model, layer, reason
+        self.lazy = wanted and reason is None
         self.made_by: str | None = None
         self.accuracy: Tensor | None = None
-        self.asked = self.fused = False
+        self.asked = self.fused = self.called = False
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def finish(self, output: Any) -> Any:
@@ -318,7 +355,10 @@ class _Call:
             made = self.made_by if self.made_by != "the loss" else None
             # Without a loss of logits, as by TRL's fused head, nothing is to be said.
             asked = self.asked or (isinstance(output, dict) and None not in map(output.get, ("loss", "logits")))
-            reason = (self.reason if asked else None) or (made and f"its forward makes them by {made}")
+            reason = self.reason
+            if reason is None and self.lazy and not self.called:
+                reason = "its forward does not call its output layer"
+            reason = (reason if asked else None) or (made and f"its forward makes them by {made}")
             if reason is not None:
                 said = f"computes its own loss, of all logits: {reason}; undo that, or end this by unpatch(model)"
                 self.door.say(self.model, said)
@@ -382,9 +422,9 @@ class _Door:
         if before is not None and before.model is model:  # a forward around a forward
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
-        call = _Call(self, model, layer, self._reason(model, layer, own) if wanted else None)
+        call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
         _running.call = call
-        self._enter(call, own, wanted and call.reason is None)
+        self._enter(call, own)
         try:
             output = forward(*arguments, **named)
         finally:
@@ -392,12 +432,12 @@ class _Door:
             self._leave(call)
         return call.finish(output)
 
-    def _enter(self, call: _Call, own: Any, lazy: bool) -> None:
+    def _enter(self, call: _Call, own: Any) -> None:
         """Changes the model for the time of this call, and of those of other threads."""
         with _lock:
             self.calls += 1
             vars(call.model)[_LOSS] = _Loss(self, own)
-            if lazy and not isinstance(call.layer, _Head):
+            if call.lazy and not isinstance(call.layer, _Head):
                 call.layer.__class__ = _head_of(type(call.layer))
 
     def _leave(self, call: _Call) -> None:
@@ -412,8 +452,12 @@ class _Door:
         """Why a call must make real logits, as far as it is known before; None if it need not."""
         if not _is_stock(model, own):
             return f"its loss_function is {getattr(own, '__qualname__', own)}, or what that calls was replaced"
+        if not _is_torchs(nn.functional.cross_entropy, "cross_entropy"):
+            return "torch.nn.functional.cross_entropy, which its loss calls, was replaced"
         if layer is None:
             return "its output layer is no nn.Linear"
+        if _is_computed(layer):
+            return "the weight or bias of its output layer is parametrized"
         if transforming():
             return "a transform of torch.func runs"
         if torch.autograd.forward_ad._current_level >= 0:
@@ -465,16 +509,17 @@ def _is_stock(model: Any, loss: Any) -> bool:
     packages = {each.get("__name__", "").partition(".")[0] for each in (names, property_names)}
     own = getattr(loss, "__name__", None) == "ForCausalLMLoss" and len(packages) == 1
     helper = names.get("fixed_cross_entropy", loss)
-    return own and getattr(helper, "__globals__", None) is names and nn.functional.cross_entropy is _CROSS_ENTROPY
+    return own and getattr(helper, "__globals__", None) is names
 
 
 def _output_layer(model: Any) -> Any:
     """The ``nn.Linear`` that is, or within a wrapper gives its weight to, the model's output layer; or None."""
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
-        weight = getattr(layer, "weight", None)
-        modules = layer.modules() if isinstance(layer, nn.Module) and weight is not None else ()
-        layer = next((m for m in modules if isinstance(m, nn.Linear) and m.weight is weight), None)
+        modules = [m for m in layer.modules() if isinstance(m, nn.Linear)] if isinstance(layer, nn.Module) else []
+        computed = [m for m in modules if _is_computed(m)]
+        weight = None if computed else getattr(layer, "weight", None)
+        layer = next((m for m in modules if m in computed or (weight is not None and m.weight is weight)), None)
     return layer if layer is not None and type(layer).forward is nn.Linear.forward else None
 
 
@@ -482,13 +527,14 @@ def _output_layer(model: Any) -> Any:
 def _patched(base: type) -> type:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
 
-    get, put = base.loss_function.fget, base.loss_function.fset  # by names that Dynamo can trace
+    own = base.loss_function
+    get = own.fget  # by a name that Dynamo can trace
 
     class Patched(base):
         _parallel_lce_base = base
         _parallel_lce_place = [*inspect.signature(base.forward).parameters, "labels"].index("labels") - 1
 
-        @functools.wraps(base.forward)
+        @_as(base.forward)
         def forward(self, *arguments, **named):
             door = self.__dict__.get(_DOOR)
             if door is None or not door.is_wanted(self, arguments, named):
@@ -498,11 +544,13 @@ def _patched(base: type) -> type:
         @property
         def loss_function(self):
             loss = self.__dict__.get(_LOSS)
+            if loss is None and base.loss_function is not own:  # which a program has replaced since
+                return super().loss_function
             return get(self) if loss is None else loss
 
         @loss_function.setter
         def loss_function(self, value):
-            put(self, value)
+            base.loss_function.__set__(self, value)
 
         def __reduce_ex__(self, protocol):
             make, (_, *rest), *state = super().__reduce_ex__(protocol)
@@ -510,6 +558,19 @@ def _patched(base: type) -> type:
 
     Patched.__name__, Patched.__qualname__, Patched.__module__ = base.__name__, base.__qualname__, base.__module__
     return Patched
+
+
+def _as(own: Callable[..., Any]) -> Callable[[Any], Any]:
+    """As ``functools.wraps``, without the attribute by which accelerate finds what it takes for a wrapper's function,
+    and puts that into the model."""
+
+    def named(forward: Any) -> Any:
+        functools.update_wrapper(forward, own)
+        del forward.__wrapped__
+        forward.__signature__ = inspect.signature(own)
+        return forward
+
+    return named
 
 
 def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
@@ -581,13 +642,14 @@ def patch(
 def _around_forward(owner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     """``own``, a forward that somebody gave to the model ``owner``, as :func:`_patched`'s forward."""
 
-    @functools.wraps(own)
+    @_as(own)
     def forward(*arguments, **named):
         door = vars(owner).get(_DOOR)
         if door is None or not door.is_wanted(owner, arguments, named):
             return own(*arguments, **named)
         return door.run(owner, own, arguments, named)
 
+    vars(forward)["__wrapped__"] = type(owner).forward  # what is left without wrappers
     vars(forward)["_parallel_lce_own"] = own
     return forward
 

@@ -105,9 +105,13 @@ def test_uses_of_the_logits(release, kind, run):
     run(release, 1, habits.uses, release, kind)
 
 
-@pytest.mark.parametrize("name", habits.STEPS)
+@pytest.mark.parametrize("name", bodies.STEPS)
 def test_logits_after_an_optimizers_step(name):
     habits.after_a_step(name)
+
+
+def test_logits_after_a_cast():
+    habits.after_a_cast()
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -120,6 +124,12 @@ def test_saved_modules(release, before, run):
 @pytest.mark.parametrize("release", RELEASES)
 def test_units_of_the_output_layer(release, how, run):
     run(release, 2, bodies.units, release, how)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("release", RELEASES)
+def test_logits_of_a_weight_that_is_kept_whole(release, apart, run):
+    run(release, 2, bodies.kept_whole, release, apart)
 
 
 TRAINERS = "SFT", "DPO", "GRPO", "RLOO", "KTO", "Distillation"

@@ -243,6 +243,35 @@ def units(member: Member, release: str, how: str) -> None:
         assert len(said) == (not is_fused) and all("in a unit of FSDP of its own" in text for text in said), said
 
 
+def kept_whole(member: Member, release: str, apart: bool) -> None:
+    """FSDP2 keeps the output layer's weight whole until the backward, as accelerate lays it out: so are the logits."""
+    model, mesh = model_of(release, "plain").train(), mesh_of("cpu", (2,))
+
+    def trained(patch):
+        wrapped = patch(copy.deepcopy(model))
+        norm = wrapped.model["norm"] if isinstance(wrapped, CausalLM) else wrapped.model.norm
+        unit = wrapped.lm_head if apart else [norm, wrapped.lm_head]
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        fully_shard(wrapped, mesh=mesh)
+        out = wrapped(**batch(member.rank))
+        assert fused(out) == (door._DOOR in vars(wrapped))
+        logits = out.logits[...]
+        (out.loss + 0.01 * logits.float().logsumexp(-1).square().mean()).backward()
+        found = [out.loss.detach(), logits.detach(), *(p.grad.full_tensor() for p in wrapped.parameters())]
+        with (
+            pytest.raises(RuntimeError, match=r"FSDP has taken back .*unpatch\(model\)")
+            if patch is door.patch
+            else (contextlib.nullcontext())
+        ):
+            out = wrapped(**batch(member.rank))
+            out.loss.backward()
+            out.logits.sum()
+        return found
+
+    for stock, ours in zip(trained(lambda m: m), trained(door.patch)):
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5 * max(1.0, stock.abs().max().item()))
+
+
 @without_a_warning()
 def modes(member: Member, release: str, kind: str) -> None:
     """Without labels, in generation, in tuples and in eval mode a patched model, and a copy of it, is as before."""
@@ -552,3 +581,55 @@ def page(member: Member) -> None:
     losses = [exec(block, names) or names["loss"].item() for block in blocks]
     trl_door.unpatch()
     assert len(losses) == 5 and max(losses) - min(losses) < 1e-5, losses
+
+
+class DataSGD(torch.optim.Optimizer):
+    """Writes as 8-bit optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def _of_copies(model):
+    """Steps copies in fp32, and writes them back."""
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, fused=True)
+
+    def step():
+        for mine, own in zip(copies, model.parameters()):
+            mine.grad = own.grad
+        optimizer.step()
+        for mine, own in zip(copies, model.parameters()):
+            own.data.copy_(mine)
+
+    return step
+
+
+def _of_another(model):
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    return torch.optim.AdamW([other], fused=True).step
+
+
+STEPS = {
+    "fused": (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step, True),
+    "foreach": (lambda m: torch.optim.SGD(m.parameters(), foreach=True).step, True),
+    "through .data": (lambda m: DataSGD(m.parameters()).step, True),
+    "a view": (lambda m: torch.optim.SGD([_gradient_of(m.lm_head.weight.data.view(-1))], fused=True).step, True),
+    "copies": (_of_copies, True),
+    "another model's": (_of_another, False),
+    "all but the head": (
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p is not m.lm_head.weight], fused=True).step,
+        False,
+    ),
+}
+
+
+def _gradient_of(value):
+    parameter = torch.nn.Parameter(value)
+    parameter.grad = torch.ones_like(value)
+    return parameter

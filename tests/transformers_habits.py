@@ -4,9 +4,11 @@ A habit is a function of the model, of a batch with labels and of ``patch``, and
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import tempfile
+import types
 import warnings
 from unittest import mock
 
@@ -233,14 +235,101 @@ def replaced_head(model, given, patch):
     return trained(model, given)
 
 
-def parametrized(model, given, patch):
-    class Half(nn.Module):
-        def forward(self, weight):
-            return weight / 2
+class Noise(nn.Module):
+    def forward(self, weight):
+        return weight + torch.randn_like(weight)
 
+
+def parametrized(model, given, patch, name="weight", around=lambda layer: layer):
+    """Draws once in a call, also in a wrapper."""
     patch(model)
-    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Half())
-    return trained(model, given)
+    nn.utils.parametrize.register_parametrization(model.lm_head, name, Noise())
+    model.lm_head = around(model.lm_head)
+    torch.manual_seed(3)
+    return trained(model, given, lambda out: out["logits"].detach().clone()), torch.rand(1)
+
+
+def replaced(owner, name, make):
+    """With another function in the place of one that the output layer or the loss calls."""
+
+    def habit(model, given, patch):
+        with mock.patch.object(owner, name, functools.wraps(own := getattr(owner, name))(make(own))):
+            return trained(patch(model), given)
+
+    return habit
+
+
+def tripled(own):
+    return lambda *arguments, **options: 3 * own(*arguments, **options)
+
+
+def tripled_head(own):
+    def call(self, *arguments, **options):
+        out = own(self, *arguments, **options)
+        return 3 * out if isinstance(self, nn.Linear) else out
+
+    return call
+
+
+def after_another(model, given, patch):
+    """The loss that the logits are of has been replaced in the output, and its tensor is gone."""
+    out = patch(model)(**given)
+    out["loss"] = out["loss"] / 4
+    z = kept(out["logits"])
+    out["loss"].backward()
+    return z.grad
+
+
+def by_the_weight(model, given, patch):
+    """A forward that does not call its output layer."""
+    base = type(model)
+
+    class Own(base):
+        def forward(self, input_ids, labels=None, **named):
+            head = self.lm_head
+            z = F.linear(self.get_input_embeddings()(input_ids), head.weight, head.bias)
+            return {"loss": self.loss_function(z, labels, head.out_features), "logits": z}
+
+    model.__class__ = Own
+    return trained(patch(model), given)
+
+
+def property_replaced(model, given, patch):
+    patch(model)
+    kind = next(kind for kind in type(model).__mro__[::-1] if "loss_function" in vars(kind))
+    other = property(lambda self: a_loss, lambda self, value: vars(self).update(put=value))
+    with mock.patch.object(kind, "loss_function", other):
+        model.loss_function = 3
+        return trained(model, given), model.put
+
+
+def unwrapped(model, given, patch, before=True):
+    """As accelerate takes its wrappers off a model: down to the last function."""
+    patch(model) if before else None
+    own = model.forward
+    model.forward = functools.wraps(own.__func__)(lambda *arguments, **named: own(*arguments, **named))
+    patch(model)
+    forward = model.forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    model.forward = types.MethodType(getattr(forward, "__func__", forward), model)
+    return trained(model, given), [*inspect.signature(model.forward).parameters]
+
+
+class Linear2(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function is F.linear else out
+
+
+def in_a_mode(mode):
+    def habit(model, given, patch):
+        patch(model)
+        with mode():
+            out = model(**given)
+        return out["loss"], out["logits"].detach().clone()
+
+    return habit
 
 
 def weight_norm(model, given, patch):
@@ -312,8 +401,6 @@ def no_grad_in_training(model, given, patch):
 
 
 def labels_by_place(model, given, patch):
-    import inspect
-
     place = [*inspect.signature(patch(model).forward).parameters].index("labels")
     out = model(given["input_ids"], *[None] * (place - 1), given["labels"])
     return out["loss"]
@@ -362,7 +449,23 @@ HABITS = {
     "forward overridden": (class_overridden, OWN + "its forward makes them by 'mul'", False),
     "an autograd.Function": (function_in_forward, OWN + "its forward makes them by 'mul'", False),
     "head replaced": (replaced_head, None, True),
-    "parametrized head": (parametrized, None, True),
+    "parametrized head": (parametrized, OWN + "the weight or bias of its output layer is parametrized", False),
+    "parametrized head in a wrapper": (
+        functools.partial(parametrized, around=ModulesToSave),
+        OWN + "the weight or bias of its output layer is parametrized",
+        False,
+    ),
+    "nn.Linear.forward": (replaced(nn.Linear, "forward", tripled), OWN + "nn.Linear, or what that calls", False),
+    "nn.Module.__call__": (replaced(nn.Module, "__call__", tripled_head), OWN + "nn.Linear, or what that", False),
+    "F.linear": (replaced(F, "linear", tripled), OWN + "nn.Linear, or what that calls", False),
+    "F.cross_entropy": (replaced(F, "cross_entropy", tripled), OWN + "torch.nn.functional.cross_entropy, which", False),
+    "a mode": (in_a_mode(Linear2), OWN + "a mode of torch functions is active, Linear2", False),
+    "the logits' gradient of another loss": (after_another, AFTER, True),
+    "without the head": (by_the_weight, OWN + "its forward does not call its output layer", False),
+    "the property loss_function": (property_replaced, OWN + "its loss_function is a_loss", False),
+    "unwrapped": (unwrapped, None, True),
+    "unwrapped, patched after": (functools.partial(unwrapped, before=False), None, True),
+    "a device's mode": (in_a_mode(lambda: torch.device("cpu")), AFTER, True),
     "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
     "DataParallel": (in_a_data_parallel, "in a replica of DataParallel", False),
     "no label counts": (no_labels_count, None, True),
@@ -483,61 +586,17 @@ def uses(member, release, kind):
             assert fused and len(said) == 1 and AFTER in said[0], (use, said)
 
 
-class DataSGD(torch.optim.Optimizer):
-    """Writes as 8-bit optimizers do."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.sub_(parameter.grad)
-
-
-def _of_copies(model):
-    """Steps copies in fp32, and writes them back."""
-    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(copies, fused=True)
-
-    def step():
-        for mine, own in zip(copies, model.parameters()):
-            mine.grad = own.grad
-        optimizer.step()
-        for mine, own in zip(copies, model.parameters()):
-            own.data.copy_(mine)
-
-    return step
-
-
-def _of_another(model):
-    other = nn.Parameter(torch.ones(3))
-    other.grad = torch.ones(3)
-    return torch.optim.AdamW([other], fused=True).step
-
-
-STEPS = {
-    "fused": (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step, True),
-    "foreach": (lambda m: torch.optim.SGD(m.parameters(), foreach=True).step, True),
-    "through .data": (lambda m: DataSGD(m.parameters()).step, True),
-    "a view": (lambda m: torch.optim.SGD([_gradient_of(m.lm_head.weight.data.view(-1))], fused=True).step, True),
-    "copies": (_of_copies, True),
-    "another model's": (_of_another, False),
-    "all but the head": (
-        lambda m: torch.optim.AdamW([p for p in m.parameters() if p is not m.lm_head.weight], fused=True).step,
-        False,
-    ),
-}
-
-
-def _gradient_of(value):
-    parameter = nn.Parameter(value)
-    parameter.grad = torch.ones_like(value)
-    return parameter
+def after_a_cast():
+    model = door.patch(bodies.model_of("stand-in", "plain").train())
+    out = model(**bodies.batch(1))
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"after the output layer's weight became torch.bfloat16 on cpu.*unpatch"):
+        out["logits"].sum()
 
 
 def after_a_step(name):
     """Never those of other weights: those of the forward, or a word."""
-    make, is_refused = STEPS[name]
+    make, is_refused = bodies.STEPS[name]
     model = door.patch(bodies.model_of("stand-in", "plain").train())
     with torch.no_grad():
         truth = door.unpatch(copy.deepcopy(model))(**bodies.batch(1))["logits"]

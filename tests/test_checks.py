@@ -1,6 +1,7 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
 same signature. In debug mode every rank refuses values that differ between the ranks."""
 
+import os
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -178,6 +179,10 @@ def test_refused_over_ranks(member):
     outside = dist.new_group([0])
     if member.rank:
         assert "process_group" in _said(arguments | dict(process_group=outside))
+    if member.device.type == "cpu":
+        whole[7] = 3 * V
+        with pytest.raises(IndexError, match=r"^target 30 at position 7 is outside .*PARALLEL_LCE_DEBUG=1"):
+            call(arguments | dict(target=whole))
 
 
 def test_a_main_grad_of_another_shape_is_refused(device):
@@ -439,10 +444,12 @@ REFUSED_ALONE = {
     "divergence": [
         *(dict(other=1), dict(beta=2), dict(reduction="all"), dict(target=ZEROS), dict(student_bias=ZEROS[1:])),
         *(dict(teacher_hidden=ZEROS), dict(teacher_weight=ZEROS), dict(teacher_bias=ZEROS[1:]), dict(temperature=-1)),
+        dict(teacher_logit_softcap=ZEROS),
     ],
     "top_k": [
         *(dict(other=1), dict(tail="all"), dict(beta=2), dict(teacher_ids=ZEROS), dict(teacher_log_probs="x")),
         *(dict(student_hidden=ZEROS), dict(student_weight=ZEROS), dict(logits_budget=-1), dict(reduce_dtype="float32")),
+        dict(student_weight=torch.zeros(V, D, device="meta")),
     ],
     "logits": [dict(target=ZEROS), dict(label_smoothing=1), dict(vocab_parallel_logits="x"), dict(other=1)],
     "verl": [
@@ -482,6 +489,15 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
             re.sub(r"of \w+ refused", "refused", one) == f"rank(s) [1] refused their arguments, rank 1 because: {other}"
         )
     assert first[-1] == odd[-1] == "not refused"
+
+
+@on_ranks(2)
+def test_a_malformed_switch_of_one_rank(member):
+    arguments = good(member.device) | dict(process_group=member.group)
+    with debug_mode():
+        if member.rank:
+            os.environ["PARALLEL_LCE_DEBUG"] = "2"
+        assert "PARALLEL_LCE_DEBUG must be 0 or 1, got '2'" in _said(arguments)
 
 
 @on_ranks(2)

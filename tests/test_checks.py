@@ -525,6 +525,15 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
 
 
 @on_ranks(2)
+def test_stored_log_probs_name_the_students_weight(member):
+    function, arguments = _calls(member)["top_k"]
+    mesh = mesh_of(member.device.type, (2,), ("tp",))
+    placed = distribute_tensor(arguments["teacher_log_probs"], mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="and student_weight"):
+        function(**arguments | dict(teacher_log_probs=placed))
+
+
+@on_ranks(2)
 def test_a_malformed_switch_of_one_rank(member):
     arguments = good(member.device) | dict(process_group=member.group)
     with debug_mode():

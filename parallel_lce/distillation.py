@@ -146,12 +146,14 @@ def divergence(
             teachers = arrangement.hidden(*hidden), *[arrangement.weight(*each) for each in weights]
             teacher_scale = arrangement.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
+    debug.state().awaited = True  # the teacher's exchange is to come
     hidden, weight, bias = teachers
     teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
     of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     pair = partial(check_pair, student, inputs, of_teacher)
     with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
-        softcap = options.logit_softcap if softcap is None else None if softcap == math.inf else softcap
+        unlimited = isinstance(softcap, float) and softcap == math.inf
+        softcap = options.logit_softcap if softcap is None else None if unlimited else softcap
         options = options._replace(reduce_dtype=None, logit_scale=teacher_scale, logit_softcap=softcap)
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
@@ -238,9 +240,9 @@ def top_k_divergence(
         changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
         asked = Options.of("top_k_divergence", locals() | changed)
         asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
+        if arrangement is not None:
+            teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     target, teacher_ids = given.target, given.selected
-    if arrangement is not None:
-        teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
@@ -254,6 +256,7 @@ def top_k_divergence(
         settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored)
+        debug.state().awaited = True  # the student's exchange is to come
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
@@ -363,3 +366,5 @@ def _check_stored(ids: object, log_probs: object, tail: object, target: object) 
         return
     if not isinstance(target, Tensor) or target.shape != ids.shape[:-1] or target.dtype not in INTEGERS:
         raise ValueError(f"target must be None or ids of shape {list(ids.shape[:-1])}, got {described(target)}")
+    if target.device != ids.device:
+        raise ValueError(f"target is on {target.device} and teacher_ids is on {ids.device}")

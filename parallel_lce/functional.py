@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public, refuse_unknown
 from parallel_lce.call.selection import ids_and_offsets
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, shortened
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, shortened
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -290,10 +290,10 @@ def token_statistics(
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        mean_logit=bool(mean_logit),
-        expected_logit=bool(entropy or expected_logit),
-        argmax=bool(argmax),
-        sum_p_squared=bool(sum_p_squared),
+        mean_logit=as_flag("mean_logit", mean_logit),
+        expected_logit=as_flag("entropy", entropy) | as_flag("expected_logit", expected_logit),
+        argmax=as_flag("argmax", argmax),
+        sum_p_squared=as_flag("sum_p_squared", sum_p_squared),
         top_k=top_k,
         sample_seed=sample_seed,
     )

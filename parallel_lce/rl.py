@@ -6,19 +6,23 @@ A temperature divides the logits, also for the entropies.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import int64_ids, public, renamed
-from parallel_lce.core.options import Options, Tensors, apart, as_number, shortened
+from parallel_lce.call.checks import as_group, int64_ids, public, renamed
+from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import Options, Tensors, apart, as_flag, as_number, shortened
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.transforms import transformable
 
 
 @public
+@transformable
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -98,6 +102,7 @@ def linear_cross_entropy(
 
 
 @public
+@transformable
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -140,8 +145,10 @@ def from_parallel_hidden_states_to_logprobs(
         ValueError: a ``cp_group`` of several ranks, a shard of fewer rows than ids, ids that end before they start, and
         as :func:`parallel_lce.token_statistics`.
     """
-    if cp_group is not None and dist.get_world_size(cp_group) > 1:
-        raise ValueError(f"cp_group must have one rank, got {dist.get_world_size(cp_group)}")
+    with renamed(process_group="cp_group"):
+        cp_ranks = Layout.of(as_group(cp_group), False).ranks
+    if cp_ranks > 1:
+        raise ValueError(f"cp_group must have one rank, got {cp_ranks}")
     hidden, weight = tensor_parallel_hidden_states, output_weight_layer
     _check_tensors(tensor_parallel_hidden_states=hidden, output_weight_layer=weight, target=target)
     if target.dim() != 2 or weight.dim() != 2:
@@ -152,10 +159,7 @@ def from_parallel_hidden_states_to_logprobs(
         raise ValueError(f"bias must have shape [{len(weight)}], got {list(bias.shape)}")
     target = int64_ids("target", target).roll(-1, -1)
     own = dict(input="tensor_parallel_hidden_states", linear_weight="output_weight_layer", linear_bias="bias")
-    with (
-        torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only),
-        renamed(process_group="tp_group", vocab_start="vocab_start_index", **own),
-    ):
+    with _gradients_unless(inference_only), renamed(process_group="tp_group", vocab_start="vocab_start_index", **own):
         statistics = _statistics(
             Tensors(hidden, weight[:rows], target.t(), bias[:rows] if isinstance(bias, Tensor) else bias),
             tp_group,
@@ -175,6 +179,7 @@ class FusedLinearLogprobTriton:
 
     @staticmethod
     @public
+    @transformable
     def apply(
         hidden: Tensor,
         weight: Tensor,
@@ -213,13 +218,17 @@ class FusedLinearLogprobTriton:
         start, rows = _ids("weight", weight, vocab_start_index, vocab_end_index)
         target = int64_ids("target", target)
         own = dict(input="hidden", linear_weight="weight", vocab_start="vocab_start_index", process_group="tp_group")
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only), renamed(**own):
+        with _gradients_unless(inference_only), renamed(**own):
             tensors = Tensors(hidden.to(weight.dtype), weight[:rows], target)
             statistics = _statistics(tensors, tp_group, vocab_start=start, reduce_hidden_grad=False)
         log_probs = statistics.target_log_prob
         assert log_probs is not None
         outside = (target < 0) | (target >= statistics.vocab_size)
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
+
+
+def _gradients_unless(inference_only: object) -> AbstractContextManager:
+    return torch.set_grad_enabled(not as_flag("inference_only", inference_only) and torch.is_grad_enabled())
 
 
 def _statistics(tensors: Tensors, group: dist.ProcessGroup | None, **options: Any) -> TokenStatistics:
@@ -238,7 +247,9 @@ def _ids(name: str, weight: Tensor, vocab_start: object, vocab_end: object) -> t
 
 
 def _check_tensors(**named: object) -> None:
-    """Raise ``ValueError`` for arguments that are no tensors, before their shapes are read."""
+    """Raise ``ValueError`` for arguments that are no dense tensors, before their shapes are read."""
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")

@@ -28,7 +28,7 @@ from parallel_lce.core import plan
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.collectives import Layout, all_gather, gather_whole, reduce_scatter
 from parallel_lce.core.memory import device_without_autocast, in_memory
-from parallel_lce.core.options import Options, Tensors, as_bool, as_int64, as_number, check_option, check_reduction
+from parallel_lce.core.options import Options, Tensors, as_flag, as_int64, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced
 from parallel_lce.run.autograd import first_order_only
@@ -93,7 +93,7 @@ def sampled_linear_cross_entropy(
     """
     check_reduction(reduction)
     check_option("ignore_index", ignore_index := -100 if ignore_index is None else as_number(ignore_index))
-    remove_accidental_hits = as_bool(remove_accidental_hits)
+    remove_accidental_hits = as_flag("remove_accidental_hits", remove_accidental_hits)
     _check(target, sampled, log_expected_count, target_log_expected_count, logit_scale)
     target, sampled, shared = as_int64(target), as_int64(sampled), sampled.dim() == 1 and target.dim() != 0
     ids = target.unsqueeze(-1)
@@ -108,6 +108,7 @@ def sampled_linear_cross_entropy(
         counts = dict(log_expected_count=log_expected_count, target_log_expected_count=target_log_expected_count)
         given |= {n: None if t is None else t.double() for n, t in counts.items()}
         debug.agree(layout, {"function": "sampled_linear_cross_entropy"}, given, (0, 0))
+        debug.state().awaited = True  # the exchange of prepare is to come
     options = Options(
         name,
         logit_scale=logit_scale,  # pyright: ignore[reportArgumentType]

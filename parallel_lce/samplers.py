@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids
+from parallel_lce.core.options import as_number, is_count, is_number, shortened
 
 
 class LogUniformSampler:
@@ -22,8 +23,9 @@ class LogUniformSampler:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+        vocab_size = as_number(vocab_size)
+        if not (is_count(vocab_size) and vocab_size >= 1):
+            raise ValueError(f"vocab_size must be an integer of at least 1, got {shortened(vocab_size)}")
         self.vocab_size = vocab_size
 
     def sample(self, count: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
@@ -34,7 +36,8 @@ class LogUniformSampler:
     def log_expected_count(self, ids: Tensor, count: int) -> Tensor:
         """Logarithm of the expected number of each of the ``ids``, of any integer dtype, among ``count`` samples, fp32,
         of the shape of ``ids``. Ids outside the vocabulary get the value of the nearest id inside. Raises
-        ``ValueError`` for ids of another dtype."""
+        ``ValueError`` for ids of another dtype, and for a negative count."""
+        _check_count(count)
         ids = int64_ids("ids", ids).clamp(0, self.vocab_size - 1).double()
         share = torch.log1p(1 / (ids + 1)) / math.log(self.vocab_size + 1)
         return (share.log() + math.log(max(count, 1))).float()
@@ -49,25 +52,33 @@ class UnigramSampler:
         power: 0.75 as in word2vec, 1 for the frequencies themselves.
 
     Raises:
-        ValueError: counts that are not one-dimensional, negative, not finite, or all 0.
+        ValueError: counts that are not one-dimensional, negative, not finite, or all 0; a power that is no finite
+        number, or makes the counts so.
     """
 
     def __init__(self, counts: Tensor, power: float = 1.0) -> None:
-        counts = counts.detach().double().cpu()
+        counts = torch.as_tensor(counts).detach().double().cpu()
         if counts.dim() != 1 or not (counts.isfinite().all() and (counts >= 0).all() and counts.sum() > 0):
             raise ValueError(f"counts must be [V], finite and >= 0, and not all 0, got {list(counts.shape)}")
+        if not is_number(power := as_number(power)):
+            raise ValueError(f"power must be a finite Python number, got {shortened(power)}")
         weights = counts.pow(power).masked_fill(counts == 0, 0.0)
-        self.probabilities = weights / weights.sum()
+        total = weights.sum()
+        if not (total.isfinite() and total > 0):
+            raise ValueError(f"power must keep the counts finite and not all 0, got {shortened(power)}")
+        self.probabilities = weights / total
         self._keep, self._alias = _alias_table(self.probabilities)
 
     def sample(self, count: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
         """``[count]`` int64 ids, drawn with replacement."""
+        _check_count(count)
         place, rest = _uniform(2 * count, seed).view(2, count)
         place = (place * len(self._keep)).long()
         return torch.where(rest < self._keep[place], place, self._alias[place]).to(device)
 
     def log_expected_count(self, ids: Tensor, count: int) -> Tensor:
         """As :meth:`LogUniformSampler.log_expected_count`; -inf for an id that is never drawn."""
+        _check_count(count)
         inside = int64_ids("ids", ids).clamp(0, len(self.probabilities) - 1)
         share = self.probabilities.to(ids.device)[inside]
         return (share.log() + math.log(max(count, 1))).float()
@@ -95,8 +106,14 @@ def in_batch(target: Tensor, log_probability: Tensor | None = None, ignore_index
     return sampled, same.float().log()
 
 
+def _check_count(count: int) -> None:
+    if not (is_number(number := as_number(count)) and number >= 0):
+        raise ValueError(f"count must be a number >= 0, got {shortened(count)}")
+
+
 def _uniform(count: int, seed: int) -> Tensor:
     """fp64 numbers in [0, 1)."""
+    _check_count(count)
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

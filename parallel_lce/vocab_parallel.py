@@ -76,7 +76,8 @@ def vocab_parallel_cross_entropy(
             "backend": backend.NAME,
         }
         shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
-        debug.agree(layout, settings, {"target": as_int64(target)}, shard)
+        with renamed(process_group="tp_group"):
+            debug.agree(layout, settings, {"target": as_int64(target)}, shard)
     if valueless(vocab_parallel_logits):
         return without_values(target.shape, logits)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()

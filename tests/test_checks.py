@@ -1,6 +1,7 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
 same signature. In debug mode every rank refuses values that differ between the ranks."""
 
+import os
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -178,6 +179,42 @@ def test_refused_over_ranks(member):
     outside = dist.new_group([0])
     if member.rank:
         assert "process_group" in _said(arguments | dict(process_group=outside))
+    if member.device.type == "cpu":
+        whole[7] = 3 * V
+        with pytest.raises(IndexError, match=r"^target 30 at position 7 is outside .*PARALLEL_LCE_DEBUG=1"):
+            call(arguments | dict(target=whole))
+
+
+TWO = torch.ones(2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("name", ["mean_logit", "entropy", "expected_logit", "argmax", "sum_p_squared"])
+@pytest.mark.parametrize("value", ["no", TWO, 2])
+def test_flags_of_statistics(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be True or False, got "):
+        parallel_lce.token_statistics(**good(), **{name: value})
+    for true in (True, np.True_, TWO[0]):
+        assert torch.equal(
+            parallel_lce.token_statistics(**good(), **{name: true}).lse, parallel_lce.token_statistics(**good()).lse
+        )
+
+
+def test_flags_and_groups_of_others():
+    x, w, y = good().values()
+    nemo = dict(tensor_parallel_hidden_states=x[:, None], output_weight_layer=w, runtime_gather_output=None)
+    nemo |= dict(target=y[None], vocab_start_index=0, vocab_end_index=V, tp_group=None)
+    sampled = dict(input=x, linear_weight=w, target=y, sampled=y)
+    stored = dict(student_hidden=x, student_weight=w, teacher_ids=y[:, None], teacher_log_probs=-x[:, :1])
+    for function, arguments, message in (
+        (parallel_lce.linear_cross_entropy, good() | dict(sequence_dim=TWO), "sequence_dim must be 0 or 1, got"),
+        (parallel_lce.sampled_linear_cross_entropy, sampled | dict(remove_accidental_hits="no"), "must be True or"),
+        (rl.from_parallel_hidden_states_to_logprobs, nemo | dict(inference_only=TWO), "inference_only must be True or"),
+        (rl.linear_cross_entropy, dict(hidden=x.to_sparse(), weight=w, labels=y), "hidden must be a dense tensor"),
+        (rl.from_parallel_hidden_states_to_logprobs, nemo | dict(cp_group=3), "cp_group must be a torch.distributed"),
+        (top_k_divergence, stored | dict(target=y.to("meta")), "target is on meta and teacher_ids is on cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(**arguments)
 
 
 def test_a_main_grad_of_another_shape_is_refused(device):
@@ -340,14 +377,15 @@ def test_every_rank_raises(name, worlds, device, request):
     if name in DISAGREEMENTS:
         what, two, last = DISAGREEMENTS[name][1:]
         said = f"rank 0 has {two}, rank 1 has {two}, rank 2 has {last}"
-        expected = f"^ValueError: the ranks of process_group disagree about .*{what}: {said}"
+        group = "tp_group" if name.startswith("logits") else "process_group"
+        expected = f"^ValueError: the ranks of {group} disagree about .*{what}: {said}"
         assert name != "z_loss" or odd.count("rank 0 has") == 1, odd  # only what differs is named
     else:
         expected = CASES[name][1]
     if name in REFUSALS:
         kind = "TypeError" if "keyword" in name else "ValueError"
         assert re.search(rf"^{kind}: .*{expected}", odd), odd
-        because = r"^ValueError: rank\(s\) \[2\] of process_group refused their arguments, rank 2 because: "
+        because = r"^ValueError: rank\(s\) \[2\] of \w+ refused their arguments, rank 2 because: "
         expected = f"{because}.*{expected}"
     for said in (first, second) if name in REFUSALS else (first, second, odd):
         assert re.search(expected, said), said
@@ -439,10 +477,12 @@ REFUSED_ALONE = {
     "divergence": [
         *(dict(other=1), dict(beta=2), dict(reduction="all"), dict(target=ZEROS), dict(student_bias=ZEROS[1:])),
         *(dict(teacher_hidden=ZEROS), dict(teacher_weight=ZEROS), dict(teacher_bias=ZEROS[1:]), dict(temperature=-1)),
+        dict(teacher_logit_softcap=ZEROS),
     ],
     "top_k": [
         *(dict(other=1), dict(tail="all"), dict(beta=2), dict(teacher_ids=ZEROS), dict(teacher_log_probs="x")),
         *(dict(student_hidden=ZEROS), dict(student_weight=ZEROS), dict(logits_budget=-1), dict(reduce_dtype="float32")),
+        dict(student_weight=torch.zeros(V, D, device="meta")),
     ],
     "logits": [dict(target=ZEROS), dict(label_smoothing=1), dict(vocab_parallel_logits="x"), dict(other=1)],
     "verl": [
@@ -482,6 +522,24 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
             re.sub(r"of \w+ refused", "refused", one) == f"rank(s) [1] refused their arguments, rank 1 because: {other}"
         )
     assert first[-1] == odd[-1] == "not refused"
+
+
+@on_ranks(2)
+def test_stored_log_probs_name_the_students_weight(member):
+    function, arguments = _calls(member)["top_k"]
+    mesh = mesh_of(member.device.type, (2,), ("tp",))
+    placed = distribute_tensor(arguments["teacher_log_probs"], mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="and student_weight"):
+        function(**arguments | dict(teacher_log_probs=placed))
+
+
+@on_ranks(2)
+def test_a_malformed_switch_of_one_rank(member):
+    arguments = good(member.device) | dict(process_group=member.group)
+    with debug_mode():
+        if member.rank:
+            os.environ["PARALLEL_LCE_DEBUG"] = "2"
+        assert "PARALLEL_LCE_DEBUG must be 0 or 1, got '2'" in _said(arguments)
 
 
 @on_ranks(2)

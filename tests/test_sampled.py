@@ -279,6 +279,26 @@ def test_frequencies_are_the_expected_counts(kind):
             UnigramSampler(-counts)
 
 
+@pytest.mark.parametrize("value", [1.5, torch.nan, 0, "3"])
+def test_samplers_refuse_what_is_no_number_of_entries(value):
+    with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1"):
+        LogUniformSampler(value)
+
+
+@pytest.mark.parametrize("power", [torch.nan, torch.inf, "1", 2000, -3000.0])
+def test_samplers_refuse_a_power_without_probabilities(power):
+    with pytest.raises(ValueError, match="power must"):
+        UnigramSampler(torch.tensor([3.0, 2.0]), power)
+
+
+def test_samplers_refuse_negative_counts():
+    for sampler in (LogUniformSampler(9), UnigramSampler(torch.ones(9))):
+        for use in (sampler.sample, sampler.log_expected_count):
+            given = (-5, 0) if use == sampler.sample else (torch.tensor([1]), -5)
+            with pytest.raises(ValueError, match="count must be a number >= 0, got -"):
+                use(*given)
+
+
 def test_targets_of_the_batch_as_samples():
     target = torch.tensor([[3, 3], [-100, 5]])
     sampled, log_counts = in_batch(target)

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import parallel_lce
 from cases import normal
+from parallel_lce import rl
 from parallel_lce.distillation import divergence, top_k_divergence
 from tools import on_ranks, statistics
 from world import mesh_of
@@ -51,6 +52,11 @@ FUNCTIONS = {
     "selected": _selected,
     "divergence": lambda x, w: divergence(x, w, x.new_ones(x.shape), w.new_ones(w.shape).cumsum(0), beta=0.5),
     "top-k": _top_k,
+    "verl": lambda x, w: torch.stack(rl.linear_cross_entropy(x, w, TARGET.to(x.device), sum_p_squared=True)),
+    "nemo": lambda x, w: rl.from_parallel_hidden_states_to_logprobs(
+        x[:, None], w, None, TARGET[None].to(x.device), 0, V, None
+    ),
+    "skyrl": lambda x, w: rl.FusedLinearLogprobTriton.apply(x[None], w, TARGET[None].to(x.device), 0, V, None, None),
     "logits": lambda x, w: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), TARGET.to(x.device), 0.1),
 }
 OPERATORS = ("sampled", "selected", "divergence", "top-k", "logits")
@@ -85,6 +91,12 @@ def test_func(problem):
     assert torch.equal(of_weight, torch.stack([e[2] for e in each]))
     rows = functional.jacobian(lambda x: function(x, w), x)
     torch.testing.assert_close(jacrev(function)(x, w), rows)
+
+
+def test_no_examples(problem):
+    function, x, w = problem
+    with pytest.raises(ValueError, match="vmap has 0 examples"):
+        vmap(function, (0, None))(x.new_empty(0, N, D), w)
 
 
 def test_a_batch_of_gradients(problem):

@@ -35,10 +35,14 @@ def enabled() -> bool:
     """Whether debug mode is on. Not while torch.compile traces: the operator of the graph makes the checks."""
     if torch.compiler.is_compiling():
         return False
-    value = os.environ.get("PARALLEL_LCE_DEBUG", "")
+    value = _given()
     if value not in ("", "0", "1"):
         raise ValueError(f"PARALLEL_LCE_DEBUG must be 0 or 1, got {value!r}")
     return value == "1"
+
+
+def _given() -> str:
+    return os.environ.get("PARALLEL_LCE_DEBUG", "")
 
 
 class State:
@@ -89,17 +93,18 @@ class _Message(NamedTuple):
 
 def report_refusal(layout: Layout, refusal: Exception) -> None:
     """Called by a rank that is about to raise ``refusal``. Debug mode sends it to the other ranks, by the first two
-    collectives of :func:`agree`. Otherwise it is raised with a note that the other ranks may wait."""
+    collectives of :func:`agree`. Otherwise its message gets a note that the other ranks may wait."""
     if layout.ranks == 1:
         return
-    if enabled():
+    if _given() not in ("", "0"):  # also a malformed value, which may be this rank's alone, and the refusal
         _gathered(layout, _Message(str(refusal), {}, _NO_SLICE))
-    elif type(refusal) in (TypeError, ValueError):
-        raise type(refusal)(
+    elif isinstance(refusal, (TypeError, ValueError)):
+        note = (
             f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
             "rank(s) of process_group wait in their collective until its timeout; "
             "PARALLEL_LCE_DEBUG=1 raises on every rank)"
-        ) from None
+        )
+        refusal.args = (note,)
 
 
 def agree(

@@ -79,8 +79,9 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
+    result = _with_tensors(known, tensors, layout, main_grad, options.sample_seed)  # may refuse a target
     debug.state().awaited = False
-    return _with_tensors(known, tensors, layout, main_grad, options.sample_seed)
+    return result
 
 
 def check(

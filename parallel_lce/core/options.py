@@ -146,6 +146,16 @@ def as_bool(value: Any) -> Any:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
+def as_flag(name: str, value: Any) -> bool:
+    """As :func:`as_bool`, also of a 0-dimensional bool tensor. Raises ``ValueError`` for anything else."""
+    value = as_bool(value)
+    if isinstance(value, Tensor) and value.dtype is torch.bool and not value.dim() and not value.is_meta:
+        return bool(value)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shortened(value)}")
+    return value
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace comparisons."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -45,7 +45,8 @@ def arranged(
             supported; shapes that do not fit a sequence along the second dimension.
     """
     group, tensors = as_group(group), tensors.with_int64_ids()
-    if not options.sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
+    check_option("sequence_dim", sequence_dim := as_number(options.sequence_dim))
+    if not sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
         return options, tensors, group, None
     arrangement = Arrangement(options, group, reduction or options.reduction)
     plain = arrangement.enter(tensors)
@@ -77,7 +78,6 @@ class Arrangement:
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = as_bool(self.options.sequence_parallel), as_number(self.options.sequence_dim)
         check_option("sequence_parallel", sequence_parallel)
-        check_option("sequence_dim", sequence_dim)
         if is_dtensor(weight):
             self.mesh = weight.device_mesh
             self._find_group(weight)

@@ -148,11 +148,15 @@ def coefficients(
     given = dict(zip(DIFFERENTIABLE, upstream))
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits
     assert vocab_size is not None
-    of_target = given["target_log_prob"]
-    if of_target is not None and residuals.inside is not None and residuals.elsewhere is not None:
+    of_target, of_logit = given["target_log_prob"], given["target_logit"]
+    if residuals.inside is not None and residuals.elsewhere is not None:
         # NaN from a target outside the vocabulary, unless the caller has masked it.
-        elsewhere = residuals.elsewhere.masked_fill(of_target == 0, 0.0)
-        given["target_log_prob"] = of_target.where(residuals.inside, elsewhere)
+        if of_target is not None:
+            elsewhere = residuals.elsewhere.masked_fill(of_target == 0, 0.0)
+            given["target_log_prob"] = of_target.where(residuals.inside, elsewhere)
+        if of_logit is not None:  # through lse: no rank has the logit of such a target
+            elsewhere = residuals.elsewhere.masked_fill(residuals.inside | (of_logit == 0), 0.0)
+            given["lse"] = elsewhere if given["lse"] is None else given["lse"] + elsewhere
     of_all = folded(given, partial, vocab_size, call.columns)
     of_selected = given["selected_log_prob"]
     if of_selected is None or call.selected is None:

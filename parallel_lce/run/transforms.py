@@ -49,6 +49,8 @@ class _Step(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple, run: Callable, *tensors: Tensor) -> tuple[tuple, tuple]:
+        if not info.batch_size:
+            raise ValueError("vmap has 0 examples: parallel_lce runs once for each, and needs at least one")
         examples = [
             cls.apply(run, *[t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims[1:])])
             for n in range(info.batch_size)
@@ -157,7 +159,7 @@ _FUNCTIONS: dict[str, Callable] = {}
 
 
 def transformable(function: Callable) -> Callable:
-    """Decorator for a public function of tensors, which gives a tensor or a dataclass of tensors."""
+    """Decorator for a public function of tensors, which gives a tensor, or a tuple or dataclass of tensors."""
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
@@ -186,7 +188,8 @@ def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any
         given, named = _pytree.tree_unflatten([*filled.values()], spec)
         result = function(*given, **named)
         results["type"] = type(result)
-        results["fields"] = {} if isinstance(result, Tensor) else vars(result)
+        of_tuple = isinstance(result, tuple)
+        results["fields"] = dict(enumerate(result)) if of_tuple else {} if isinstance(result, Tensor) else vars(result)
         values = results["fields"].values() or [result]
         return tuple([value for value in values if value is not None])
 
@@ -195,7 +198,7 @@ def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any
     if not results["fields"]:
         return next(found)
     fields = {name: None if value is None else next(found) for name, value in results["fields"].items()}
-    return results["type"](**fields)
+    return tuple(fields.values()) if results["type"] is tuple else results["type"](**fields)
 
 
 def operator(function: Callable) -> Callable:

@@ -180,12 +180,13 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     """The reason why this call must make real logits, with a remedy; None if it need not. ``of_layer``: the weight is
     the layer's own, whose shape stock does not check."""
     refused = hasattr(layer, "logits_refused_by")
-    name = replaced_on_the_way(sys._getframe(2))  # above this function and the layer's forward
-    if name is None and torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again
-        name = vars(layer).get("_parallel_lce_replaced")
-    vars(layer)["_parallel_lce_replaced"] = name
-    if name and not refused:
-        return f"{name} may handle them and is not Megatron's own; take its term from token_statistics instead"
+    if not refused:
+        name = replaced_on_the_way(sys._getframe(2))  # above this function and the layer's forward
+        if name is None and torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again
+            name = vars(layer).get("_parallel_lce_replaced")
+        vars(layer)["_parallel_lce_replaced"] = name
+        if name:
+            return f"{name} may handle them and is not Megatron's own; take its term from token_statistics instead"
     expected = [layer.output_size_per_partition, layer.input_size]
     if of_layer and weight is not None and list(weight.shape) != expected:
         return f"the output layer was built with a weight {expected} and has {list(weight.shape)}; build it anew"

@@ -121,8 +121,8 @@ class LazyLogits:
             in_function=_in_function(),
             autocast_dtype=_autocast_dtype(hidden),
             needs_gradient=trainable or any([tensor.requires_grad for tensor in operands.values()]),
-            # Inference tensors have no version counter.
             watch=_Watch(weight),
+            # Inference tensors have no version counter.
             versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
             **more,
         )
@@ -370,7 +370,7 @@ _PLAIN = {
     "is_complex",
     "is_inference",
 }
-_PLAIN |= {*_SIZES, "is_inference", "__len__", "element_size", "nelement", "get_device"}
+_PLAIN |= {*_SIZES, "__len__", "element_size", "nelement", "get_device"}
 _STEPS = {"mul", "div", "tanh", "float", "to", "contiguous"}
 
 

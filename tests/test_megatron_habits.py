@@ -163,6 +163,17 @@ class _Head(torch.nn.Module):
         return self.inner(*given, **named)
 
 
+class _Checkpointed(torch.nn.Module):
+    """A module around the layer that runs it again in backward, where no model calls it."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        return tensor_parallel.checkpoint(lambda x: self.inner(x, weight)[0], False, hidden), None
+
+
 class _Doubled(torch.nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -208,6 +219,7 @@ CHANGES = {
     "pre-hook": lambda model: model.output_layer.register_forward_pre_hook(lambda module, given: (2 * given[0],)),
     "a loss of its own": _own_loss,
     "a module around it": lambda model: setattr(model, "output_layer", _Head(model.output_layer)),
+    "a checkpoint around it": lambda model: setattr(model, "output_layer", _Checkpointed(model.output_layer)),
     "another shape": _resize,
 }
 

@@ -45,7 +45,7 @@ def functions() -> tuple[type[torch.autograd.Function], type[torch.autograd.Func
     return fused_cross_entropy._VocabParallelCrossEntropy, cross_entropy._VocabParallelCrossEntropy
 
 
-def _replaced(function: type, apply: object) -> str | None:
+def _replaced_part(function: type, apply: object) -> str | None:
     """What of a cross-entropy is not Megatron's own; None if all is. ``apply``: its ``apply`` without this package's;
     None: it is inherited."""
     from megatron.core.fusions import fused_cross_entropy
@@ -71,7 +71,7 @@ def apply_of(function: type, theirs: Any) -> Any:
         before: Any = torch.autograd.Function.apply.__func__ if theirs is None else theirs
         before = before.__get__(cls if theirs is None else None, cls)
         smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
-        name = cls.__name__ if cls is not function else _replaced(function, theirs)
+        name = cls.__name__ if cls is not function else _replaced_part(function, theirs)
         if isinstance(logits, LazyLogits):
             plain = type(smoothing) in (int, float) and not smoothing
             if name is None and logits.made is None and plain and target.shape == logits.shape[:-1]:
@@ -116,7 +116,7 @@ def own_loss(model: Any) -> Iterator[None]:
             function.apply = apply_of(*added[-1])
     # Megatron's code does not know this package's name. "native" needs no further package; a program that has replaced
     # the other cross-entropy means that one.
-    config.cross_entropy_loss_fusion = _replaced(unfused, vars(unfused)["apply"].__func__.theirs) is None
+    config.cross_entropy_loss_fusion = _replaced_part(unfused, vars(unfused)["apply"].__func__.theirs) is None
     config.cross_entropy_fusion_impl = "native"
     _running.append(model)
     try:

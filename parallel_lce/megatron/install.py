@@ -165,10 +165,8 @@ def _say_why(model: Any) -> None:
     layer = model.output_layer
     if isinstance(layer, torch.nn.Module) and any(["_parallel_lce_said" in vars(m) for m in layer.modules()]):
         return
-    if (reason := of_another_kind(layer)) is None:
-        if not is_lazy(layer):
-            reason = "the model was built before install(), or its output layer was replaced"
-        elif "forward" in vars(layer):
-            reason = "the output layer's forward was replaced; leave Megatron's in place"
+    reason = of_another_kind(layer)
+    if reason is None and not is_lazy(layer):
+        reason = "the model was built before install(), or its output layer was replaced"
     if reason is not None:
         warn_of_logits(model, reason)

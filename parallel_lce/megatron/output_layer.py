@@ -57,11 +57,8 @@ def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
     before = type(layer)
     vars(layer)["logits_refused_by"] = function
     try:
-        if "forward" in vars(layer):
-            reason = "the output layer's forward was replaced; leave Megatron's in place"
         # Other reasons are those of a call: FSDP may make the weight whole until then.
-        reason = reason or _unsupported(layer, getattr(before, "stock", before))
-        if reason is not None:
+        if (reason := _unsupported(layer, getattr(before, "stock", before))) is not None:
             raise ValueError(f"{function} makes no logits: {reason}")
         make_lazy(layer)
         yield
@@ -74,9 +71,9 @@ def of_another_kind(layer: object) -> str | None:
     """Why this output layer cannot return lazy logits, with a remedy; None if it can."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    if isinstance(layer, ColumnParallelLinear):
-        return None
-    return f"the output layer is a {type(layer).__name__}; use Megatron's ColumnParallelLinear, without an adapter"
+    if not isinstance(layer, ColumnParallelLinear):
+        return f"the output layer is a {type(layer).__name__}; use Megatron's ColumnParallelLinear, without an adapter"
+    return "the output layer's forward was replaced; leave Megatron's in place" if "forward" in vars(layer) else None
 
 
 @functools.cache

@@ -1,14 +1,6 @@
 """Fused output projection and cross-entropy for tensor- and sequence-parallel training."""
 
-from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-if not (_Path(__file__).parent / "kernels").is_dir():
-    raise ImportError(
-        "parallel_lce/kernels is missing: it is a symbolic link to ../kernels in the repository, "
-        "lost by some archive tools and by git with core.symlinks=false; clone with symbolic links: "
-        "git clone -c core.symlinks=true"
-    )
 
 from parallel_lce.core.budget import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_statistics
@@ -57,11 +49,12 @@ def _version() -> str:
     setuptools-scm makes of its tags and commits: another version may be installed elsewhere."""
     import importlib.metadata
     import json
+    from pathlib import Path
 
-    package = _Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent
     for found in importlib.metadata.distributions(name="parallel-lce"):
         editable = json.loads(found.read_text("direct_url.json") or "{}").get("url")
-        if editable == package.parent.as_uri() or _Path(str(found.locate_file(package.name))).resolve() == package:
+        if editable == package.parent.as_uri() or Path(str(found.locate_file(package.name))).resolve() == package:
             return found.version
     try:
         from setuptools_scm import get_version

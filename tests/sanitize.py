@@ -47,16 +47,20 @@ EXCUSED = (
     ),
 )
 CONTROLS = {"warps": "racecheck"}
-FILES = ("kernels/hopper.py", "kernels/filter/hopper_products.py", "tests/sanitizer_controls.py")
+FILES = (
+    "parallel_lce/kernels/hopper.py",
+    "parallel_lce/kernels/filter/hopper_products.py",
+    "tests/sanitizer_controls.py",
+)
 PLANTED = {  # {name: (tool, file, {text: another})}
     "read": (
         "memcheck",
-        "kernels/token_gradients.py",
+        "parallel_lce/kernels/token_gradients.py",
         {"tl.load(saved + c, mask=inside, other=0.0)": "tl.load(saved + c + (1 << 40))"},
     ),
     "race": (
         "racecheck",
-        "kernels/hopper.py",
+        "parallel_lce/kernels/hopper.py",
         {
             "    BLOCK_N: gl.constexpr = weight.block_type.shape[0]\n    count = 0\n": (
                 "    BLOCK_N: gl.constexpr = weight.block_type.shape[0]\n    count = 0\n"
@@ -217,7 +221,7 @@ def changed(name: str) -> tuple[str, str]:
 def planted(name: str, folder: Path) -> Path:
     """A copy of this tree with an error."""
     tree, (file, text) = folder / f"with-{name}", changed(name)
-    for part in ("parallel_lce", "kernels", "tests"):
+    for part in ("parallel_lce", "tests"):
         shutil.copytree(ROOT / part, tree / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / file).write_text(text)
     return tree

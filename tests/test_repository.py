@@ -98,7 +98,7 @@ def test_ruff_and_pyright_are_content(command):
 
 def test_no_file_is_long_and_none_imports_a_trainer():
     """But torchtitan's own module."""
-    files = [file for folder in ("parallel_lce", "kernels", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for folder in ("parallel_lce", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 30 and not [file for file in files if len(file.read_text().splitlines()) > 700]
     line = re.compile(r"^\s*(from|import) (transformers|trl|accelerate|torchtitan|spmd_types)\b", re.M)
     found = {str(file.relative_to(ROOT)) for file in files if line.search(file.read_text())}
@@ -109,11 +109,11 @@ needs_build = pytest.mark.skipif(not importlib.util.find_spec("build"), reason="
 
 
 def _checked_out(source: Path) -> None:
-    """What git would check out of the package, its link included, and of a folder beside it."""
+    """What git would check out of the package, of the link to its kernels, and of a folder beside it."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
 
 
@@ -156,9 +156,7 @@ print(parallel_lce.__file__, parallel_lce.__version__)
 @needs_build
 def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
     """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``."""
-    named = {f"parallel_lce/kernels/{m}" for m in _modules(ROOT / "kernels")}
-    assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")} | named
-    assert not any((site / name).is_symlink() for name in named)
+    assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")}
     (information,) = site.glob("*.dist-info")
     assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
     assert (site / "parallel_lce" / "py.typed").is_file()
@@ -168,30 +166,6 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     file, version = done.stdout.split()
     assert Path(file) == site / "parallel_lce" / "__init__.py"
     assert information.name == f"parallel_lce-{version}.dist-info"
-
-
-@needs_build
-@pytest.mark.parametrize("kind", ["--wheel", "--sdist"])
-def test_nothing_is_built_without_the_link(kind, tmp_path):
-    _checked_out(tmp_path)
-    (tmp_path / "parallel_lce" / "kernels").unlink()
-    (tmp_path / "parallel_lce" / "kernels").write_text("../kernels")
-    done = _built(tmp_path, tmp_path, kind)
-    assert done.returncode != 0 and not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
-    assert "error: parallel_lce/kernels is missing: it is a symbolic link" in done.stdout + done.stderr
-
-
-def test_a_lost_link_names_its_cause(tmp_path):
-    """Some archive tools drop the link, git without symbolic links writes a file of its target's name."""
-    skip = shutil.ignore_patterns("kernels", "__pycache__")
-    copied = shutil.copytree(ROOT / "parallel_lce", tmp_path / "parallel_lce", ignore=skip) / "kernels"
-    for lose in (lambda: None, lambda: copied.symlink_to("../kernels"), lambda: copied.write_text("../kernels")):
-        copied.unlink(missing_ok=True)
-        lose()
-        done = python("-c", "import parallel_lce", path=tmp_path, cwd=tmp_path)
-        last = done.stderr.strip().splitlines()[-1]
-        assert done.returncode != 0 and last.startswith("ImportError: parallel_lce/kernels is missing")
-        assert "symbolic link to ../kernels" in last and "core.symlinks=false" in last
 
 
 IMPORTS = """

@@ -9,7 +9,7 @@ import sanitize
 from releases import ROOT
 from tools import ran
 
-HOPPER = (ROOT / "kernels" / "hopper.py").read_text().splitlines()
+HOPPER = (ROOT / "parallel_lce" / "kernels" / "hopper.py").read_text().splitlines()
 WITH_A_RACE = sanitize.changed("race")[1].splitlines()
 KERNELS = "kernels: " + " ".join(sorted(kernel_calls.NAMES))
 

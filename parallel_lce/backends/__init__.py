@@ -82,8 +82,7 @@ _name._dynamo_marked_constant = True
 
 @functools.cache
 def _triton_installed() -> bool:
-    names = ("triton", "parallel_lce.backends.triton")
-    return all(importlib.util.find_spec(name) is not None for name in names)
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -151,15 +151,9 @@ def _signature(
             return None
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
-    key += _group_traits(layout, tensors.input)
+    if layout.ranks > 1:
+        key += layout.ranks, layout.rank, None if tensors.input.is_cuda else dist.get_backend(layout.group)
     return tuple(key)
-
-
-def _group_traits(layout: Layout, input: Tensor) -> tuple:
-    """The signature's entries for a process group."""
-    if layout.ranks == 1:
-        return ()
-    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
 
 
 def _planned(
@@ -205,6 +199,7 @@ def _planned(
         dtype,
         _ALONE,
         feature_kinds=kinds,
+        readable_size=readable_size(options, weight, layout),
         number=number,
     )
     if planned and its_plan.dense:
@@ -220,7 +215,8 @@ def _with_tensors(
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
-    check_readable_target(known.options, target, weight, layout)
+    if target is not None and known.readable_size is not None:
+        check_target(known.options, target, known.readable_size)
     softcap = None
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
@@ -290,6 +286,7 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
+        and all([kind.allows_accumulation for kind in features_of(options, tensors)])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -384,13 +381,11 @@ def check_together(
     check_target(options, target, vocab_size, mask)
 
 
-def check_readable_target(
-    options: Options, target: Tensor | None, weight: Tensor, layout: Layout, mask: Tensor | None = None
-) -> None:
-    """:func:`check_target` where it is free: on a CPU, if this rank knows V."""
-    if target is not None and target.device.type == "cpu" and not valueless(target):
-        size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
-        check_target(options, target, size, mask)
+def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
+    """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
+    if weight.device.type != "cpu" or valueless(weight):
+        return None
+    return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
 
 def autocasted(tensors: Tensors) -> Tensors:

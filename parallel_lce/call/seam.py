@@ -8,13 +8,14 @@ add a feature is to write a subclass of :class:`Feature` and to list it in :mod:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask, Projection
+from parallel_lce.core.collectives import PartialsGather
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
@@ -35,6 +36,8 @@ class Feature:
     columns: ClassVar[tuple[str, ...]] = ()
     # Whether a small loss may make dense logits, which runs no hook.
     allows_dense: ClassVar[bool] = False
+    # Whether a loss may form its gradients in forward, which runs no hook from message_size to outputs.
+    allows_accumulation: ClassVar[bool] = False
     # Whether it reads Tensors.position, so that tokens in another order must have it.
     needs_position: ClassVar[bool] = False
 
@@ -112,13 +115,10 @@ class ForwardPass(NamedTuple):
 
     call: Any
     # The gather of the partials, finished.
-    partials: Any
-    # The blocks' hidden states [R, D] and projections. Under sequence parallelism and with several blocks, their hidden
-    # states are gathered again.
-    again: Any
-
-    def blocks(self) -> Iterator[tuple[Block, Tensor, Projection]]:
-        return self.again()
+    partials: PartialsGather
+    # Gives each block again, with its hidden states [R, D] and projection. Under sequence parallelism hidden states of
+    # several blocks are gathered again.
+    blocks: Callable[[], Iterator[tuple[Block, Tensor, Projection]]]
 
 
 FEATURES: list[type[Feature]] = []

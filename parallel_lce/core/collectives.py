@@ -180,7 +180,7 @@ class Shard:
     # Of the arguments that all ranks must share: digest_of
     digest: int = 0
 
-    @property
+    @cached_property
     def real_rows(self) -> int:
         """Number of rows that are not padding. They come first."""
         if self.vocab_size is None:

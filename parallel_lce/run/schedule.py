@@ -117,14 +117,14 @@ def forward(
             merged = Merged(*partials.finish(backend.merge_ranks))
         if features:
 
-            def again() -> Iterator[tuple[Block, Tensor, Projection]]:
+            def blocks_again() -> Iterator[tuple[Block, Tensor, Projection]]:
                 gathers = Gathers(hidden, blocks, layout) if len(blocks) > 1 else None
                 for block in blocks:
                     yield block, x if gathers is None else gathers.ready().tensor, call.of_block(projection, block)
 
             messages = partials.extras.split(sizes, 1)
             for feature, of_ranks in zip(features, messages):
-                feature.merged(ForwardPass(call, partials, again), of_ranks)
+                feature.merged(ForwardPass(call, partials, blocks_again), of_ranks)
         return merged, gathered, saved
 
 
@@ -238,7 +238,8 @@ def backward(
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
-        differs = any([c is not None for c in coefficients[2:5]])
+        _, _, gamma, delta, epsilon, _ = coefficients
+        differs = not (gamma is delta is epsilon is None)
         if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
             sums.scratch.adopt(exponentials)
             kept = ()

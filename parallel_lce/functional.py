@@ -45,6 +45,7 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
+    max_logit_penalty: float = 0.0,
     **unsupported: object,
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
@@ -70,6 +71,7 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
+        max_logit_penalty: a number >= 0; adds ``max_logit_penalty * max(logits)**2`` per token (RWKV's L2Wrap).
         logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
@@ -174,6 +176,7 @@ def linear_cross_entropy(
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        max_logit_penalty=max_logit_penalty,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,

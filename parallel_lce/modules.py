@@ -65,6 +65,7 @@ class LinearCrossEntropy(nn.Module):
         gradient_filter: float | None = None,
         temperature: float = 1.0,
         reduce_hidden_grad: bool = True,
+        max_logit_penalty: float = 0.0,
         **unknown: Never,
     ) -> None:
         given = locals()

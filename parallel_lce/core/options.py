@@ -45,6 +45,7 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    max_logit_penalty: float = 0.0
     # 1 if each token has a scale of its own.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -209,6 +210,7 @@ def _is_bool(value: object) -> bool:
 
 
 _FLAG = _Rule(as_bool, _is_bool, "True or False")
+_FACTOR = _Rule(as_float, lambda factor: is_number(factor) and factor >= 0, "a finite Python number >= 0")
 # A rule in the place of each value.
 _RULES = cast(Any, Options)(
     function=_Rule(_unchanged, lambda name: True, "a name"),
@@ -219,7 +221,8 @@ _RULES = cast(Any, Options)(
     outside_is_nan=_FLAG,
     token_weight_gradient=_FLAG,
     label_smoothing=_Rule(as_float, lambda eps: is_number(eps) and 0 <= eps <= 1, "a Python number in [0, 1]"),
-    z_loss=_Rule(as_float, lambda factor: is_number(factor) and factor >= 0, "a finite Python number >= 0"),
+    z_loss=_FACTOR,
+    max_logit_penalty=_FACTOR,
     logit_scale=_Rule(as_float, is_number, "a finite Python number"),
     logit_softcap=_Rule(
         as_float, lambda cap: cap is None or (is_number(cap) and cap >= _SMALLEST), "None or a positive Python number"

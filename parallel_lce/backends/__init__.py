@@ -7,6 +7,7 @@ This module chooses one.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from parallel_lce.backends.interface import Backend
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
@@ -47,6 +50,13 @@ def named(name: str) -> Backend:
     from parallel_lce.backends import torch_backend
 
     return torch_backend
+
+
+@functools.cache
+def part(package: str, backend: Backend) -> ModuleType:
+    """A feature's own work in this backend: the module ``torch_part`` or ``triton_part`` of its package, which have the
+    same functions."""
+    return importlib.import_module(f"{package}.{backend.NAME}_part")
 
 
 def check_choice() -> str:

@@ -18,23 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends import valueless
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
-from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, flattened, token_count
 from parallel_lce.call.checks import INTEGERS, as_group, check_kind, described, public
 from parallel_lce.call.prepare import autocasted, check, prepare
-from parallel_lce.core import plan
-from parallel_lce.core.budget import default_budget
-from parallel_lce.core.collectives import Layout, all_gather, gather_whole, reduce_scatter
-from parallel_lce.core.memory import device_without_autocast, in_memory
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_flag, as_int64, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.core.plan import Block, balanced
-from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.picked import gathered_logits, gradients_of_logits
-from parallel_lce.run.schedule import Gathers
 from parallel_lce.run.transforms import operator, without_values
+from parallel_lce.sampled.blocks import EntryLogits, SharedLogSumExp
 
 
 @public
@@ -123,7 +114,7 @@ def sampled_linear_cross_entropy(
         return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
-    logits, outside = [t.view(count, ids.shape[-1]) for t in _EntryLogits.apply(*inputs, call, sampled)]
+    logits, outside = [t.view(count, ids.shape[-1]) for t in EntryLogits.apply(*inputs, call, sampled)]
     target, sampled = target.reshape(-1), sampled if shared else sampled.reshape(count, sampled.shape[-1])
     offsets = torch.zeros_like(sampled, dtype=dtype)
     if log_expected_count is not None:
@@ -132,7 +123,7 @@ def sampled_linear_cross_entropy(
     if target_log_expected_count is not None:
         of_target = of_target - target_log_expected_count.reshape(-1).to(dtype)
     if shared:
-        others = _SharedLogSumExp.apply(*inputs, call, sampled, offsets, target, remove_accidental_hits)
+        others = SharedLogSumExp.apply(*inputs, call, sampled, offsets, target, remove_accidental_hits)
     else:
         left_out = outside[:, 1:]
         if remove_accidental_hits:
@@ -180,198 +171,3 @@ def _check(target: Any, sampled: Any, of_samples: Any, of_targets: Any, logit_sc
         check_kind(name, value)
         if value.device != ids.device:
             raise ValueError(f"{name} is on {value.device} and target is on {ids.device}")
-
-
-class _EntryLogits(torch.autograd.Function):
-    """Logits ``[E]`` of the call's selected entries, and which of their ids are outside the vocabulary."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sampled: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert call.picked is not None
-        packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias, sampled)
-        ids = call.picked.ids
-        outside = (ids < 0) | (ids >= vocab_size)
-        logits = packed[:, : len(ids)].sum(0).masked_fill_(outside, 0.0)
-        if broken is not None:
-            logits.masked_fill_(broken, torch.nan)
-        ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token, logits)
-        ctx.mark_non_differentiable(outside)
-        return logits, outside
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor, _):
-        hidden, weight, bias, *per_token, logits = saved
-        call = ctx.call.with_tensors(per_token)
-        with device_without_autocast(weight):
-            values = call.before_softcap(in_memory(upstream).contiguous(), logits)
-        return *gradients_of_logits(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None
-
-
-class _SharedLogSumExp(torch.autograd.Function):
-    """Per token ``[N]`` the logarithm of the sum of exponentials of shared samples' logits plus ``offsets [M]``; -inf
-    for a token without a sample."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        ids: Tensor,
-        offsets: Tensor,
-        target: Tensor,
-        remove: bool,
-    ) -> Tensor:
-        layout = call.layout
-        with device_without_autocast(weight):
-            rows, columns = _rows_of(call, weight, bias, ids)
-            part = slice(layout.rank * len(rows), (layout.rank + 1) * len(rows))
-            padded = layout.ranks * len(rows) - len(ids)
-            own_ids = torch.nn.functional.pad(ids, (0, padded), value=-1)[part]
-            # [m]: bias and offset of a column; -inf for an id outside the vocabulary.
-            offsets = torch.nn.functional.pad(offsets, (0, padded))[part]
-            bias_of, exists = columns.unbind(1)
-            offsets = (call.scale * bias_of + offsets).masked_fill(exists == 0, -torch.inf)
-            work = _SharedSamples(call, rows, own_ids, offsets, target, remove)
-            logsumexp = work.logsumexp(hidden)
-        ctx.work, ctx.shape, ctx.bias = work, weight.shape, bias is not None
-        ctx.dtype, ctx.ids = weight.dtype, ids
-        ctx.save_for_backward(hidden, logsumexp)
-        return logsumexp
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor):
-        hidden, logsumexp = saved
-        needs_hidden, *needs_rows, _, _, needs_offsets = ctx.needs_input_grad[:6]
-        with device_without_autocast(hidden):
-            dx, drows, doffsets = ctx.work.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
-            dweight = dbias = None
-            if any(needs_rows) or needs_offsets:
-                dweight, dbias, doffsets = _to_rows(ctx.work.call, ctx.ids, drows, doffsets, ctx.shape, ctx.dtype)
-        given = needs_rows[0], needs_rows[1] and ctx.bias, False, False, needs_offsets
-        of_rows = [g if needed else None for g, needed in zip((dweight, dbias, None, None, doffsets), given)]
-        return dx, *of_rows, None, None
-
-
-class _SharedSamples:
-    """This rank's share of the samples: ``rows [m, D]`` of the weight, ``ids [m]``, and ``offsets [m]`` of their scaled
-    logits. Logits exist for one block of tokens at a time, within the default budget."""
-
-    def __init__(self, call: Call, rows: Tensor, ids: Tensor, offsets: Tensor, target: Tensor, remove: bool) -> None:
-        self.call, self.rows, self.ids, self.offsets = call, rows, ids, offsets
-        self.target, self.remove = target, remove
-        tokens, sp_size = len(target) // call.layout.sp_size, call.layout.sp_size
-        budget = max(default_budget(rows.device), plan.SMALLEST_BLOCK)
-        size = balanced(tokens, max(1, budget // max(1, 8 * sp_size * len(rows))))
-        self.blocks = tuple([Block(a, min(a + size, tokens), 0) for a in range(0, tokens, size)])
-
-    def logits(self, block: Block, x: Tensor) -> Tensor:
-        """``[R, m]`` of a block's hidden states ``x [R, D]``; -inf for samples that are left out."""
-        logits = matmul_nt(x, self.rows).mul_(self.call.scale).add_(self.offsets)
-        if self.remove:
-            target = self.call.layout.take(self.target, block)
-            logits.masked_fill_(self.ids == target.unsqueeze(1), -torch.inf)
-        return logits
-
-    def logsumexp(self, hidden: Tensor) -> Tensor:
-        call, layout = self.call, self.call.layout
-        flat = flattened(hidden)
-        partials = flat.new_empty(layout.ranks, token_count(flat, layout), dtype=call.dtype)
-        gathers = Gathers(flat, self.blocks, layout)
-        for block in self.blocks:
-            x = gathers.ready().tensor
-            layout.put(partials[layout.rank], block, self.logits(block, x).logsumexp(1))
-        if layout.ranks > 1:
-            gather_whole(partials, partials[layout.rank], layout)
-        return partials.logsumexp(0)
-
-    def gradients(
-        self, hidden: Tensor, logsumexp: Tensor, upstream: Tensor, needs_hidden: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """dX, and in fp32 (fp64) the gradients of the rows ``[m, D]`` and of their offsets ``[m]``."""
-        call, layout, flat = self.call, self.call.layout, flattened(hidden).contiguous()
-        # On CPUs low-precision products are slower, and no more exact.
-        dtype = flat.dtype if flat.is_cuda else call.dtype
-        factor = upstream
-        unscale = None
-        if dtype == torch.float16 and len(factor):  # a mean's gradients, 1 / N each, would underflow
-            power = power_of_two_near((factor * call.scale).abs().nan_to_num(0.0, 0.0).amax())
-            factor, unscale = factor * power, 1 / power
-        reduction = call.hidden_reduction(flat) if needs_hidden else None
-        drows = self.rows.new_zeros(self.rows.shape, dtype=call.dtype)
-        doffsets = drows.new_zeros(len(drows))
-        # A token without a sample has no gradient.
-        lse, factor = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0), factor.contiguous()
-        gathers = Gathers(flat, self.blocks, layout)
-        for block in self.blocks:
-            x = gathers.ready().tensor
-            gradient = self.logits(block, x).sub_(layout.take(lse, block).unsqueeze(1)).exp_()
-            gradient = gradient.mul_(layout.take(factor, block).unsqueeze(1))
-            doffsets += gradient.sum(0)
-            gradient = (gradient if call.scale == 1 else gradient.mul_(call.scale)).to(dtype)
-            if reduction is not None:
-                local = reduction.open_block(block)
-                accumulate_nt(local, gradient, self.rows.t(), overwrite=True, factor=unscale)
-                reduction.start(block, local)
-            accumulate_nt(drows, gradient.t(), x.t(), overwrite=False)
-        if unscale is not None:
-            drows, doffsets = drows * unscale, doffsets * unscale
-        return None if reduction is None else reduction.wait().view(hidden.shape), drows, doffsets
-
-
-def _rows_of(call: Call, weight: Tensor, bias: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's share of the sampled rows ``[m, D]``, m = ceil(M / P); and ``[m, 2]`` their biases, and 1 for an id
-    of the vocabulary, else 0. A sum over the ranks delivers them: an id is in one shard, and all others add 0."""
-    layout, local = call.layout, _local(call, ids)
-    size = -(-len(ids) // layout.ranks)
-    rows = weight.new_zeros(layout.ranks * size, weight.shape[1])
-    columns = weight.new_zeros(layout.ranks * size, 2, dtype=call.dtype)
-    mine = local < call.shard.real_rows
-    if call.shard.real_rows:
-        place = local.clamp(max=call.shard.real_rows - 1)
-        rows[: len(ids)] = weight.index_select(0, place).masked_fill_(~mine.unsqueeze(1), 0.0)
-        columns[: len(ids), 1] = mine.to(call.dtype)
-        if bias is not None:
-            columns[: len(ids), 0] = bias.index_select(0, place).to(call.dtype).masked_fill_(~mine, 0.0)
-    if layout.ranks == 1:
-        return rows, columns
-    parts = rows.new_empty(size, rows.shape[1]), columns.new_empty(size, 2)
-    for part, whole in zip(parts, (rows, columns)):
-        reduce_scatter(part, whole, group=layout.group, async_op=True).wait()
-    return parts
-
-
-def _local(call: Call, ids: Tensor) -> Tensor:
-    """The ids relative to the shard's first one; its number of real rows for an id of another shard."""
-    local = ids - call.shard.start
-    return local.masked_fill((local < 0) | (local >= call.shard.real_rows), call.shard.real_rows)
-
-
-def _to_rows(
-    call: Call, ids: Tensor, drows: Tensor, doffsets: Tensor, shape: torch.Size, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW ``[V/P, D]`` and dbias ``[V/P]`` of this rank's shard, and the gradients of all offsets ``[M]``, from each
-    rank's ``drows [m, D]`` and ``doffsets [m]``."""
-    layout, count = call.layout, len(ids)
-    whole = torch.cat([drows, doffsets.unsqueeze(1)], 1)
-    if layout.ranks > 1:
-        gathered = whole.new_empty(layout.ranks * len(whole), whole.shape[1])
-        all_gather(gathered, whole, group=layout.group, async_op=True).wait()
-        whole = gathered
-    # Equal ids are summed in a fixed order, in fp32. The last row takes other ranks' ids.
-    local, order = _local(call, ids).sort(stable=True)
-    first = torch.ones_like(local)
-    first[1:] = local[1:] != local[:-1]
-    group = first.cumsum(0) - 1
-    sums = whole.new_zeros(count, whole.shape[1]).index_put_((group,), whole[:count][order], accumulate=True)[group]
-    dweight = whole.new_zeros(shape[0] + 1, shape[1], dtype=dtype)
-    of_bias = whole.new_zeros(shape[0] + 1, dtype=dtype)
-    place = local.masked_fill(local == call.shard.real_rows, shape[0])
-    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.scale).to(dtype)
-    return dweight[:-1], of_bias[:-1], whole[:count, -1]

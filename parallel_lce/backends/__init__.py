@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from parallel_lce.backends.interface import Backend
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
@@ -54,8 +53,7 @@ def named(name: str) -> Backend:
 
 @functools.cache
 def part(package: str, backend: Backend) -> ModuleType:
-    """A feature's own work in this backend: the module ``torch_part`` or ``triton_part`` of its package, which have the
-    same functions."""
+    """The module of a feature's package for a backend: its ``torch_part`` or ``triton_part``, with the same names."""
     return importlib.import_module(f"{package}.{backend.NAME}_part")
 
 

@@ -22,6 +22,8 @@ from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
+from parallel_lce.call.picks import PickedIds
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
@@ -38,7 +40,6 @@ from parallel_lce.core.options import (
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
-from parallel_lce.features.picks import PickedIds
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -84,7 +85,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    result = _with_tensors(known, tensors, layout, main_grad, options.sample_seed)  # may refuse a target
+    result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
     debug.state().awaited = False
     return result
 
@@ -171,7 +172,7 @@ def _planned(
     planned: bool,
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
-    weight = tensors.linear_weight
+    weight, kinds = tensors.linear_weight, features_of(options, tensors)
     backend = backend_of(weight)
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
     options = options._replace(logits_budget=budget)
@@ -190,8 +191,21 @@ def _planned(
     scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
+    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
     call = Call(
-        options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE, number=number
+        options,
+        backend,
+        shard,
+        columns,
+        its_plan,
+        shape,
+        needs,
+        scale,
+        cap,
+        dtype,
+        _ALONE,
+        feature_kinds=kinds,
+        number=number,
     )
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
@@ -199,9 +213,9 @@ def _planned(
 
 
 def _with_tensors(
-    known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, seed: int | None
+    known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
 ) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, position = tensors
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, _ = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
@@ -224,8 +238,7 @@ def _with_tensors(
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        seed=seed,
-        position=position if position is None else position.flatten(),
+        features=tuple([kind(options, tensors) for kind in known.feature_kinds]),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -306,7 +319,8 @@ def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None
     ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    return options.reduction is not None and adds and weight.dtype == torch.bfloat16
+    allowed = all([kind.allows_dense for kind in features_of(options, tensors)])
+    return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:

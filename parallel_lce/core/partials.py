@@ -111,12 +111,6 @@ class Merged(NamedTuple):
     partial: Tensor
     # V, 0-dimensional int64 or a number
     vocab_size: Tensor | int
-    # [E], logits of the selected entries; 0 for an id outside the vocabulary
-    selected: Tensor | None = None
-    # The K largest logits [N, K] and their ids [N, K] int64
-    top: tuple[Tensor, Tensor] | None = None
-    # [N] int64, the sampled ids
-    sampled: Tensor | None = None
 
 
 class Coefficients(NamedTuple):

@@ -66,12 +66,6 @@ class Divergence:
         rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
         return cls(student, teacher, beta, blocks_within(options.logits_budget or 0, rows, row_bytes, fewest), entropy)
 
-    def with_tensors(self, per_token: Sequence[Tensor | None]) -> Divergence:
-        """The same with these as the student's and the teacher's per-token tensors."""
-        half = len(per_token) // 2
-        student = self.student.with_tensors(tuple(per_token[:half]))
-        return replace(self, student=student, teacher=self.teacher.with_tensors(tuple(per_token[half:])))
-
 
 class _Pass:
     """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5 or 6, N]``. With the ``numbers`` of an earlier
@@ -141,7 +135,7 @@ class _Pass:
 
 
 def _part_of(call: Call) -> ModuleType:
-    return part(__name__.rpartition(".")[0], call.backend)
+    return part("parallel_lce.distillation", call.backend)
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
@@ -199,7 +193,7 @@ class _Divergences(torch.autograd.Function):
         needs, summed = Needs(*ctx.needs_input_grad[:3]), factor is not None
         losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
-        ctx.save_for_backward(*inputs, factor, numbers, *task.student.per_token, *task.teacher.per_token)
+        ctx.save_for_backward(*inputs, factor, numbers, *task.student.tensors, *task.teacher.tensors)
         entropy = -numbers[5] if task.entropy else None
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
@@ -209,13 +203,15 @@ class _Divergences(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
-        inputs, (factor, numbers, *per_token) = saved[:6], saved[6:]
+        inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         upstream = in_memory(upstream)
         if gradients is None:
             each, needs = upstream if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
-            task = ctx.task.with_tensors(per_token)
+            student, tensors = ctx.task.student.with_saved(tensors)
+            teacher, _ = ctx.task.teacher.with_saved(tensors)
+            task = replace(ctx.task, student=student, teacher=teacher)
             *_, gradients = _evaluated(task, inputs, needs, each, factor is not None, numbers)
             assert gradients is not None  # a factor is given
         if factor is not None:

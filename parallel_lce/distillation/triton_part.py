@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_operands import dense, product_of, stride_of
@@ -16,7 +16,7 @@ from parallel_lce.kernels.projection import ForwardEpilogue, new_window_partials
 from parallel_lce.kernels.relaunch import Relaunched
 
 
-def block_logits(projection: Projection, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     rows, real, columns = x.shape[0], projection.real_rows, Columns()
     logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
     partial = empty_partial(columns, rows, projection.dtype, x.device)
@@ -46,15 +46,10 @@ def lce_backward_divergence(
     teacher,
     sums,
     gradient,
-    factor,
-    student_mean,
-    token_cap,
     rows,
     entries,
-    gradient_stride,
     beta,
     rest,
-    cap,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -62,10 +57,13 @@ def lce_backward_divergence(
 ):
     """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
     contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
-    ``CAPPED``: the student's logits are soft-capped. ``ENTROPY``: ``sums`` has a third row."""
+    ``gradient``: memory, row stride, factor, student_mean, and the soft-cap per token or of all. ``CAPPED``: the
+    student's logits are soft-capped. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
-    if token_cap is not None:
-        cap = tl.load(token_cap + row)
+    if gradient is not None:
+        out, out_stride, factor, student_mean, token_cap, cap = gradient
+        if token_cap is not None:
+            cap = tl.load(token_cap + row)
     of_teacher = 0.0
     of_student = 0.0
     of_entropy = 0.0
@@ -104,7 +102,7 @@ def lce_backward_divergence(
                 g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
-            tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
+            tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=valid)
     if sums is not None:
         tl.store(sums + row, of_teacher)
         tl.store(sums + rows + row, of_student)
@@ -112,27 +110,25 @@ def lce_backward_divergence(
             tl.store(sums + 2 * rows + row, of_entropy)
 
 
-def divergence(pair: Pair, sums: torch.Tensor | None, gradient: LogitsGradient | None) -> None:
+def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     student, teacher, student_normalizer, teacher_normalizer, beta = pair
     rows, entries = student.shape
-    out, factor, student_mean, softcap = gradient or (None, None, None, None)
-    token_cap = softcap if isinstance(softcap, torch.Tensor) else None
+    softcap, to_gradient = None, None
+    if gradient is not None:
+        out, *numbers, softcap = gradient
+        caps = (softcap, 1.0) if isinstance(softcap, Tensor) else (None, 1.0 if softcap is None else softcap)
+        to_gradient = out, out.stride(0), *numbers, *caps
     if rows:
         lce_backward_divergence.launch(
             (rows,),
             (student, student.stride(0), student_normalizer),
             (teacher, teacher.stride(0), teacher_normalizer),
             sums,
-            out,
-            factor,
-            student_mean,
-            token_cap,
+            to_gradient,
             rows,
             entries,
-            0 if out is None else out.stride(0),
             beta,
             1 - beta,
-            1.0 if token_cap is not None or softcap is None else softcap,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
             CAPPED=softcap is not None,

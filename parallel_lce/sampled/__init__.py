@@ -24,10 +24,12 @@ from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_flag, as_int64, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.run.transforms import operator, without_values
-from parallel_lce.sampled.blocks import EntryLogits, SharedLogSumExp
+from parallel_lce.run.picked import logits_of
+from parallel_lce.run.transforms import breaks_graphs, operator, without_values
+from parallel_lce.sampled.blocks import LogSumExp, SharedSamples
 
 
+@breaks_graphs
 @public
 @operator
 def sampled_linear_cross_entropy(
@@ -114,7 +116,9 @@ def sampled_linear_cross_entropy(
         return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
-    logits, outside = [t.view(count, ids.shape[-1]) for t in EntryLogits.apply(*inputs, call, sampled)]
+    logits, vocab_size = logits_of(call, inputs, sampled)
+    logits, ids = logits.view(count, ids.shape[-1]), ids.view(count, ids.shape[-1])
+    outside = (ids < 0) | (ids >= vocab_size)
     target, sampled = target.reshape(-1), sampled if shared else sampled.reshape(count, sampled.shape[-1])
     offsets = torch.zeros_like(sampled, dtype=dtype)
     if log_expected_count is not None:
@@ -123,7 +127,8 @@ def sampled_linear_cross_entropy(
     if target_log_expected_count is not None:
         of_target = of_target - target_log_expected_count.reshape(-1).to(dtype)
     if shared:
-        others = SharedLogSumExp.apply(*inputs, call, sampled, offsets, target, remove_accidental_hits)
+        samples = SharedSamples(call, sampled, target, remove_accidental_hits)
+        others = LogSumExp.apply(*inputs, offsets, samples)
     else:
         left_out = outside[:, 1:]
         if remove_accidental_hits:
@@ -136,10 +141,6 @@ def sampled_linear_cross_entropy(
     if reduction == "none":
         return losses.view(tensors.picked.shape[:-1])
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
-
-
-# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
-sampled_linear_cross_entropy._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _check(target: Any, sampled: Any, of_samples: Any, of_targets: Any, logit_scale: Any) -> None:

@@ -1,7 +1,8 @@
-"""The logits of targets and samples, and the sums of exponentials of samples that all tokens share."""
+"""The sums of exponentials of samples that all tokens share, in blocks of tokens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,69 +17,32 @@ from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.plan import Block, blocks_within
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.output_gradients import OutputGradients
-from parallel_lce.run.picked import gathered_logits, gradients_of_logits
 from parallel_lce.run.schedule import Gathers
 
 
-class EntryLogits(torch.autograd.Function):
-    """Logits ``[E]`` of the call's selected entries, and which of their ids are outside the vocabulary."""
+@dataclass(frozen=True)
+class SharedSamples:
+    call: Call
+    # [M] int64
+    ids: Tensor
+    # [N] int64
+    target: Tensor
+    # Samples that equal a token's target are left out.
+    remove: bool
+
+
+class LogSumExp(torch.autograd.Function):
+    """Per token ``[N]`` the logarithm of the sum of exponentials of the samples' logits plus ``offsets [M]``; -inf for
+    a token without a sample."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sampled: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert call.picked is not None
-        packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias, sampled)
-        ids = call.picked.ids
-        outside = (ids < 0) | (ids >= vocab_size)
-        logits = packed[:, : len(ids)].sum(0).masked_fill_(outside, 0.0)
-        if broken is not None:
-            logits.masked_fill_(broken, torch.nan)
-        ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, *call.tensors, logits)
-        ctx.mark_non_differentiable(outside)
-        return logits, outside
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor, _):
-        hidden, weight, bias, *per_token, logits = saved
-        call = ctx.call.with_tensors(per_token)
-        with device_without_autocast(weight):
-            values = call.before_softcap(in_memory(upstream).contiguous(), logits)
-        return *gradients_of_logits(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None
-
-
-class SharedLogSumExp(torch.autograd.Function):
-    """Per token ``[N]`` the logarithm of the sum of exponentials of shared samples' logits plus ``offsets [M]``; -inf
-    for a token without a sample."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        ids: Tensor,
-        offsets: Tensor,
-        target: Tensor,
-        remove: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, samples: SharedSamples
     ) -> Tensor:
-        layout = call.layout
         with device_without_autocast(weight):
-            rows, columns = _rows_of(call, weight, bias, ids)
-            part = slice(layout.rank * len(rows), (layout.rank + 1) * len(rows))
-            padded = layout.ranks * len(rows) - len(ids)
-            own_ids = torch.nn.functional.pad(ids, (0, padded), value=-1)[part]
-            # [m]: bias and offset of a column; -inf for an id outside the vocabulary.
-            offsets = torch.nn.functional.pad(offsets, (0, padded))[part]
-            bias_of, exists = columns.unbind(1)
-            offsets = (call.scale * bias_of + offsets).masked_fill(exists == 0, -torch.inf)
-            work = _SharedSamples(call, rows, own_ids, offsets, target, remove)
-            logsumexp = work.logsumexp(hidden)
-        ctx.work, ctx.shape, ctx.bias = work, weight.shape, bias is not None
-        ctx.dtype, ctx.ids = weight.dtype, ids
+            ctx.share = _Share(samples, weight, bias, offsets)
+            logsumexp = ctx.share.logsumexp(hidden)
+        ctx.samples, ctx.shape, ctx.dtype = samples, weight.shape, weight.dtype
         ctx.save_for_backward(hidden, logsumexp)
         return logsumexp
 
@@ -86,26 +50,32 @@ class SharedLogSumExp(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
         hidden, logsumexp = saved
-        needs_hidden, *needs_rows, _, _, needs_offsets = ctx.needs_input_grad[:6]
+        needs_hidden, *needs, _ = ctx.needs_input_grad
+        of_rows = None, None, None
         with device_without_autocast(hidden):
-            dx, drows, doffsets = ctx.work.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
-            dweight = dbias = None
-            if any(needs_rows) or needs_offsets:
-                dweight, dbias, doffsets = _to_rows(ctx.work.call, ctx.ids, drows, doffsets, ctx.shape, ctx.dtype)
-        given = needs_rows[0], needs_rows[1] and ctx.bias, False, False, needs_offsets
-        of_rows = [g if needed else None for g, needed in zip((dweight, dbias, None, None, doffsets), given)]
-        return dx, *of_rows, None, None
+            dx, drows, doffsets = ctx.share.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
+            if any(needs):
+                of_rows = _to_rows(ctx.samples, drows, doffsets, ctx.shape, ctx.dtype)
+        return dx, *[g if needed else None for g, needed in zip(of_rows, needs)], None
 
 
-class _SharedSamples:
+class _Share:
     """This rank's share of the samples: ``rows [m, D]`` of the weight, ``ids [m]``, and ``offsets [m]`` of their scaled
     logits. Logits exist for one block of tokens at a time, within the default budget."""
 
-    def __init__(self, call: Call, rows: Tensor, ids: Tensor, offsets: Tensor, target: Tensor, remove: bool) -> None:
-        self.call, self.rows, self.ids, self.offsets = call, rows, ids, offsets
-        self.target, self.remove = target, remove
-        sp_size = call.layout.sp_size
-        self.blocks = blocks_within(default_budget(rows.device), len(target) // sp_size, 8 * sp_size * len(rows))
+    def __init__(self, samples: SharedSamples, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
+        self.call, self.target, self.remove = samples.call, samples.target, samples.remove
+        call, layout, pad = samples.call, samples.call.layout, torch.nn.functional.pad
+        self.rows, columns = _rows_of(call, weight, bias, samples.ids)
+        size = len(self.rows)
+        part, padded = slice(layout.rank * size, (layout.rank + 1) * size), (0, layout.ranks * size - len(samples.ids))
+        self.ids = pad(samples.ids, padded, value=-1)[part]
+        # [m]: bias and offset of a column; -inf for an id outside the vocabulary.
+        bias_of, exists = columns.unbind(1)
+        offsets = call.scale * bias_of + pad(offsets, padded)[part]
+        self.offsets = offsets.masked_fill(exists == 0, -torch.inf)
+        row_bytes = 8 * layout.sp_size * size
+        self.blocks = blocks_within(default_budget(weight.device), len(self.target) // layout.sp_size, row_bytes)
 
     def logits(self, block: Block, x: Tensor) -> Tensor:
         """``[R, m]`` of a block's hidden states ``x [R, D]``; -inf for samples that are left out."""
@@ -179,18 +149,18 @@ def _local(call: Call, ids: Tensor) -> Tensor:
 
 
 def _to_rows(
-    call: Call, ids: Tensor, drows: Tensor, doffsets: Tensor, shape: torch.Size, dtype: torch.dtype
+    samples: SharedSamples, drows: Tensor, doffsets: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW ``[V/P, D]`` and dbias ``[V/P]`` of this rank's shard, and the gradients of all offsets ``[M]``, from each
     rank's ``drows [m, D]`` and ``doffsets [m]``."""
-    layout, count = call.layout, len(ids)
+    call, layout, count = samples.call, samples.call.layout, len(samples.ids)
     whole = torch.cat([drows, doffsets.unsqueeze(1)], 1)
     if layout.ranks > 1:
         gathered = whole.new_empty(layout.ranks * len(whole), whole.shape[1])
         all_gather(gathered, whole, group=layout.group, async_op=True).wait()
         whole = gathered
     # Equal ids are summed in a fixed order, in fp32. The last row takes other ranks' ids.
-    local, order = _local(call, ids).sort(stable=True)
+    local, order = _local(call, samples.ids).sort(stable=True)
     first = torch.ones_like(local)
     first[1:] = local[1:] != local[:-1]
     group = first.cumsum(0) - 1

@@ -14,9 +14,10 @@ from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.picked import log_probs_of
-from parallel_lce.run.transforms import operator
+from parallel_lce.run.transforms import breaks_graphs, operator
 
 
+@breaks_graphs
 @public
 @operator
 def selected_log_probs(
@@ -74,7 +75,3 @@ def selected_log_probs(
     options, tensors, group, arrangement = arranged(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)
     return log_probs if arrangement is None else arrangement.of_tokens(log_probs)
-
-
-# A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.
-selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]

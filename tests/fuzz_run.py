@@ -15,8 +15,8 @@ from cases import DTYPES
 from fuzz_draw import LAID, Configuration
 from fuzz_values import Whole, laid, make, real_rows
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.distillation import blocks as divergences
 from parallel_lce.distillation import divergence
-from parallel_lce.run import divergence as divergences
 from tools import chosen_backend, debug_mode, shrunk, unchecked
 from world import Member
 

@@ -226,37 +226,6 @@ def power_of_two_near(largest: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 
-class Pair(NamedTuple):
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's. A normalizer ``[2, R]`` holds, over
-    the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. A
-    log-probability is ``logit - normalizer[0] - normalizer[1]``."""
-
-    # [R, V/P], the statistics' dtype, rows contiguous
-    student: Tensor
-    teacher: Tensor
-    student_normalizer: Tensor
-    teacher_normalizer: Tensor
-    beta: float
-
-    @property
-    def mixed(self) -> bool:
-        return 0 < self.beta < 1
-
-
-class LogitsGradient(NamedTuple):
-    """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
-
-    # [R, V/P]: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - student_mean). The slope is that of
-    # the student's soft-cap.
-    out: Tensor
-    # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
-    factor: Tensor
-    # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
-    student_mean: Tensor | None
-    # The student's soft-cap: one number, or [R].
-    softcap: float | Tensor | None
-
-
 class ForwardTask(NamedTuple):
     """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 

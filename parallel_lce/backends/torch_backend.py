@@ -33,8 +33,6 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
-    block_logits,
-    divergence,
     logits_gradient,
     logits_partial,
     picked_hidden_gradient,

@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
-from parallel_lce.backends.interface import (
-    ForwardTask,
-    LogitsGradient,
-    Pair,
-    Picked,
-    PickedGradient,
-    Projection,
-    savable,
-)
+from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_filter import keeps_windows
@@ -33,7 +25,6 @@ from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, st
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
-from parallel_lce.kernels.dense_logits import divergence as divergence_of
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
@@ -51,19 +42,6 @@ _PARTIAL_BYTES = MEASURED.partial_bytes
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
-
-
-def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, real, columns = x.shape[0], projection.real_rows, Columns()
-    logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
-    partial = empty_partial(columns, rows, projection.dtype, x.device)
-    if rows and real:
-        product = product_of(projection, dense(x), 0, real)
-        windows = new_window_partials(product, columns)
-        product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
-        width = product.tile.entries
-        merge_windows(windows, partial, None, columns, window=width, entries=real, start=projection.start)
-    return logits, partial
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
@@ -113,10 +91,6 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     stacked = torch.cat([partial[:3], partial[:1], coefficients])
     dense_logits.logits_gradient(logits, target, stacked, gradient)
     return gradient
-
-
-def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    divergence_of(*pair, sums, *(gradient or (None, None, None, None)))
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:

@@ -168,14 +168,18 @@ def transformable(function: Callable) -> Callable:
     return call
 
 
+def breaks_graphs(function: Callable) -> Callable:
+    """Decorator for a function at which graphs of torch.compile break. torch.compiler.disable does the same, and
+    imports torch._dynamo."""
+    vars(function)["_torchdynamo_disable"] = True
+    return function
+
+
+@breaks_graphs
 def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
     # Importing torch._dynamo takes a second. Before, there are no compiled graphs.
     run: Any = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
     return run(function, given, named)
-
-
-# A graph of torch.compile breaks here.
-_outside_graphs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends import valueless
-from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import INTEGERS, described, public, refuse_unknown, renamed
@@ -35,15 +34,17 @@ from parallel_lce.core.options import (
     shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.distillation.blocks import Divergence, divergences
+from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.run.arrangement import arranged
-from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.run.fused_loss import fused_statistics
 from parallel_lce.run.picked import log_probs_of
-from parallel_lce.run.transforms import operator, without_values
+from parallel_lce.run.transforms import breaks_graphs, operator, without_values
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
+@breaks_graphs
 @public
 @operator
 def divergence(
@@ -171,10 +172,6 @@ def divergence(
             losses = torch.where(factor != 0, losses * factor, 0.0)
             result = losses.view(shape) if reduction == "none" else losses.sum()
     return result if arrangement is None else arrangement.loss(result)
-
-
-# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
-divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @public

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
@@ -35,6 +35,7 @@ from parallel_lce.core.options import (
     shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.run.fused_loss import fused_statistics
@@ -44,6 +45,7 @@ from parallel_lce.selected_log_probs import log_probs_of
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
+@outside_graphs
 @public
 @operator
 def divergence(
@@ -158,7 +160,7 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if valueless(inputs[1]):
+    if is_meta_or_fake(inputs[1]):
         result = without_values(shape, *inputs)
     else:
         task = Divergence.of(student, teacher, beta, dtype)
@@ -171,10 +173,6 @@ def divergence(
             losses = torch.where(factor != 0, losses * factor, 0.0)
             result = losses.view(shape) if reduction == "none" else losses.sum()
     return result if arrangement is None else arrangement.loss(result)
-
-
-# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
-divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @public
@@ -252,7 +250,7 @@ def top_k_divergence(
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
-    if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
+    if debug.enabled() and layout.ranks > 1 and not is_meta_or_fake(teacher_ids):
         settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored)

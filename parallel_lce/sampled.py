@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call import debug
@@ -31,12 +31,14 @@ from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors, as_flag, as_int64, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
 from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.selected_log_probs import gathered_logits, gradients_of_logits
 
 
+@outside_graphs
 @public
 @operator
 def sampled_linear_cross_entropy(
@@ -103,7 +105,7 @@ def sampled_linear_cross_entropy(
     corrected = log_expected_count is not None
     settings = f"{reduction=}, {ignore_index=}, {remove_accidental_hits=}, {corrected=}, {[*sampled.shape]} samples"
     name, group = f"sampled_linear_cross_entropy with {settings}", as_group(process_group)
-    if debug.enabled() and not valueless(target) and (layout := Layout.of(group, False)).ranks > 1:
+    if debug.enabled() and not is_meta_or_fake(target) and (layout := Layout.of(group, False)).ranks > 1:
         given = dict(target=target, sampled=sampled)
         counts = dict(log_expected_count=log_expected_count, target_log_expected_count=target_log_expected_count)
         given |= {n: None if t is None else t.double() for n, t in counts.items()}
@@ -118,7 +120,7 @@ def sampled_linear_cross_entropy(
         logits_budget=0,
     )
     tensors = Tensors(input, linear_weight, None, linear_bias, selected=ids)
-    if valueless(target):
+    if is_meta_or_fake(target):
         check(options, autocasted(tensors), group)
         return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
@@ -145,10 +147,6 @@ def sampled_linear_cross_entropy(
     if reduction == "none":
         return losses.view(tensors.selected.shape[:-1])
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
-
-
-# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
-sampled_linear_cross_entropy._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _check(target: Any, sampled: Any, of_samples: Any, of_targets: Any, logit_scale: Any) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
 from parallel_lce.call.checks import public, refuse_unknown
@@ -20,11 +20,13 @@ from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.transforms import operator, without_values
 
 
+@outside_graphs
 @public
 @operator
 def selected_log_probs(
@@ -84,14 +86,10 @@ def selected_log_probs(
     return log_probs if arrangement is None else arrangement.of_tokens(log_probs)
 
 
-# A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.
-selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
     """:func:`selected_log_probs` of options and tensors, and V."""
     options, weight = options._replace(logits_budget=0), tensors.linear_weight
-    if isinstance(weight, Tensor) and valueless(weight):
+    if isinstance(weight, Tensor) and is_meta_or_fake(weight):
         check(options, autocasted(tensors), group)
         return without_values(tensors.selected.shape, tensors.input, weight, tensors.linear_bias), len(weight)
     call, inputs = prepare(options, tensors, group, planned=False)

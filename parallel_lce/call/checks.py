@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
@@ -31,6 +30,7 @@ from parallel_lce.core.options import (
     unfiltered,
 )
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
 F = TypeVar("F", bound=Callable)
 # What torch.distributed.new_group returns to a process that is not a member.
@@ -214,7 +214,7 @@ def dispatches(kind: type[Tensor]) -> bool:
         return False
     if torch.compiler.is_compiling() or kind is AsyncCollectiveTensor:
         return False
-    return not kind.__module__.startswith("torch._subclasses.")
+    return not kind.__module__.startswith(TRACING)
 
 
 def _check_kinds(a: Tensors) -> None:

@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_lce.core.private import foreach_mul
+
 MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
 """Row of the first requestable column, if a partial has it. Rows of the others: ``Columns.__getitem__``."""
@@ -153,7 +155,7 @@ class Coefficients(NamedTuple):
         if self.factor is None:
             return self
         factors = [self.factor] * len(self.present)
-        return self.replaced(torch._foreach_mul(self.present, factors))  # pyright: ignore[reportPrivateImportUsage]
+        return self.replaced(foreach_mul(self.present, factors))
 
 
 def integer_view(column: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import INTEGERS, described, public, refuse_unknown, renamed
+from parallel_lce.call.checks import INTEGERS, described, public, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
@@ -73,7 +73,6 @@ def divergence(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce_hidden_grad: bool = True,
-    **unknown: Never,
 ) -> Tensor:
     """Divergence of the teacher's softmax from the student's, differentiable by the student's tensors.
 
@@ -128,8 +127,6 @@ def divergence(
     Raises:
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
-    if unknown:
-        refuse_unknown(divergence, unknown)
     beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
     scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
@@ -200,7 +197,6 @@ def top_k_divergence(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce_hidden_grad: bool = True,
-    **unknown: Never,
 ) -> Tensor:
     """:func:`divergence` from a teacher's stored largest log-probabilities, K of each token.
 
@@ -228,8 +224,6 @@ def top_k_divergence(
     Raises:
         ValueError: as :func:`divergence`.
     """
-    if unknown:
-        refuse_unknown(top_k_divergence, unknown)
     scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     given = Tensors(
         student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids

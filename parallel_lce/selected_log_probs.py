@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
-from parallel_lce.call.checks import public, refuse_unknown
+from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
@@ -45,7 +45,6 @@ def selected_log_probs(
     reduce_dtype: torch.dtype | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    **unknown: Never,
 ) -> Tensor:
     """Log-softmax of the logits of selected entries, over each token's entries alone.
 
@@ -73,8 +72,6 @@ def selected_log_probs(
     Raises:
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
-    if unknown:
-        refuse_unknown(selected_log_probs, unknown)
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")

@@ -39,8 +39,8 @@ from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.run.fused_loss import fused_statistics
+from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator, without_values
-from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
@@ -234,7 +234,7 @@ def top_k_divergence(
         asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
         if arrangement is not None:
             teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
-    target, teacher_ids = given.target, given.selected
+    target, teacher_ids = given.target, given.picked
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
@@ -253,7 +253,7 @@ def top_k_divergence(
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
     with _naming("student", selected="teacher_ids"):
-        given = given._replace(target=None, selected=ids)
+        given = given._replace(target=None, picked=ids)
         if tail == "renormalize":
             log_p, vocab_size = log_probs_of(asked, given, group)
         else:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public
-from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, check_reduction, shortened
+from parallel_lce.features.picks import ids_and_offsets
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics

@@ -33,9 +33,9 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.picked import gathered_logits, gradients_of_logits
 from parallel_lce.run.schedule import Gathers
 from parallel_lce.run.transforms import operator, without_values
-from parallel_lce.selected_log_probs import gathered_logits, gradients_of_logits
 
 
 @outside_graphs
@@ -119,7 +119,7 @@ def sampled_linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=0,
     )
-    tensors = Tensors(input, linear_weight, None, linear_bias, selected=ids)
+    tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids)
     if is_meta_or_fake(target):
         check(options, autocasted(tensors), group)
         return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
@@ -145,7 +145,7 @@ def sampled_linear_cross_entropy(
     difference = torch.where(counted, others - of_target, 0.0)
     losses = torch.where(counted, torch.logaddexp(torch.zeros_like(difference), difference), 0.0)
     if reduction == "none":
-        return losses.view(tensors.selected.shape[:-1])
+        return losses.view(tensors.picked.shape[:-1])
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
 
 
@@ -187,9 +187,9 @@ class _EntryLogits(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sampled: Tensor
     ) -> tuple[Tensor, Tensor]:
-        assert call.selected is not None
+        assert call.picked is not None
         packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias, sampled)
-        ids = call.selected.ids
+        ids = call.picked.ids
         outside = (ids < 0) | (ids >= vocab_size)
         logits = packed[:, : len(ids)].sum(0).masked_fill_(outside, 0.0)
         if broken is not None:

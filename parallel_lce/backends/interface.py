@@ -74,8 +74,8 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     return 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
 
 
-class Selection(NamedTuple):
-    """The selected entries of a block's tokens. Token r has ``ids[begin[r]:end[r]]``."""
+class Picked(NamedTuple):
+    """The picked entries of a block's tokens. Token r has ``ids[begin[r]:end[r]]``."""
 
     # [E] int64 relative to the shard, of all tokens of the call. An id outside ``[0, real_rows)`` has no logit here.
     ids: Tensor
@@ -83,8 +83,8 @@ class Selection(NamedTuple):
     begin: Tensor
     end: Tensor
 
-    def of_rows(self, rows: slice) -> Selection:
-        return Selection(self.ids, self.begin[rows], self.end[rows])
+    def of_rows(self, rows: slice) -> Picked:
+        return Picked(self.ids, self.begin[rows], self.end[rows])
 
     def inside(self, start: int, stop: int) -> Tensor:
         """Which ids lie in ``[start, stop)``, ``[E]``."""
@@ -102,24 +102,24 @@ class Selection(NamedTuple):
         return token, there & (entry < self.end[token])
 
 
-class SelectedGradient(NamedTuple):
-    """The selected entries' terms of the gradient of the projection's output ``x @ weight.T + bias``."""
+class PickedGradient(NamedTuple):
+    """The picked entries' terms of the gradient of the projection's output ``x @ weight.T + bias``."""
 
-    selection: Selection
+    entries: Picked
     # [E] in the statistics' dtype
     values: Tensor
     # [E]; None if no other entry has a gradient
     logits: Tensor | None = None
 
-    def of_rows(self, rows: slice) -> SelectedGradient:
-        return self._replace(selection=self.selection.of_rows(rows))
+    def of_rows(self, rows: slice) -> PickedGradient:
+        return self._replace(entries=self.entries.of_rows(rows))
 
 
-class SelectedLogits(NamedTuple):
-    """Memory ``out [E]`` for the logits of a block's selected entries. Elements of other shards and blocks are not
+class PickedLogits(NamedTuple):
+    """Memory ``out [E]`` for the logits of a block's picked entries. Elements of other shards and blocks are not
     written."""
 
-    selection: Selection
+    entries: Picked
     out: Tensor
 
 
@@ -199,7 +199,7 @@ def differences_recovered(dtype: torch.dtype) -> bool:
 
 
 def power_of_two_scale(
-    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, selected: SelectedGradient | None = None
+    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, picked: PickedGradient | None = None
 ) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
@@ -215,8 +215,8 @@ def power_of_two_scale(
     scaled = [c.abs() if scale is None else (c * scale).abs() for c in terms]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
     largest = sum(others, start=first) * abs(projection.scale)
-    if selected is not None and len(selected.values):
-        largest = largest + selected.values.abs().nan_to_num(0.0, 0.0).amax()
+    if picked is not None and len(picked.values):
+        largest = largest + picked.values.abs().nan_to_num(0.0, 0.0).amax()
     return power_of_two_near(largest)
 
 
@@ -274,8 +274,8 @@ class ForwardTask(NamedTuple):
     out: Tensor | None = None
     # Save the partials of all windows, too: a filtered backward uses them to select the windows to recompute.
     keep_windows: bool = False
-    # Selected entries, and memory for their logits.
-    selected: SelectedLogits | None = None
+    # Picked entries, and memory for their logits.
+    picked: PickedLogits | None = None
     # A list to which the backend appends the window partials that its ``sampled_ids`` reads; None: nothing is sampled.
     windows: list[Any] | None = None
 
@@ -296,10 +296,10 @@ class BackwardTask(NamedTuple):
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # Terms of the selected entries, added to the gradient of the projection's output before it is rounded.
-    selected: SelectedGradient | None = None
+    # Terms of the picked entries, added to the gradient of the projection's output before it is rounded.
+    picked: PickedGradient | None = None
     # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by rank-one estimates
-    # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``selected``.
+    # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``picked``.
     gradient_filter: float | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
@@ -310,5 +310,5 @@ class BackwardTask(NamedTuple):
             target=None if self.target is None else self.target[rows],
             partial=self.partial[:, rows],
             coefficients=self.coefficients.of_rows(rows),
-            selected=None if self.selected is None else self.selected.of_rows(rows),
+            picked=None if self.picked is None else self.picked.of_rows(rows),
         )

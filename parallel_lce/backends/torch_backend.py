@@ -37,16 +37,16 @@ from parallel_lce.backends.torch_logits import (
     divergence,
     logits_gradient,
     logits_partial,
+    picked_hidden_gradient,
+    picked_logits,
+    picked_weight_gradient,
     sampled_ids,
-    selected_hidden_gradient,
-    selected_logits,
-    selected_weight_gradient,
     set_gradient,
     set_log_probs,
     top_k,
 )
 from parallel_lce.backends.torch_tiles import (
-    add_selected,
+    add_picked,
     borrowed,
     even_slices,
     logits,
@@ -55,7 +55,7 @@ from parallel_lce.backends.torch_tiles import (
     saved_logits,
     saved_tile,
     subtract_at_targets,
-    take_selected,
+    take_picked,
     take_targets,
     window_size,
 )
@@ -109,7 +109,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """A block's partial over the shard, ``[C, R]``, and the tensors that it saves: the exponentials of its first
     vocabulary rows."""
-    projection, given, target, columns, save, buffer, out, _, selected, _ = task
+    projection, given, target, columns, save, buffer, out, _, picked, _ = task
     rows, dtype, save = given.shape[0], projection.dtype, min(save, projection.real_rows)
     partial = empty_partial(columns, rows, dtype, given.device, out)
     if rows == 0 or projection.real_rows == 0:
@@ -140,8 +140,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
-            if selected is not None:
-                take_selected(z, selected, tile, window)
+            if picked is not None:
+                take_picked(z, picked, tile, window)
             near = None
             if store is not None and store.dtype == torch.bfloat16 and columns.differ:
                 near = packed_logits(z, store.dtype)
@@ -171,14 +171,14 @@ class BlockBackward:
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, selected, _ = task
+        projection, x, target, partial, coefficients, saved, grads, scratch, picked, _ = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
         # The last tile, which is added to dW after dX is complete.
         self._last: tuple[slice, slice, _Sums, Tensor] | None = None
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
-        if selected is not None and saved and saved.exponentials.dtype != dtype:
-            # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
+        if picked is not None and saved and saved.exponentials.dtype != dtype:
+            # A picked entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
             saved = ()
         self._saved: Saved | None = None
         # Number of entries with saved exponentials, and of a forward's window.
@@ -219,11 +219,11 @@ class BlockBackward:
         self._fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
-            power = power_of_two_scale(coefficients, sum_exp, projection, selected)
+            power = power_of_two_scale(coefficients, sum_exp, projection, picked)
             factor, self._fp16_unscale = factor * power, 1 / power
-            if selected is not None:
-                selected = selected._replace(values=selected.values * power)
-        self._selected = selected
+            if picked is not None:
+                picked = picked._replace(values=picked.values * power)
+        self._picked = picked
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = alpha / sum_exp * factor
         self._beta, self._gamma, self._delta, self._epsilon = [None if c is None else c * factor for c in others]
@@ -294,8 +294,8 @@ class BlockBackward:
             gradient *= slope
         if self._beta is not None and self._target is not None:
             subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
-        if self._selected is not None:
-            add_selected(gradient, self._selected, rows, window)
+        if self._picked is not None:
+            add_picked(gradient, self._picked, rows, window)
         return gradient.to(self._x.dtype)
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:

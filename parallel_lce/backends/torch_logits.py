@@ -1,7 +1,7 @@
-"""Results from logits in plain torch: logits of a block, or of selected entries, with their gradients; the largest
+"""Results from logits in plain torch: logits of a block, or of picked entries, with their gradients; the largest
 logits, for both backends; log-probabilities within sets; partials and gradient of the user's logits; divergences.
 
-In kernels: parallel_lce.kernels.selected and parallel_lce.kernels.dense_logits. The formulas of the divergence are in
+In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits. The formulas of the divergence are in
 :mod:`parallel_lce.run.divergence`.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
-from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, SelectedGradient, Selection, softcap_slope
+from parallel_lce.backends.interface import LogitsGradient, Pair, Picked, PickedGradient, Projection, softcap_slope
 from parallel_lce.backends.torch_tiles import finished, logits
 from parallel_lce.core.partials import (
     MAX,
@@ -71,11 +71,11 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
     return [slice(a, a + step) for a in range(0, count, step)]
 
 
-def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-    """Write the logits of a block's selected entries to ``out [E]``. Elements of other shards are not written."""
-    row, hit = selection.places()
-    hit &= selection.inside(0, projection.real_rows)
-    ids = selection.ids.where(hit, 0)
+def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
+    """Write the logits of a block's picked entries to ``out [E]``. Elements of other shards are not written."""
+    row, hit = picked.places()
+    hit &= picked.inside(0, projection.real_rows)
+    ids = picked.ids.where(hit, 0)
     if projection.real_rows == 0 or len(x) == 0:
         return
     for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
@@ -86,24 +86,24 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection, out
         out[some] = z.where(hit[some], out[some])
 
 
-def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
-    """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
-    row, hit = gradient.selection.places()
-    hit &= gradient.selection.inside(0, len(weight))
+def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
+    """Write ``dx [R, D]``: the sums of the picked rows of ``weight [V, D]``, times their values."""
+    row, hit = gradient.entries.places()
+    hit &= gradient.entries.inside(0, len(weight))
     if len(weight):
-        ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
+        ids, values = gradient.entries.ids.where(hit, 0), gradient.values.where(hit, 0.0)
         _sum_rows(dx, row, values, weight, ids)
     else:
         dx.zero_()
 
 
-def selected_weight_gradient(
-    x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
+def picked_weight_gradient(
+    x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
-    """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
+    """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not picked. ``owner [E]``: the row of
     ``x [R, D]`` of each entry."""
-    hit = gradient.selection.inside(0, len(dweight))
-    ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
+    hit = gradient.entries.inside(0, len(dweight))
+    ids, values = gradient.entries.ids.where(hit, 0), gradient.values.where(hit, 0.0)
     if len(dweight):
         _sum_rows(dweight, ids, values, x, owner)
         if dbias is not None:
@@ -284,11 +284,11 @@ def _log_probs(logits: Tensor, normalizer: Tensor, rows: slice) -> Tensor:
 
 
 def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Log-softmax ``[E]`` over each token's selected entries, and their logits ``[E]``; -inf and 0 for ids outside
+    """Log-softmax ``[E]`` over each token's picked entries, and their logits ``[E]``; -inf and 0 for ids outside
     ``[0, vocab_size)``.
 
-    ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the selected entries
-    (:class:`parallel_lce.call.selection.Selected`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
+    ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the picked entries
+    (:class:`parallel_lce.call.picked.Picked`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
     """
     logits = packed[:, : len(sets.ids)].sum(0)
     outside = (sets.ids < 0) | (sets.ids >= vocab_size)

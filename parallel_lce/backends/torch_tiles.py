@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import Projection, Scratch, SelectedGradient, SelectedLogits, Selection
+from parallel_lce.backends.interface import Picked, PickedGradient, PickedLogits, Projection, Scratch
 from parallel_lce.core.partials import NEAR_ZERO
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
@@ -116,22 +116,22 @@ def subtract_at_targets(tile: Tensor, target: Tensor, window: slice, values: Ten
     tile.view(-1).scatter_add_(0, position, values.neg().masked_fill_(inside != entry, 0.0))
 
 
-def take_selected(tile: Tensor, selected: SelectedLogits, rows: slice, window: slice) -> None:
-    """Copy the selected entries' logits out of a tile."""
-    position, hit = _selected_positions(selected.selection, rows, window)
-    selected.out.copy_(tile.view(-1).index_select(0, position).where(hit, selected.out))
+def take_picked(tile: Tensor, picked: PickedLogits, rows: slice, window: slice) -> None:
+    """Copy the picked entries' logits out of a tile."""
+    position, hit = _picked_positions(picked.entries, rows, window)
+    picked.out.copy_(tile.view(-1).index_select(0, position).where(hit, picked.out))
 
 
-def add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
-    """Add the selected entries' values to a tile of the gradient."""
-    position, hit = _selected_positions(selected.selection, rows, window)
+def add_picked(tile: Tensor, picked: PickedGradient, rows: slice, window: slice) -> None:
+    """Add the picked entries' values to a tile of the gradient."""
+    position, hit = _picked_positions(picked.entries, rows, window)
     # Equal positions are summed in a fixed order, on CUDA too.
-    tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
+    tile.view(-1).index_put_((position,), picked.values.where(hit, 0.0), accumulate=True)
 
 
-def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
-    row, hit = selection.of_rows(rows).places()
-    hit &= selection.inside(window.start, window.stop)
+def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the picked entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = picked.of_rows(rows).places()
+    hit &= picked.inside(window.start, window.stop)
     height = rows.stop - rows.start
-    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
+    return ((picked.ids - window.start) * height + row).where(hit, 0), hit

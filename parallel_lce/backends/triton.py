@@ -21,9 +21,9 @@ from parallel_lce.backends.interface import (
     ForwardTask,
     LogitsGradient,
     Pair,
+    Picked,
+    PickedGradient,
     Projection,
-    SelectedGradient,
-    Selection,
     savable,
 )
 from parallel_lce.backends.torch_logits import top_k
@@ -33,7 +33,7 @@ from parallel_lce.backends.triton_filter import keeps_windows
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
-from parallel_lce.kernels import selected as kernels
+from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.dense_logits import divergence as divergence_of
 from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
 from parallel_lce.kernels.losses import mean_loss, token_losses
@@ -68,20 +68,20 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     return logits, partial
 
 
-def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-    kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), selection, out)
+def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
+    kernels.picked_logits(product_of(projection, dense(x), 0, projection.real_rows), picked, out)
 
 
-def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
-    kernels.hidden_gradient(weight, gradient.selection, gradient.values, dx)
+def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
+    kernels.hidden_gradient(weight, gradient.entries, gradient.values, dx)
 
 
-def selected_weight_gradient(
-    x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
+def picked_weight_gradient(
+    x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
     if len(dweight) == 0:
         return
-    kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
+    kernels.weight_gradient(dense(x), gradient.entries.ids, owner, gradient.values, dweight, dbias)
 
 
 def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
     exponentials are saved, too, if a filtered backward could recompute fewer windows. fp16 has no softmax shift: its
     exponentials are relative to each window's maximum."""
-    projection, x, target, columns, save, buffer, out, keep_windows, selected, kept = task
+    projection, x, target, columns, save, buffer, out, keep_windows, picked, kept = task
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, out), ()
@@ -160,10 +160,10 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
         of_rows.launch(exponentials, ForwardEpilogue(windows, shift, flat=flat))
-        if selected is not None:
-            selection, logits = selected
+        if picked is not None:
+            entries, logits = picked
             known = WindowPartials(windows.max, windows.sum_exp, shift)
-            kernels.selected_logits(of_rows, selection.of_rows(some), logits, known)
+            kernels.picked_logits(of_rows, entries.of_rows(some), logits, known)
         on_shift = merge_windows(
             windows,
             partial[:, some],

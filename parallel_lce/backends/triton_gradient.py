@@ -20,8 +20,8 @@ from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
 from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.partials import WindowPartials
+from parallel_lce.kernels.picked import place_picked
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.token_gradients import (
     GradientTerms,
     Saved,
@@ -112,8 +112,8 @@ class Piece:
         # Projects the active windows. None before the first slice.
         self._active: ActiveWindows | None = None
         # Rewrite every row of saved exponentials, so that there are no row factors: dbias is a sum over rows of G, and
-        # selected entries can be added only to rewritten rows.
-        self._rewrite = grads.dbias is not None or task.selected is not None
+        # picked entries can be added only to rewritten rows.
+        self._rewrite = grads.dbias is not None or task.picked is not None
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
@@ -126,24 +126,24 @@ class Piece:
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.selected)
+            self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.picked)
             self.fp16_unscale = 1 / self._fp16_scale
         contiguous = [c.contiguous() for c in coefficients.present]
         self._coefficients = coefficients.replaced(contiguous, coefficients.factor)
         self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection)
 
     def form(self, start: int, stop: int) -> Slice:
-        gradient_filter, selected = self._task.gradient_filter, self._task.selected
+        gradient_filter, picked = self._task.gradient_filter, self._task.picked
         if not worth_filtering(self.x.numel() * (stop - start)):
             gradient_filter = None
         if gradient_filter is not None and self._windows is not None and self._is_recomputed(start):
             return self._form_active(self._windows, gradient_filter, start, stop)
         vocab_slice = self._formed(start, stop)
         gradient = vocab_slice.gradient
-        if selected is not None:
+        if picked is not None:
             target = self._task.target if self.has_targets else None
-            assert selected.logits is not None  # the other entries have gradients, too
-            place_selected(gradient, start, selected.selection, selected.values, selected.logits, target, self._terms)
+            assert picked.logits is not None  # the other entries have gradients, too
+            place_picked(gradient, start, picked.entries, picked.values, picked.logits, target, self._terms)
         if gradient_filter is not None:
             units = units_of(self._coefficients, self._projection, self._fp16_scale)
             inverse = inverse_of(units, vocab_slice.dx_factor)
@@ -167,7 +167,7 @@ class Piece:
         return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
 
     def _formed(self, start: int, stop: int) -> Slice:
-        """The slice without the selected entries."""
+        """The slice without the picked entries."""
         saved = None if self._is_recomputed(start) else self._saved
         if saved is None:
             gradient = self._recompute(start, stop)

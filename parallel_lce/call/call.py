@@ -12,13 +12,13 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Projection, softcap_slope
 from parallel_lce.call import debug
-from parallel_lce.call.selection import Selected
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import with_contiguous_rows
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
+from parallel_lce.features.picks import PickedIds
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Call:
     token_scale: Tensor | None = None
     token_cap: Tensor | None = None
     token_weight: Tensor | None = None
-    selected: Selected | None = None
+    picked: PickedIds | None = None
     # For sampled ids: the seed, and the tokens' positions [N] int64; None: 0 to N - 1.
     seed: int | None = None
     position: Tensor | None = None
@@ -67,18 +67,18 @@ class Call:
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
         """The call's per-token tensors. None of them needs a gradient."""
-        ids, offsets = (None, None) if self.selected is None else self.selected.tensors
+        ids, offsets = (None, None) if self.picked is None else self.picked.tensors
         return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
 
     def with_tensors(self, per_token: tuple[Tensor | None, ...]) -> Call:
         """The call with these as :attr:`per_token`. Saved-tensor hooks may have changed their strides."""
-        if self.selected is None and all(map(operator.is_, per_token, self.per_token)):
+        if self.picked is None and all(map(operator.is_, per_token, self.per_token)):
             return self
         target, scale, cap, weight, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
-        selected = self.selected
-        if selected is not None and ids is not None:
-            selected = Selected(ids, offsets, selected.tokens)
-        return self.replaced(target=target, token_scale=scale, token_cap=cap, token_weight=weight, selected=selected)
+        picked = self.picked
+        if picked is not None and ids is not None:
+            picked = PickedIds(ids, offsets, picked.tokens)
+        return self.replaced(target=target, token_scale=scale, token_cap=cap, token_weight=weight, picked=picked)
 
     @property
     def softcap(self) -> float | Tensor | None:
@@ -109,14 +109,14 @@ class Call:
         return self.layout if self.options.reduce_hidden_grad else Layout()
 
     def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """The gradient ``[E]`` of the output ``x @ weight.T + bias``, from the ``gradient`` of selected ``logits``."""
+        """The gradient ``[E]`` of the output ``x @ weight.T + bias``, from the ``gradient`` of picked ``logits``."""
         gradient = gradient * self.scale
-        if self.token_scale is not None and self.selected is not None:
-            gradient *= self.selected.spread(self.token_scale)
+        if self.token_scale is not None and self.picked is not None:
+            gradient *= self.picked.spread(self.token_scale)
         if self.softcap is not None:
             cap = self.softcap
-            if isinstance(cap, Tensor) and self.selected is not None:
-                cap = self.selected.spread(cap)
+            if isinstance(cap, Tensor) and self.picked is not None:
+                cap = self.picked.spread(cap)
             gradient *= softcap_slope(cap, logits)
         return gradient
 

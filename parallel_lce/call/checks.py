@@ -22,6 +22,7 @@ from parallel_lce.core.options import (
     FLOATS,
     INTEGERS,
     LARGEST_VOCABULARY,
+    SPOKEN,
     Options,
     Tensors,
     as_int64,
@@ -178,7 +179,7 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         if value is not None:
             _check_per_token(name, value, tokens)
     _check_selected(tensors, tokens)
-    if options.gradient_filter is not None and tensors.selected is not None:
+    if options.gradient_filter is not None and tensors.picked is not None:
         raise ValueError(unfiltered(options, "selected"))
     sums = accumulation_dtype(input.dtype)
     if options.reduce_dtype not in (None, input.dtype, sums):
@@ -225,13 +226,13 @@ def _check_kinds(a: Tensors) -> None:
         if not isinstance(value, Tensor):
             own = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}{own}")
-    tensors = {name.removeprefix("selected_"): value for name, value in a.named().items()}
+    tensors = {SPOKEN.get(name, name): value for name, value in a.named().items()}
     for name, value in tensors.items():
         check_kind(name, value)
-    for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):
+    for name in ("target", "linear_bias", "token_weight", "picked", "picked_offsets"):
         value = getattr(a, name)
         if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor or None, got {type(value).__name__}")
+            raise ValueError(f"{SPOKEN.get(name, name)} must be a tensor or None, got {type(value).__name__}")
     input, weight = a.input, a.linear_weight
     if input.dim() < 1:
         raise ValueError(f"input must be [..., D], got {list(input.shape)}")
@@ -277,27 +278,23 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
 
 
 def _check_selected(a: Tensors, tokens: torch.Size) -> None:
-    for name, ids in (("selected", a.selected), ("offsets of selected", a.selected_offsets)):
+    for name, ids in (("selected", a.picked), ("offsets of selected", a.picked_offsets)):
         if ids is not None and ids.dtype not in INTEGERS:
             raise ValueError(f"{name} must be of an integer dtype, got {ids.dtype}")
-    if (
-        a.selected is not None
-        and a.selected_offsets is None
-        and (not a.selected.dim() or a.selected.shape[:-1] != tokens)
-    ):
+    if a.picked is not None and a.picked_offsets is None and (not a.picked.dim() or a.picked.shape[:-1] != tokens):
         raise ValueError(
-            f"selected must be ids of shape [..., K] for tokens of shape {list(tokens)}, got {list(a.selected.shape)}; "
+            f"selected must be ids of shape [..., K] for tokens of shape {list(tokens)}, got {list(a.picked.shape)}; "
             "or a pair of ids [E] and offsets [N + 1]"
         )
-    if a.selected_offsets is not None and a.selected is not None:
+    if a.picked_offsets is not None and a.picked is not None:
         expected = tokens.numel() + 1
-        if a.selected.dim() != 1 or a.selected_offsets.shape != (expected,):
+        if a.picked.dim() != 1 or a.picked_offsets.shape != (expected,):
             raise ValueError(
                 f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
-                f"{list(a.selected.shape)} and {list(a.selected_offsets.shape)}"
+                f"{list(a.picked.shape)} and {list(a.picked_offsets.shape)}"
             )
-        if expected == 1 and a.selected.numel():
-            raise ValueError(f"selected has {a.selected.numel()} ids, and there is no token that could have them")
+        if expected == 1 and a.picked.numel():
+            raise ValueError(f"selected has {a.picked.numel()} ids, and there is no token that could have them")
 
 
 def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:

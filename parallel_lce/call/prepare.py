@@ -20,15 +20,24 @@ from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
-from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, agreed, as_bool, as_int64, check_options, with_python_numbers
+from parallel_lce.core.options import (
+    SPOKEN,
+    Options,
+    Tensors,
+    agreed,
+    as_bool,
+    as_int64,
+    check_options,
+    with_python_numbers,
+)
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode
+from parallel_lce.features.picks import PickedIds
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -36,11 +45,7 @@ KNOWN: dict[tuple, Call] = {}
 _MOST_KNOWN = 1024
 _ALONE = Layout()
 # Names in debug mode's messages, where they are not the names of the fields.
-_DEBUG_NAMES = {
-    "logit_scale": "logit_scale of each token",
-    "temperature": "temperature of each token",
-    "selected_offsets": "offsets of selected",
-}
+_DEBUG_NAMES = {"logit_scale": "logit_scale of each token", "temperature": "temperature of each token", **SPOKEN}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
@@ -215,7 +220,7 @@ def _with_tensors(
         token_scale=scale,
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
-        selected=None if ids is None else Selected.of(ids, offsets, known.shape.numel()),
+        picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
         seed=seed,
         position=position if position is None else position.flatten(),
         main_grad=main_grad,

@@ -22,6 +22,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 # Ids are exchanged and stored in 32 bits.
 LARGEST_VOCABULARY = 2**31 - 1
+SPOKEN = {"picked": "selected", "picked_offsets": "offsets of selected"}
+"""Names of fields of :class:`Tensors` in messages, where users know the tensors by other names."""
+
 NO_LABEL = -100
 """The target of a token without a label, in statistics; in losses the default of ``ignore_index``."""
 
@@ -93,8 +96,8 @@ class Tensors(NamedTuple):
     logit_scale: Tensor | None = None
     temperature: Tensor | None = None
     # [..., K], or [E] with offsets [N + 1]
-    selected: Any = None
-    selected_offsets: Tensor | None = None
+    picked: Any = None
+    picked_offsets: Tensor | None = None
     # [...] int64, for sampled ids; None: 0 to N - 1.
     position: Tensor | None = None
 
@@ -103,7 +106,7 @@ class Tensors(NamedTuple):
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
     def with_int64_ids(self) -> Tensors:
-        names = "target", "selected", "selected_offsets"
+        names = "target", "picked", "picked_offsets"
         return self._replace(**{name: as_int64(getattr(self, name)) for name in names})
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, is_dtensor
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 # The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
@@ -95,14 +95,16 @@ class Arrangement:
             if hidden.dim() < 3:
                 raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(hidden.shape)}")
             self.parts, self._part = dist.get_world_size(self.group), hidden.shape[:-1]
-        if tensors.selected_offsets is not None and (self.mesh is not None or self.parts > 1):
-            raise ValueError("selected must be ids [..., K], without offsets, for DTensors and for sequence_dim=1")
-        for ids in (target, tensors.selected):
+        if tensors.picked_offsets is not None and (self.mesh is not None or self.parts > 1):
+            raise ValueError(
+                f"{SPOKEN['picked']} must be ids [..., K], without offsets, for DTensors and sequence_dim=1"
+            )
+        for ids in (target, tensors.picked):
             if is_dtensor(ids) and self._result is None:
                 self._result = list(ids.placements)
         others = {
-            name: self.per_token(name, getattr(tensors, name), name == "selected")
-            for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
+            name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
+            for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
         }
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
         if self.options.sample_seed is not None and (self.parts > 1 or self._gives_dtensors):

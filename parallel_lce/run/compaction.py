@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.prepare import autocasted, check, check_readable_target, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, as_number, in_python, is_count, shortened
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, in_python, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -100,7 +100,7 @@ def compacted(
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {
-        name: compaction.of(value, dims=1 if name == "selected" else 0)
+        name: compaction.of(value, dims=1 if name == "picked" else 0)
         for name, value in tensors.named().items()
         if name not in ("input", "linear_weight", "linear_bias")
     }
@@ -123,6 +123,6 @@ def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tenso
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
     if mask.device != tensors.input.device:
         raise ValueError(f"mask is on {mask.device} and input is on {tensors.input.device}")
-    if tensors.selected_offsets is not None:
-        raise ValueError("selected must be ids [..., K], without offsets, where counted_tokens is given")
+    if tensors.picked_offsets is not None:
+        raise ValueError(f"{SPOKEN['picked']} must be ids [..., K], without offsets, where counted_tokens is given")
     return mask

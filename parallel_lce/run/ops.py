@@ -162,7 +162,7 @@ def _forward(*arguments):
 def _(*arguments):
     given, _ = _split(arguments)
     options, tensors = given.options(), given.tensors
-    hidden, ids = tensors.input, tensors.selected
+    hidden, ids = tensors.input, tensors.picked
     tokens = token_count(hidden, Layout.of(given.process_group, options.sequence_parallel))
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
     if options.reduction is not None:
@@ -170,7 +170,7 @@ def _(*arguments):
         return [hidden.new_empty(shape, dtype=dtype)], handle
     shapes = {"vocab_size": (), "top_logits": (tokens, options.top_k), "top_ids": (tokens, options.top_k)}
     if ids is not None:
-        shapes["selected_log_prob"] = (tokens, ids.shape[-1]) if tensors.selected_offsets is None else ids.shape
+        shapes["selected_log_prob"] = (tokens, ids.shape[-1]) if tensors.picked_offsets is None else ids.shape
     dtypes: dict[str, torch.dtype] = dict.fromkeys(("vocab_size", "argmax", "top_ids", "sampled_id"), torch.int64)
     names = present(options, tensors)
     return [hidden.new_empty(shapes.get(n, (tokens,)), dtype=dtypes.get(n, dtype)) for n in names], handle

@@ -25,21 +25,21 @@ from parallel_lce.backends.interface import (
     ForwardTask,
     GradBuffers,
     HiddenGrad,
+    PickedGradient,
     Projection,
     Saved,
     Scratch,
-    SelectedGradient,
     differences_recovered,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.call.draws import merged_ids, places
-from parallel_lce.call.selection import BesidePartials, Selected
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, checksum_of, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import SUM_EXP, Merged
 from parallel_lce.core.plan import Block
+from parallel_lce.features.picks import BesidePartials, PickedIds
 from parallel_lce.run import losses
 
 
@@ -93,8 +93,8 @@ def forward(
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets, tokens = call.local_targets(), token_count(hidden, layout)
         beside, top_k = None, call.options.top_k
-        if call.selected is not None or top_k:
-            beside = BesidePartials(call.selected, top_k or 0, tokens, call.shard, layout)
+        if call.picked is not None or top_k:
+            beside = BesidePartials(call.picked, top_k or 0, tokens, call.shard, layout)
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
         if beside is not None:
             beside.begin(partials.extra)
@@ -115,7 +115,7 @@ def forward(
                 block.saved if save else 0,
                 out=out,
                 keep_windows=keep_windows,
-                selected=beside and beside.selected_of(block),
+                picked=beside and beside.selected_of(block),
                 windows=windows and windows[number],
             )
             partial, of_this = backend.block_forward(task)
@@ -130,7 +130,7 @@ def forward(
                 layout.put(partials.local, block, partial)
         merged = Merged(partials.local, projection.real_rows)
         if layout.ranks > 1:
-            partials.start(0 if call.selected is None else checksum_of(*call.selected.tensors))
+            partials.start(0 if call.picked is None else checksum_of(*call.picked.tensors))
             merged = Merged(*partials.finish(backend.merge_ranks))
         if beside is not None:
             merged = Merged(*merged[:2], *beside.merged(partials.extras))
@@ -220,9 +220,9 @@ class _BlockGradients(GradientSums):
         """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
         reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
         call, reduction, selected = self._call, self.reduction, None
-        if self._selected is not None and call.selected is not None:
-            of_block = call.selected.of_block(call.layout, block, call.shard.start)
-            selected = SelectedGradient(of_block, *self._selected)
+        if self._selected is not None and call.picked is not None:
+            of_block = call.picked.of_block(call.layout, block, call.shard.start)
+            selected = PickedGradient(of_block, *self._selected)
         dx = None
         if reduction is not None:
             alone = reduction.ranks == 1 and len(call.plan.blocks) == 1
@@ -283,8 +283,8 @@ def backward(
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         selected = None
-        if of_selected is not None and call.selected is not None:
-            coefficients, selected = _selected_apart(call, call.selected, coefficients, *of_selected)
+        if of_selected is not None and call.picked is not None:
+            coefficients, selected = _picks_apart(call, call.picked, coefficients, *of_selected)
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes, selected=selected)
         differs = any([c is not None for c in coefficients[2:5]])
         if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
@@ -317,8 +317,8 @@ def backward(
         return sums.deliver(shape)
 
 
-def _selected_apart(
-    call: Call, selected: Selected, coefficients: Coefficients, upstream: Tensor, logits: Tensor
+def _picks_apart(
+    call: Call, selected: PickedIds, coefficients: Coefficients, upstream: Tensor, logits: Tensor
 ) -> tuple[Coefficients, tuple[Tensor, Tensor]]:
     """The coefficients; and, ``[E]`` each, the selected entries' terms of the gradient of the projection's output, and
     their logits. The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.call.call import Call
-from parallel_lce.call.selection import Selected
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
+from parallel_lce.features.picks import PickedIds
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Residuals(NamedTuple):
 
 def present(options: Options, tensors: Tensors) -> list[str]:
     """The fields of :class:`TokenStatistics` that are not None."""
-    asked = {"target": tensors.target is not None, "selected": tensors.selected is not None, "top": bool(options.top_k)}
+    asked = {"target": tensors.target is not None, "selected": tensors.picked is not None, "top": bool(options.top_k)}
     asked["sampled"] = options.sample_seed is not None
     columns = {*options.columns.requested, *(name for name, there in asked.items() if there), None}
     return [name for name, column in zip(NAMES, _COLUMNS) if column in columns]
@@ -127,8 +127,8 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
         elsewhere = torch.full_like(partial[TARGET], torch.nan)
         elsewhere.masked_fill_(call.target == call.options.ignore_index, 0.0)
     values = finish_statistics(call, partial, vocab_size, inside, elsewhere)
-    if call.selected is not None and selected_logits is not None:
-        values["selected_log_prob"] = selected_log_prob(call.selected, selected_logits, partial, vocab_size)
+    if call.picked is not None and selected_logits is not None:
+        values["selected_log_prob"] = selected_log_prob(call.picked, selected_logits, partial, vocab_size)
     if top is not None:
         nowhere = partial[MAX].isnan().unsqueeze(1)
         values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
@@ -159,14 +159,14 @@ def coefficients(
             given["lse"] = elsewhere if given["lse"] is None else given["lse"] + elsewhere
     of_all = folded(given, partial, vocab_size, call.columns)
     of_selected = given["selected_log_prob"]
-    if of_selected is None or call.selected is None:
+    if of_selected is None or call.picked is None:
         return of_all, None
-    of_selected = of_selected.reshape(-1).where(call.selected.inside(vocab_size), 0.0)
+    of_selected = of_selected.reshape(-1).where(call.picked.inside(vocab_size), 0.0)
     assert logits is not None
-    return of_all._replace(alpha=of_all.alpha - call.selected.sums(of_selected)), (of_selected, logits)
+    return of_all._replace(alpha=of_all.alpha - call.picked.sums(of_selected)), (of_selected, logits)
 
 
-def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor, vocab_size: Tensor) -> Tensor:
+def selected_log_prob(selected: PickedIds, logits: Tensor, partial: Tensor, vocab_size: Tensor) -> Tensor:
     """``[N, K]`` or ``[E]``; -inf for an id outside the vocabulary, NaN if the given offsets are invalid."""
     # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
     shape = selected.given_ids.shape

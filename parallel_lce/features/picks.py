@@ -1,4 +1,4 @@
-"""Vocabulary entries selected for each token: K for each token, or sets of any size."""
+"""Vocabulary entries picked for each token: K for each token, or sets of any size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, Projection, SelectedLogits, Selection
+from parallel_lce.backends.interface import Backend, Picked, PickedLogits, Projection
 from parallel_lce.backends.torch_logits import largest
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import as_int64
@@ -30,8 +30,8 @@ def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
 
 
 @dataclass(frozen=True)
-class Selected:
-    """The selected entries of a call's N tokens, in compressed sparse rows."""
+class PickedIds:
+    """The picked entries of a call's N tokens, in compressed sparse rows."""
 
     # int64 ids in the whole vocabulary: [N, K], or [E] with offsets
     given_ids: Tensor
@@ -41,7 +41,7 @@ class Selected:
     tokens: int
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Selected:
+    def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> PickedIds:
         """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, of any integer dtype."""
         if offsets is not None:
             return cls(as_int64(ids).contiguous(), as_int64(offsets).contiguous(), tokens)
@@ -58,7 +58,7 @@ class Selected:
 
     @property
     def count(self) -> int:
-        """E, the selected entries of all tokens."""
+        """E, the picked entries of all tokens."""
         return self.given_ids.numel()
 
     @cached_property
@@ -86,10 +86,10 @@ class Selected:
             return None
         return (given[0] != 0) | (given[-1] != self.count) | (given.diff() < 0).any()
 
-    def of_block(self, layout: Layout, block: Block, start: int) -> Selection:
+    def of_block(self, layout: Layout, block: Block, start: int) -> Picked:
         """The selection of a block. ``start``: global id of the shard's first row."""
         bounds = layout.take(torch.stack([self.offsets[:-1], self.offsets[1:]]), block)
-        return Selection(self.ids - start, *bounds.contiguous().unbind())
+        return Picked(self.ids - start, *bounds.contiguous().unbind())
 
     def spread(self, per_token: Tensor) -> Tensor:
         """``[E]``: each entry gets its token's value of ``per_token [N]``."""
@@ -108,7 +108,7 @@ class BesidePartials:
     """Results of a forward that are gathered with the partials: logits of selected entries, and each token's largest
     logits. This rank's results are written block by block."""
 
-    def __init__(self, selected: Selected | None, top_k: int, tokens: int, shard: Shard, layout: Layout) -> None:
+    def __init__(self, selected: PickedIds | None, top_k: int, tokens: int, shard: Shard, layout: Layout) -> None:
         self._selected, self._top_k, self.tokens = selected, top_k, tokens
         self._shard, self._layout = shard, layout
         self._counts = 0 if selected is None else selected.count, tokens * top_k, tokens * top_k
@@ -127,11 +127,11 @@ class BesidePartials:
         if elements is not None:
             elements.zero_()
 
-    def selected_of(self, block: Block) -> SelectedLogits | None:
+    def selected_of(self, block: Block) -> PickedLogits | None:
         """Memory for the logits of the block's selected entries."""
         if self._selected is None or self._own is None:
             return None
-        return SelectedLogits(self._selected.of_block(self._layout, block, self._shard.start), self._own[0][0])
+        return PickedLogits(self._selected.of_block(self._layout, block, self._shard.start), self._own[0][0])
 
     def find_top(self, backend: Backend, projection: Projection, x: Tensor, block: Block) -> None:
         """Write the largest logits of a block's hidden states ``x [R, D]``."""

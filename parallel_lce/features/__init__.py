@@ -1,0 +1,1 @@
+"""Features of a call: what they add to its forward, its results and its gradients."""

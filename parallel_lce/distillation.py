@@ -36,7 +36,7 @@ from parallel_lce.core.options import (
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
-from parallel_lce.run.arrangement import arranged
+from parallel_lce.dtensor.adapter import adapted
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.run.fused_loss import fused_statistics
 from parallel_lce.run.picked import log_probs_of
@@ -139,11 +139,11 @@ def divergence(
     teachers = map(detached, (teacher_hidden, teacher_weight, teacher_bias))
     teacher_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     with _naming("student"):
-        options, given, group, arrangement = arranged(options, given, process_group, reduction, teacher_scale)
-        if arrangement is not None:
+        options, given, group, adapter = adapted(options, given, process_group, reduction, teacher_scale)
+        if adapter is not None:
             hidden, *weights = zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teachers)
-            teachers = arrangement.hidden(*hidden), *[arrangement.weight(*each) for each in weights]
-            teacher_scale = arrangement.per_token("teacher_logit_scale", teacher_scale)
+            teachers = adapter.hidden(*hidden), *[adapter.weight(*each) for each in weights]
+            teacher_scale = adapter.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
     debug.state().awaited = True  # the teacher's exchange is to come
     hidden, weight, bias = teachers
@@ -169,7 +169,7 @@ def divergence(
             # An ignored token has no loss and no gradient, even if its logits are NaN.
             losses = torch.where(factor != 0, losses * factor, 0.0)
             result = losses.view(shape) if reduction == "none" else losses.sum()
-    return result if arrangement is None else arrangement.loss(result)
+    return result if adapter is None else adapter.loss(result)
 
 
 @public
@@ -231,9 +231,9 @@ def top_k_divergence(
     with _naming("student", selected="teacher_ids"):
         changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
         asked = Options.of("top_k_divergence", locals() | changed)
-        asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
-        if arrangement is not None:
-            teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
+        asked, given, group, adapter = adapted(asked, given, process_group, reduction, teacher_log_probs)
+        if adapter is not None:
+            teacher_log_probs = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     target, teacher_ids = given.target, given.picked
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta = as_float(beta)
@@ -271,7 +271,7 @@ def top_k_divergence(
     losses = torch.where(counted, of_classes(log_p, log_q, there, beta), 0.0)
     if reduction != "none":
         losses = losses.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)
-    return losses if arrangement is None else arrangement.loss(losses)
+    return losses if adapter is None else adapter.loss(losses)
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:

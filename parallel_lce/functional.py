@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, check_reduction, shortened
+from parallel_lce.dtensor.adapter import adapted
 from parallel_lce.features.picks import ids_and_offsets
-from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
@@ -185,14 +185,14 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
-    chosen, tensors, group, arrangement = arranged(chosen, tensors, process_group)
+    chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
     if counted_tokens is None:
         loss = fused_loss(chosen, tensors, group)
     else:
         chosen, tensors, compaction = compacted(chosen, tensors, group, None, counted_tokens)
         loss = fused_loss(chosen, tensors, group)
         loss = compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
-    return loss if arrangement is None else arrangement.loss(loss)
+    return loss if adapter is None else adapter.loss(loss)
 
 
 @public
@@ -304,17 +304,17 @@ def statistics_of(
     counted_tokens: int | None = None,
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
-    options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
+    options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:
         statistics = fused_statistics(options, tensors, group)
     elif mask is None or counted_tokens is None:
         given = type(mask).__name__, type(counted_tokens).__name__
         raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
     else:
-        mask = mask if arrangement is None else arrangement.per_token("mask", mask)
+        mask = mask if adapter is None else adapter.per_token("mask", mask)
         options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens)
         statistics = compaction.spread_all(fused_statistics(options, tensors, group))
-    return statistics if arrangement is None else arrangement.statistics(statistics)
+    return statistics if adapter is None else adapter.statistics(statistics)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call.checks import public
 from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.core.private import outside_graphs
+from parallel_lce.dtensor.adapter import adapted
 from parallel_lce.features.picks import ids_and_offsets
-from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator
 
@@ -68,6 +68,6 @@ def selected_log_probs(
     logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options.of("selected_log_probs", locals())
-    options, tensors, group, arrangement = arranged(options, tensors, process_group)
+    options, tensors, group, adapter = adapted(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)
-    return log_probs if arrangement is None else arrangement.of_tokens(log_probs)
+    return log_probs if adapter is None else adapter.of_tokens(log_probs)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import public, refuse_unknown
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, shortened
+from parallel_lce.call.checks import public
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, check_reduction, shortened
+from parallel_lce.dtensor.adapter import adapted
 from parallel_lce.features.selected import ids_and_offsets
-from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
@@ -46,7 +44,8 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
     max_logit_penalty: float = 0.0,
-    **unsupported: object,
+    weight: None = None,
+    options: None = None,
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
@@ -166,11 +165,11 @@ def linear_cross_entropy(
         TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
-    if unsupported or reduction is None:
-        _refuse_unsupported(reduction, unsupported)
+    if reduction is None or weight is not None or options is not None:
+        _refuse_unsupported(reduction, weight=weight, options=options)
     one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
-    options = Options(
+    chosen = Options(
         "linear_cross_entropy",
         reduction=reduction,
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
@@ -189,14 +188,14 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
-    options, tensors, group, arrangement = arranged(options, tensors, process_group)
+    chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
     if counted_tokens is None:
-        loss = fused_loss(options, tensors, group)
+        loss = fused_loss(chosen, tensors, group)
     else:
-        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens)
-        loss = fused_loss(options, tensors, group)
+        chosen, tensors, compaction = compacted(chosen, tensors, group, None, counted_tokens)
+        loss = fused_loss(chosen, tensors, group)
         loss = compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
-    return loss if arrangement is None else arrangement.loss(loss)
+    return loss if adapter is None else adapter.loss(loss)
 
 
 @public
@@ -229,7 +228,6 @@ def token_statistics(
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
     expected_logit: bool = False,
-    **unknown: Never,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
@@ -274,8 +272,6 @@ def token_statistics(
     for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one
     all-reduce of N int64.
     """
-    if unknown:
-        refuse_unknown(token_statistics, unknown)
     ids, offsets = ids_and_offsets(selected)
     one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
@@ -311,17 +307,17 @@ def statistics_of(
     counted_tokens: int | None = None,
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
-    options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
+    options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:
         statistics = fused_statistics(options, tensors, group)
     elif mask is None or counted_tokens is None:
         given = type(mask).__name__, type(counted_tokens).__name__
         raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
     else:
-        mask = mask if arrangement is None else arrangement.per_token("mask", mask)
+        mask = mask if adapter is None else adapter.per_token("mask", mask)
         options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens)
         statistics = compaction.spread_all(fused_statistics(options, tensors, group))
-    return statistics if arrangement is None else arrangement.statistics(statistics)
+    return statistics if adapter is None else adapter.statistics(statistics)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.
@@ -331,13 +327,10 @@ _ONLY_TORCH = {
 }
 
 
-def _refuse_unsupported(reduction: object, given: dict[str, object]) -> None:
-    """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None."""
-    for name, value in given.items():
-        if name not in _ONLY_TORCH:
-            refuse_unknown(linear_cross_entropy, {name: value})
+def _refuse_unsupported(reduction: object, **only_torchs: object) -> None:
+    """Raise for arguments that only PyTorch's function takes, and for a reduction of None."""
+    for name, value in only_torchs.items():
         if value is not None:
             said = f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported"
             raise ValueError(f"{said}: {_ONLY_TORCH[name]}")
-    if reduction is None:
-        raise ValueError("reduction must be 'none', 'mean' or 'sum', got None")
+    check_reduction(reduction)

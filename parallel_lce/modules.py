@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import as_group, described, public, refuse_unknown
+from parallel_lce.call.checks import as_group, described, public
 from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
@@ -46,6 +45,7 @@ class LinearCrossEntropy(nn.Module):
         ValueError: at once, for an option that the function refuses for all tensors.
     """
 
+    @public
     def __init__(
         self,
         *,
@@ -66,12 +66,9 @@ class LinearCrossEntropy(nn.Module):
         temperature: float = 1.0,
         reduce_hidden_grad: bool = True,
         max_logit_penalty: float = 0.0,
-        **unknown: Never,
     ) -> None:
         given = locals()
         super().__init__()
-        if unknown:
-            refuse_unknown(type(self), unknown)
         group = as_group(process_group)
         for name in ("logit_scale", "temperature"):
             if hasattr(given[name], "__len__") and not isinstance(given[name], str):  # tensors, arrays, lists

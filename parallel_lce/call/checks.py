@@ -6,15 +6,14 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Never, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
@@ -33,6 +32,7 @@ from parallel_lce.core.options import (
     unfiltered,
 )
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
 F = TypeVar("F", bound=Callable)
 # What torch.distributed.new_group returns to a process that is not a member.
@@ -65,8 +65,10 @@ def int64_ids(name: str, ids: object) -> Tensor:
 def public(function: F) -> F:
     """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
     refusal goes through here, once: what the outermost function raises before its exchange
-    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
-    names = [*inspect.signature(function).parameters]
+    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode. An unknown
+    keyword argument is a ``TypeError`` that suggests others."""
+    parameters = inspect.signature(function).parameters
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
@@ -76,11 +78,13 @@ def public(function: F) -> F:
         state.depth += 1
         state.awaited = True
         try:
+            if not (any_keyword or parameters.keys() >= named.keys()):
+                raise TypeError(_unknown_argument(function, parameters.keys(), named))
             return function(*given, **named)
         except Exception as refusal:
             if state.depth == 1 and state.awaited:
                 state.awaited = False
-                if (layout := _layout_of(dict(zip(names, given)) | named)) is not None:
+                if (layout := _layout_of(dict(zip(parameters, given)) | named)) is not None:
                     debug.report_refusal(layout, refusal)
             raise
         finally:
@@ -111,15 +115,13 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     return None
 
 
-def refuse_unknown(function: Callable, given: Mapping[str, object]) -> Never:
-    """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message suggests arguments with
-    the same last word, or else the one with the most similar spelling."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    name = next(iter(given))
+def _unknown_argument(function: Callable, known: Collection[str], given: Mapping[str, Any]) -> str:
+    """Message that suggests arguments with the same last word, or else the one with the most similar spelling."""
+    name = next(name for name in given if name not in known)
     alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
     meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
-    hint = f": did you mean {meant}?" if meant else ""
-    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+    called = function.__qualname__.removesuffix(".__init__")
+    return f"{called}() got an unexpected keyword argument {name!r}{meant and f': did you mean {meant}?'}"
 
 
 def as_group(group: Any) -> dist.ProcessGroup | None:
@@ -219,7 +221,7 @@ def dispatches(kind: type[Tensor]) -> bool:
         return False
     if torch.compiler.is_compiling() or kind is AsyncCollectiveTensor:
         return False
-    return not kind.__module__.startswith("torch._subclasses.")
+    return not kind.__module__.startswith(TRACING)
 
 
 def _check_kinds(a: Tensors) -> None:

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from parallel_lce.core.collectives import Layout, all_gather
+from parallel_lce.core.private import device_of_objects
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ def _gathered(layout: Layout, own: T) -> list[T]:
     """Every rank's object, in rank order, without NumPy, which torch's collectives of objects need. Collectives: an
     all-gather of the sizes, 1 int64, and one of the bytes of the largest."""
     state().awaited = False
-    device = torch.device(distributed_c10d._get_object_coll_device(layout.group))
+    device = device_of_objects(layout.group)
     message = pickle.dumps(own)
 
     def gathered(row: list[int], dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ variables that choose the backend and the budget. They do not depend on the tens
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from parallel_lce.backends import VARIABLE, backend_of, valueless
+from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
 from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
@@ -40,6 +38,7 @@ from parallel_lce.core.options import (
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
+from parallel_lce.core.private import environment, in_forward_mode
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -50,8 +49,6 @@ _ALONE = Layout()
 _DEBUG_NAMES = {"logit_scale": "logit_scale of each token", "temperature": "temperature of each token", **SPOKEN}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
-# os.environ as bytes: the methods of os.environ decode names and values, which takes the host some microseconds.
-_ENVIRONMENT = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 
 
@@ -132,8 +129,8 @@ def _signature(
 ) -> tuple | None:
     """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
     with an argument that is neither a plain tensor nor a number or string of Python's own types."""
-    debugging = _ENVIRONMENT.get(b"PARALLEL_LCE_DEBUG")
-    if forward_ad._current_level >= 0 or not (debugging is None or debugging in (b"", b"0")):
+    debugging = environment.get(b"PARALLEL_LCE_DEBUG")
+    if in_forward_mode() or not (debugging is None or debugging in (b"", b"0")):
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
@@ -141,7 +138,7 @@ def _signature(
         options = options._replace(sample_seed=0)  # each step has another seed
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
-    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(_ENVIRONMENT.get, _VARIABLES)]
+    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
     for tensor in tensors:
         if tensor is None:
             key.append(None)
@@ -176,7 +173,7 @@ def _planned(
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     number = None
-    if debug.enabled() and not valueless(weight):
+    if debug.enabled() and not is_meta_or_fake(weight):
         chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
         check_together(options, tensors, layout, chosen)
         number = debug.next_call(layout)
@@ -383,7 +380,7 @@ def check_together(
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
     """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
-    if weight.device.type != "cpu" or valueless(weight):
+    if weight.device.type != "cpu" or is_meta_or_fake(weight):
         return None
     return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import TRAILER, Columns, accumulation_dtype, matching, trailer_of
 from parallel_lce.core.plan import Block
+from parallel_lce.core.private import constant_in_graphs
 
 # torch 2.13 renamed these two. With ``async_op=True`` they return a Work to every rank of the group.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -203,13 +204,10 @@ _DIGESTS = 2**31
 _MIXER = 0x9E3779B1
 
 
+@constant_in_graphs
 def digest_of(*arguments: object) -> int:
     """A digest of the arguments' texts, the same in every process: CRC-32 without its highest bit."""
     return zlib.crc32(repr(arguments).encode()) % _DIGESTS
-
-
-# torch.compile calls it while it traces.
-digest_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def checksum_of(*ids: Tensor | None) -> Tensor:

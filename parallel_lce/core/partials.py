@@ -31,6 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_lce.core.private import foreach_mul
+
 MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
 """Row of the first requestable column, if a partial has it. Rows of the others: ``Columns.__getitem__``."""
@@ -151,7 +153,7 @@ class Coefficients(NamedTuple):
         if self.factor is None:
             return self
         present = self.present
-        return self.replaced(torch._foreach_mul(present, [self.factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
+        return self.replaced(foreach_mul(present, [self.factor] * len(present)))
 
 
 def integer_view(column: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel_lce.call.call import Call, Needs, token_count
 from parallel_lce.call.prepare import needs_of, prepare
@@ -20,12 +19,11 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import group_of_name, keep_with, take_from
 from parallel_lce.run.autograd import AccumulatedLoss, DenseLoss, Fused
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.transforms import FIRST_ORDER
 
-# Attribute of a handle's storage that holds the :class:`_Forward`.
-_FORWARD = "_parallel_lce_forward"
 # An operator's numbers have 64 bits.
 _LARGEST_BUDGET = 1 << 60
 
@@ -99,8 +97,7 @@ class Arguments(NamedTuple):
 
     @property
     def process_group(self) -> Any:
-        # torch 2.13's annotation of a group's name is not str.
-        return _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
+        return group_of_name(self.group) if self.group else None
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
@@ -158,7 +155,7 @@ def _forward(*arguments):
     given, _ = _split(arguments)
     forward = _Forward(given, Needs(*given.needs))
     results, handle = forward.__dict__.pop("results"), given.tensors.input.new_zeros(1, dtype=torch.uint8)
-    vars(handle.untyped_storage())[_FORWARD] = forward
+    keep_with(handle, forward)
     return [results] if isinstance(results, Tensor) else [r for r in results if r is not None], handle
 
 
@@ -220,7 +217,7 @@ def _backward(*arguments):
     """Those of dX, dW and dbias that are ``wanted``. The forward runs again if the handle is a copy, if an earlier
     backward has used it, or if the forward did not prepare all wanted gradients."""
     given, (handle, *upstream, wanted) = _split(arguments)
-    forward = vars(handle.untyped_storage()).pop(_FORWARD, None)
+    forward = take_from(handle)
     if forward is None or any(each and not there for each, there in zip(wanted, forward.needs)):
         forward = _Forward(given, Needs(*wanted))
     gradients = forward.backward(upstream, wanted)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.interface import PickedGradient
 from parallel_lce.call.call import Call, Inputs, flattened
 from parallel_lce.call.prepare import autocasted, check, prepare
@@ -27,7 +27,7 @@ from parallel_lce.run.transforms import without_values
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
     """Log-softmax over each token's picked entries, in their shape, and V."""
     options, weight = options._replace(logits_budget=0), tensors.linear_weight
-    if isinstance(weight, Tensor) and valueless(weight):
+    if isinstance(weight, Tensor) and is_meta_or_fake(weight):
         check(options, autocasted(tensors), group)
         return without_values(tensors.picked.shape, tensors.input, weight, tensors.linear_bias), len(weight)
     call, inputs = prepare(options, tensors, group, planned=False)

@@ -16,24 +16,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _pytree
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call.checks import as_group, is_dtensor
 from parallel_lce.core.options import as_number
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import (
+    add_dim,
+    explain_break,
+    get_proxy_mode,
+    group_of_name,
+    is_batch,
+    outside_graphs,
+    pytree,
+    remove_dim,
+    transforming,
+)
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 _NO_TANGENTS = "parallel_lce has no forward-mode derivatives (jvp, jacfwd, hessian): use vjp, grad or jacrev"
-
-
-def transforming() -> bool:
-    """Whether a transform of ``torch.func``, or a backward of batched gradients, is running."""
-    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Step(torch.autograd.Function):
@@ -107,19 +109,18 @@ def batched(run: Callable, upstream: Sequence[Tensor | None]) -> tuple:
     ``is_grads_batched`` batches them by an older vmap than ``torch.func``'s."""
     if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, upstream)):
         return run(*upstream)
-    remove, add = (getattr(torch, f"_{verb}_batch_dim") for verb in ("remove", "add"))
     # A backward on a GPU has a thread of its own, which does not know the level of the vmap. At another level a tensor
     # is no batch, and gets an empty one.
     first = next(u for u in upstream if _is_batched(u))
-    level = next(level for level in range(1, 64) if len(remove(first, level, 0, 0)))
-    whole = [remove(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
+    level = next(level for level in range(1, 64) if len(remove_dim(first, level, 0, 0)))
+    whole = [remove_dim(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
     count = next(len(w) for w in whole if w is not None)
     each = [run(*[u if w is None else w[n] for u, w in zip(upstream, whole)]) for n in range(count)]
-    return tuple([None if g[0] is None else add(torch.stack(g), 0, level) for g in zip(*each)])
+    return tuple([None if g[0] is None else add_dim(torch.stack(g), 0, level) for g in zip(*each)])
 
 
 def _is_batched(gradient: Tensor | None) -> bool:
-    return gradient is not None and is_legacy_batchedtensor(gradient)
+    return gradient is not None and is_batch(gradient)
 
 
 def _as_now(run: Callable, kind: str) -> Callable:
@@ -168,14 +169,7 @@ def transformable(function: Callable) -> Callable:
     return call
 
 
-def breaks_graphs(function: Callable) -> Callable:
-    """Decorator for a function at which graphs of torch.compile break. torch.compiler.disable does the same, and
-    imports torch._dynamo."""
-    vars(function)["_torchdynamo_disable"] = True
-    return function
-
-
-@breaks_graphs
+@outside_graphs
 def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
     # Importing torch._dynamo takes a second. Before, there are no compiled graphs.
     run: Any = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
@@ -183,13 +177,13 @@ def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> 
 
 
 def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
-    leaves, spec = _pytree.tree_flatten((given, named))
+    leaves, spec = pytree.tree_flatten((given, named))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     results: dict[str, Any] = {}
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         filled = dict(enumerate(leaves)) | dict(zip(places, tensors))
-        given, named = _pytree.tree_unflatten([*filled.values()], spec)
+        given, named = pytree.tree_unflatten([*filled.values()], spec)
         result = function(*given, **named)
         results["type"] = type(result)
         of_tuple = isinstance(result, tuple)
@@ -216,14 +210,14 @@ def operator(function: Callable) -> Callable:
         if torch.compiler.is_dynamo_compiling():
             return plain(*given, **named)
         tensor = next((t for t in (*given, *named.values()) if isinstance(t, Tensor)), None)
-        traced = tensor is not None and (torch.compiler.is_compiling() or valueless(tensor))
+        traced = tensor is not None and (torch.compiler.is_compiling() or is_meta_or_fake(tensor))
         if traced and (encoded := _encoded(function, given, named)) is not None:
             return torch.ops.parallel_lce.function(function.__name__, *encoded)
         return plain(*given, **named)
 
     # For functions at which graphs of torch.compile break.
     words = "graphs of torch.compile break at it, and torch.export takes it without strict=True"
-    vars(call)["_torchdynamo_disable_msg"] = words
+    explain_break(call, words)
     return call
 
 
@@ -267,8 +261,7 @@ def _as_json(value: Any) -> Any:
 def _from_json(value: dict[str, str]) -> Any:
     if "dtype" in value:
         return getattr(torch, value["dtype"])
-    # torch 2.13's annotation of a group's name is not str.
-    return _resolve_process_group(value["group"]) if "group" in value else value  # pyright: ignore[reportArgumentType]
+    return group_of_name(value["group"]) if "group" in value else value
 
 
 def _runner(name: str, names: Sequence[str], settings: str) -> Callable:
@@ -308,7 +301,7 @@ def _differentiate(ctx, upstream):
     tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[1]
     if get_proxy_mode() is not None:
         raise RuntimeError(f"the backward of an exported {ctx.name} cannot be compiled: run it without torch.compile")
-    if any(map(valueless, tensors)):
+    if any(map(is_meta_or_fake, tensors)):
         gradients = [t.new_empty(t.shape) if each else None for t, each in zip(tensors, wanted)]
     else:
         gradients = [*_gradients(ctx.run, tensors, [upstream], wanted)]

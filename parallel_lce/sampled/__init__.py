@@ -17,19 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.checks import INTEGERS, as_group, check_kind, described, public
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_flag, as_int64, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.picked import logits_of
-from parallel_lce.run.transforms import breaks_graphs, operator, without_values
+from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.sampled.blocks import LogSumExp, SharedSamples
 
 
-@breaks_graphs
+@outside_graphs
 @public
 @operator
 def sampled_linear_cross_entropy(
@@ -96,7 +97,7 @@ def sampled_linear_cross_entropy(
     corrected = log_expected_count is not None
     settings = f"{reduction=}, {ignore_index=}, {remove_accidental_hits=}, {corrected=}, {[*sampled.shape]} samples"
     name, group = f"sampled_linear_cross_entropy with {settings}", as_group(process_group)
-    if debug.enabled() and not valueless(target) and (layout := Layout.of(group, False)).ranks > 1:
+    if debug.enabled() and not is_meta_or_fake(target) and (layout := Layout.of(group, False)).ranks > 1:
         given = dict(target=target, sampled=sampled)
         counts = dict(log_expected_count=log_expected_count, target_log_expected_count=target_log_expected_count)
         given |= {n: None if t is None else t.double() for n, t in counts.items()}
@@ -111,7 +112,7 @@ def sampled_linear_cross_entropy(
         logits_budget=0,
     )
     tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids)
-    if valueless(target):
+    if is_meta_or_fake(target):
         check(options, autocasted(tensors), group)
         return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)

@@ -1,9 +1,9 @@
 """DTensors, and sequences that are sharded along the second dimension, as the plain tensors of a call.
 
-A call takes plain tensors, and a sequence in equal parts along the first dimension. An :class:`Arrangement` makes them
-from the tensors that the user passes, and puts the results back. The call itself does not depend on the order of the
-tokens, so hidden states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``,
-the order in which an all-gather returns the tokens.
+A call takes plain tensors, and a sequence in equal parts along the first dimension. A :class:`DTensorAdapter` makes
+them from the tensors that the user passes, and puts the results back. The call itself does not depend on the order of
+the tokens, so hidden states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b,
+S/P]``, the order in which an all-gather returns the tokens.
 
 DTensors follow the rules of PyTorch's ``loss_parallel``. One mesh dimension, here TP, shards the weight with
 ``Shard(0)``. The input is ``Replicate`` on it, or ``Shard`` of the first or second token dimension, which is sequence
@@ -34,12 +34,12 @@ _SHARDED_PARAMETER = (
 )
 
 
-def arranged(
+def adapted(
     options: Options, tensors: Tensors, group: Any, reduction: str | None = None, also: Any = None
-) -> tuple[Options, Tensors, dist.ProcessGroup | None, Arrangement | None]:
-    """The call's options, plain tensors and group; ids are int64. The arrangement restores order and placements of the
+) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter | None]:
+    """The call's options, plain tensors and group; ids are int64. The adapter restores order and placements of the
     results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
-    ``also``: a further value per token, which the caller passes to :meth:`Arrangement.per_token`.
+    ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`.
 
     Raises:
         ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
@@ -49,12 +49,12 @@ def arranged(
     check_option("sequence_dim", sequence_dim := as_number(options.sequence_dim))
     if not sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
         return options, tensors, group, None
-    arrangement = Arrangement(options, group, reduction or options.reduction)
-    plain = arrangement.enter(tensors)
-    return arrangement.options, plain, arrangement.group, arrangement
+    adapter = DTensorAdapter(options, group, reduction or options.reduction)
+    plain = adapter.enter(tensors)
+    return adapter.options, plain, adapter.group, adapter
 
 
-class Arrangement:
+class DTensorAdapter:
     """How a call's tokens and results are placed, from the placements of its tensors.
 
     Attributes, complete after :meth:`enter`:
@@ -74,7 +74,7 @@ class Arrangement:
         self._result: list | None = None
 
     def enter(self, tensors: Tensors) -> Tensors:
-        """The tensors of the call. Raises ``ValueError`` as :func:`arranged`."""
+        """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
         input, weight, target, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = as_bool(self.options.sequence_parallel), as_number(self.options.sequence_dim)

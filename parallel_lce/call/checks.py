@@ -29,9 +29,9 @@ from parallel_lce.core.options import (
     as_int64,
     in_python,
     is_number,
-    unfiltered,
 )
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.features.filter import Filter
 
 F = TypeVar("F", bound=Callable)
 # What torch.distributed.new_group returns to a process that is not a member.
@@ -177,8 +177,8 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         if value is not None:
             _check_per_token(name, value, tokens)
     _check_selected(tensors, tokens)
-    if options.gradient_filter is not None and tensors.picked is not None:
-        raise ValueError(unfiltered(options, "selected"))
+    if feature := Filter.of(options):
+        feature.check(options, tensors)
     sums = accumulation_dtype(input.dtype)
     if options.reduce_dtype not in (None, input.dtype, sums):
         given = f"{sums} or the input's {input.dtype}, got {options.reduce_dtype!r}"

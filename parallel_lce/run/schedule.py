@@ -39,6 +39,7 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import SUM_EXP, Merged
 from parallel_lce.core.plan import Block
+from parallel_lce.features.filter import Filter
 from parallel_lce.features.picks import BesidePartials, PickedIds
 from parallel_lce.run import losses
 
@@ -86,9 +87,7 @@ def forward(
     one all-reduce of N int64.
     """
     layout, blocks, backend = call.layout, call.plan.forward_blocks, call.backend
-    # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
-    keep_windows = save and call.options.gradient_filter is not None and len(blocks) == 1 and call.plan.blocks == blocks
-    keep_windows = keep_windows and (bias is None or not bias.requires_grad)
+    feature = Filter.of(call.options)
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets, tokens = call.local_targets(), token_count(hidden, layout)
@@ -114,10 +113,11 @@ def forward(
                 call.columns,
                 block.saved if save else 0,
                 out=out,
-                keep_windows=keep_windows,
                 picked=beside and beside.selected_of(block),
                 windows=windows and windows[number],
             )
+            if feature is not None:
+                task = feature.before_block(task, call)
             partial, of_this = backend.block_forward(task)
             saved = saved or of_this
             if beside is not None:
@@ -237,8 +237,9 @@ class _BlockGradients(GradientSums):
             GradBuffers(dx, self.dweight, self.dbias),
             self.scratch,
             selected,
-            call.options.gradient_filter,
         )
+        if feature := Filter.of(call.options):
+            task = feature.before_backward(task, call)
         work = call.backend.block_backward(task)
         if work.reads_hidden_first and not x.arrived:
             x.wait()
@@ -279,7 +280,7 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        # A filtered backward may have saved window partials without exponentials.
+        # Window partials may be saved without exponentials.
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         selected = None

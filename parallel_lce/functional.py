@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public, refuse_unknown
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, shortened
-from parallel_lce.features.picks import ids_and_offsets
+from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -246,8 +246,8 @@ def token_statistics(
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.call.draws`). The
-            random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
+            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.features.draws`).
+            The random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
             tensor. So each step needs another seed and, with plain tensors, so does each data-parallel rank. Except
             where a rounding decides, the id does not depend on the number of ranks, the shards, the budget or the
             backend. Probabilities are exact to 1e-7 of the sum of a window. A captured CUDA graph repeats its seed. The

@@ -197,7 +197,7 @@ class _EntryLogits(torch.autograd.Function):
         if broken is not None:
             logits.masked_fill_(broken, torch.nan)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token, logits)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors, logits)
         ctx.mark_non_differentiable(outside)
         return logits, outside
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public, refuse_unknown
 from parallel_lce.core.options import Options, Tensors, apart
-from parallel_lce.features.picks import ids_and_offsets
+from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.arrangement import arranged
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator

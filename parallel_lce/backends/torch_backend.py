@@ -39,10 +39,8 @@ from parallel_lce.backends.torch_logits import (
     picked_hidden_gradient,
     picked_logits,
     picked_weight_gradient,
-    sampled_ids,
     set_gradient,
     set_log_probs,
-    top_k,
 )
 from parallel_lce.backends.torch_tiles import (
     add_picked,

@@ -1,5 +1,5 @@
-"""Results from logits in plain torch: logits of a block, or of picked entries, with their gradients; the largest
-logits, for both backends; log-probabilities within sets; partials and gradient of the user's logits; divergences.
+"""Results from logits in plain torch: logits of a block, or of picked entries, with their gradients; log-probabilities
+within sets; partials and gradient of the user's logits; divergences.
 
 In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits. The formulas of the divergence are in
 :mod:`parallel_lce.run.divergence`.
@@ -7,32 +7,18 @@ In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import LogitsGradient, Pair, Picked, PickedGradient, Projection, softcap_slope
-from parallel_lce.backends.torch_tiles import finished, logits
-from parallel_lce.core.partials import (
-    MAX,
-    NOBODY,
-    SUM_EXP,
-    TARGET,
-    Columns,
-    accumulation_dtype,
-    empty_partial,
-    tile_partial,
-)
+from parallel_lce.backends.torch_tiles import finished
+from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype, empty_partial, tile_partial
 
 # Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have the same shape.
 _BYTES = 32 << 20
-# Tokens and entries of a tile of logits in top_k.
-_TOP_K_TILE = 2048, 8192
-# Tokens and entries of a tile of logits in sampled_ids.
-_SAMPLED_TILE = 1024, 4096
 # Bytes of the fp32 copy of a range of rows. Torch computes in such ranges, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
 # Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
@@ -123,75 +109,6 @@ def _sum_rows(out: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: 
             added = of_columns[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
             total.index_put_((index[some],), added, accumulate=True)
         out[:, columns] = total
-
-
-def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest logits ``[R, k]`` of each token, and their ids in the whole vocabulary, int64: the largest
-    first, and the lowest id first among equals. Where the shard has fewer entries, -inf and the id ``NOBODY``. Projects
-    again, one tile of logits at a time."""
-    values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
-    ids = torch.full((len(x), k), NOBODY, device=x.device)
-    for rows, window, z in _tiles(projection, x, _TOP_K_TILE[0], max(k, _TOP_K_TILE[1])):
-        here = torch.arange(window.start, window.stop, device=x.device) + projection.start
-        of_window = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
-        both = torch.cat([values[rows], of_window[0]], 1), torch.cat([ids[rows], of_window[1]], 1)
-        values[rows], ids[rows] = largest(*both, k)
-    return values, ids
-
-
-def _tiles(projection: Projection, x: Tensor, height: int, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Projects again: the logits of at most ``height`` rows and a window of at most ``width`` entries of the shard. All
-    windows of some rows come before those of the next rows, in the order of ids."""
-    for a in range(0, len(x), height):
-        rows = slice(a, a + height)
-        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
-        for first in range(0, projection.real_rows, width):
-            window = slice(first, min(first + width, projection.real_rows))
-            weight = operand(projection.weight[window])
-            memory = x.new_empty(len(weight), len(x_rows), dtype=projection.dtype)
-            yield rows, window, logits(of_rows, x_rows, weight, window, memory).t()
-
-
-def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of ``values [R, C]`` with their ``ids``, in the order of :func:`top_k`."""
-    if values.dtype == torch.float64:
-        ids, order = ids.sort(dim=1, stable=True)
-        values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-        return values[:, :k], ids.gather(1, order)[:, :k]
-    # One integer for both: bits that are ordered as the values, then the negated id. Adding 0.0 turns -0.0 into 0.0.
-    bits = (values + 0.0).view(torch.int32).long()
-    keys = (bits ^ (bits >> 63 & 0x7FFFFFFF)) << 32 | (NOBODY - ids)
-    keys = keys.topk(k, 1).values
-    bits = keys >> 32
-    bits = (bits ^ (bits >> 63 & 0x7FFFFFFF)).int()
-    return bits.view(torch.float32), NOBODY - (keys & 0xFFFFFFFF)
-
-
-def sampled_ids(
-    projection: Projection, x: Tensor, windows: list[Any], partial: Tensor, place: Tensor, owned: Tensor | None
-) -> Tensor:
-    """The sampled id ``[R]`` int64 of each token, in the whole vocabulary: the entry at the token's ``place``.
-
-    ``place [R]`` fp64 in (0, 1): a fraction of the shard's sum of exponentials (:mod:`parallel_lce.call.draws`). A
-    token that is not ``owned [R]`` gets an arbitrary id. ``windows``: from the block's forward. ``partial [2, R]``: the
-    shard's maxima and sums. This function ignores the windows, and projects again, one tile of logits at a time.
-    """
-    ids = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
-    maximum = partial[MAX].masked_fill(partial[MAX] == -torch.inf, 0.0).unsqueeze(1)
-    wanted = (place * partial[SUM_EXP].double()).unsqueeze(1)
-    reached, found = torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-    largest_logit = torch.full_like(maximum, -torch.inf)
-    for rows, window, z in _tiles(projection, x, *_SAMPLED_TILE):
-        ends = reached[rows] + (z - maximum[rows]).exp_().double().cumsum(1)
-        last, here = ends[:, -1:], (ends <= wanted[rows]).sum(1, keepdim=True)
-        # The sum in the partial is rounded: a place may lie behind the last entry. That token gets its largest one.
-        top, largest_here = z.max(1, keepdim=True)
-        passed = last <= wanted[rows]
-        taken = ~found[rows] & (~passed | (top > largest_logit[rows]))
-        ids[rows] = torch.where(taken, torch.where(passed, largest_here, here) + window.start, ids[rows])
-        reached[rows], found[rows] = last, found[rows] | ~passed
-        largest_logit[rows] = torch.maximum(largest_logit[rows], top)
-    return ids.squeeze(1) + projection.start
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:

@@ -26,7 +26,6 @@ from parallel_lce.backends.interface import (
     Projection,
     savable,
 )
-from parallel_lce.backends.torch_logits import top_k
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
@@ -34,7 +33,6 @@ from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.dense_logits import divergence as divergence_of
-from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
@@ -178,28 +176,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if save_partials else None, flat)
         del windows  # before the next ones are allocated
     return partial, saved
-
-
-def sampled_ids(
-    projection: Projection,
-    x: Tensor,
-    windows: list[WindowPartials],
-    partial: Tensor,
-    place: Tensor,
-    owned: Tensor | None,
-) -> Tensor:
-    """As :func:`parallel_lce.backends.torch_logits.sampled_ids`. Projects again only the windows with a place."""
-    rows, real = x.shape[0], projection.real_rows
-    ids = place.new_zeros(rows, dtype=torch.int64)
-    if rows == 0 or real == 0:
-        return ids
-    window, within = find_windows(windows, partial[MAX], place, owned)
-    window, order = window.sort(stable=True)
-    product = product_of(projection.of_rows(order), x.index_select(0, order), 0, real)
-    listed = list_tiles(window, product.row_blocks, product.tile.rows, product.windows)
-    draw = Draw(window, order, within, ids, projection.start)
-    product.launch(None, ForwardEpilogue(None, None, draw=draw), listed)
-    return ids
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:

@@ -43,7 +43,7 @@ class _SetLogProbs(torch.autograd.Function):
         with device_without_autocast(weight):
             log_probs, logits = call.backend.set_log_probs(packed, call.picked, broken, vocab_size)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
         if isinstance(vocab_size, Tensor):
             ctx.mark_non_differentiable(vocab_size)
         return log_probs, vocab_size

@@ -32,24 +32,31 @@ G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and wi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel_lce.backends.interface import BackwardTask, ForwardTask
+from parallel_lce.call.seam import Feature
 from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.plan import Block
 
 
-class Filter(NamedTuple):
-    """The option ``gradient_filter`` of a call. It changes nothing in the torch backend, whose gradients are exact."""
+class Filter(Feature):
+    """The argument ``gradient_filter``. Gradients of the torch backend, and of dense logits, are exact with it, too."""
 
-    eps: float
+    allows_dense = True
+    allows_accumulation = True
+
+    def __init__(self, options: Options, tensors: Tensors) -> None:
+        assert options.gradient_filter is not None
+        self._eps = options.gradient_filter
 
     @classmethod
-    def of(cls, options: Options) -> Filter | None:
-        return None if options.gradient_filter is None else cls(options.gradient_filter)
+    def asked(cls, options: Options, tensors: Tensors) -> bool:
+        return options.gradient_filter is not None
 
-    def check(self, options: Options, tensors: Tensors | None = None) -> None:
-        """Raise ``ValueError`` for a call whose gradient of the logits is not the probabilities times one number per
-        token. ``tensors``: None before they are known."""
+    @classmethod
+    def check(cls, options: Options, tensors: Tensors | None, vocab_size: int | None) -> None:
+        """Refuses gradients of the logits that are not the probabilities times one number per token."""
         refused = {
             f"label_smoothing={options.label_smoothing}": options.label_smoothing != 0,
             "mean_logit": options.mean_logit,
@@ -60,24 +67,23 @@ class Filter(NamedTuple):
         for name, given in refused.items():
             if given:
                 raise ValueError(
-                    f"gradient_filter={self.eps} cannot be combined with {name}, whose gradient is large where "
-                    "probabilities are small"
+                    f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is "
+                    "large where probabilities are small"
                 )
 
-    def before_block(self, task: ForwardTask, call: Any) -> ForwardTask:
-        """The forward saves the partials of windows for a backward of one block without a gradient of the bias."""
-        plan, needs = call.plan, call.needs
-        alone = len(plan.blocks) == 1 and plan.blocks == plan.forward_blocks and not plan.accumulate
-        if call.backend.NAME == "torch" or not any(needs) or needs.bias or not alone:
+    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
+        """Windows are skipped in a backward of one block without a gradient of the bias."""
+        plan = call.plan
+        alone = len(plan.blocks) == 1 and plan.blocks == plan.forward_blocks
+        if call.backend.NAME == "torch" or not (save and alone) or call.needs.bias:
             return task
         from parallel_lce.features.filter.form import with_window_partials
 
         return with_window_partials(task)
 
-    def before_backward(self, task: BackwardTask, call: Any) -> BackwardTask:
-        """``call``: a :class:`parallel_lce.call.call.Call`."""
+    def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         if call.backend.NAME == "torch":
             return task
         from parallel_lce.features.filter.form import FilterForm
 
-        return task._replace(form=FilterForm(self.eps))
+        return task._replace(form=FilterForm(self._eps))

@@ -108,7 +108,7 @@ def linear_cross_entropy(
         gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
             only the gradients of the targets' logits, and tiles of 128 tokens by 128 vocabulary rows that contain a
             larger probability. Every other tile is replaced by a rank-one estimate
-            (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
+            (:mod:`parallel_lce.features.filter`). The loss is unchanged, and no collective is added. The Triton backend
             filters products of 1e12 flops and more; the torch backend ignores the filter. Not with ``label_smoothing``.
             None is better in the first few hundred training steps: a filter skips little there, or adds its largest
             errors.

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import as_group, described, public
-from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
+from parallel_lce.call.seam import features_of
+from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
 
@@ -80,6 +81,8 @@ class LinearCrossEntropy(nn.Module):
         options = with_python_numbers(Options.of(type(self).__name__, given))
         check_reduction(reduction)
         check_options(options)
+        for feature in features_of(options, Tensors(None, None)):
+            feature.check(options, Tensors(None, None), None)
         if reduce_dtype not in (None, *FLOATS):
             raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
         known = inspect.signature(linear_cross_entropy).parameters

@@ -20,7 +20,6 @@ from parallel_lce.backends import torch_backend
 from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
-from parallel_lce.backends.triton_filter import keeps_windows
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
@@ -94,10 +93,10 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
-    """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
-    exponentials are saved, too, if a filtered backward could recompute fewer windows. fp16 has no softmax shift: its
-    exponentials are relative to each window's maximum."""
-    projection, x, target, columns, save, buffer, out, keep_windows, picked, kept = task
+    """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
+    sums of exponentials are saved, too. fp16 has no softmax shift: its exponentials are relative to each window's
+    maximum."""
+    projection, x, target, columns, save, buffer, out, save_partials, picked, kept = task
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, out), ()
@@ -106,7 +105,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
-    keep_windows = keep_windows and keeps_windows(projection, product, real - save)
     stored = exponentials = shift = sampled = flat = None
     if save:
         stride = stride_of(save)
@@ -124,7 +122,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         token_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
-    fitting = rows if save or keep_windows else max(1, _PARTIAL_BYTES // row_bytes)
+    fitting = rows if save or save_partials else max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
     saved: Saved | tuple[()] = ()
     for first in range(0, rows, size):
@@ -148,8 +146,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         )
         if kept is not None:
             kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
-        if stored is not None or keep_windows:
-            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None, flat)
+        if stored is not None or save_partials:
+            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if save_partials else None, flat)
         del windows  # before the next ones are allocated
     return partial, saved
 

@@ -29,7 +29,6 @@ from parallel_lce.core.options import (
     as_int64,
     in_python,
     is_number,
-    unfiltered,
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
@@ -180,8 +179,6 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         if value is not None:
             _check_per_token(name, value, tokens)
     _check_picks(tensors, tokens)
-    if options.gradient_filter is not None and tensors.picked is not None:
-        raise ValueError(unfiltered(options, "selected"))
     sums = accumulation_dtype(input.dtype)
     if options.reduce_dtype not in (None, input.dtype, sums):
         given = f"{sums} or the input's {input.dtype}, got {options.reduce_dtype!r}"

@@ -38,6 +38,8 @@ class Feature:
     allows_dense: ClassVar[bool] = False
     # Whether a loss may form its gradients in forward, which runs no hook from message_size to outputs.
     allows_accumulation: ClassVar[bool] = False
+    # The argument that asks for terms of the gradient at single entries; "": there are none.
+    adds_entries: ClassVar[str] = ""
     # Whether it reads Tensors.position, so that tokens in another order must have it.
     needs_position: ClassVar[bool] = False
 
@@ -50,9 +52,9 @@ class Feature:
         raise NotImplementedError
 
     @classmethod
-    def check(cls, options: Options, tensors: Tensors | None, vocab_size: int | None) -> None:
-        """Raise ``ValueError`` for arguments that do not go with the feature. ``tensors``: None, if only options are
-        known yet. ``vocab_size``: V, None if this rank does not know it."""
+    def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
+        """Raise ``ValueError`` for arguments that do not go with the feature. ``vocab_size``: V, None if this rank does
+        not know it."""
 
     @classmethod
     def shapes(cls, options: Options, tensors: Tensors, tokens: int) -> Shapes:

@@ -302,26 +302,6 @@ def check_options(options: Options) -> None:
     cap = _SMALLEST if logit_softcap is None else logit_softcap / temperature
     if not (is_number(logit_scale / temperature) and _SMALLEST <= cap <= LARGEST):
         raise ValueError(f"{logit_scale=} and {logit_softcap=} divided by {temperature=} are beyond fp32")
-    if options.gradient_filter is not None:
-        _check_filtered(options)
-
-
-def _check_filtered(options: Options) -> None:
-    if options.label_smoothing != 0:
-        raise ValueError(unfiltered(options, f"label_smoothing={options.label_smoothing}"))
-    names = {"mean_logit": "mean_logit", "expected_logit": "entropy", "sum_p_squared": "sum_p_squared"}
-    for field, name in names.items():
-        if getattr(options, field):
-            raise ValueError(unfiltered(options, name))
-
-
-def unfiltered(options: Options, name: str) -> str:
-    """Message that refuses ``gradient_filter`` together with the option ``name``, whose gradient of the logits is not
-    the probabilities times one number per token."""
-    return (
-        f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is large where "
-        "probabilities are small"
-    )
 
 
 def agreed(options: Options) -> dict[str, object]:

@@ -22,6 +22,7 @@ from parallel_lce.core.plan import Block
 
 class MaxLogitPenalty(Feature):
     columns = ("argmax",)
+    adds_entries = "max_logit_penalty"
     allows_accumulation = True
 
     @classmethod

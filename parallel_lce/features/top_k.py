@@ -35,7 +35,7 @@ class TopK(Feature):
         return bool(options.top_k)
 
     @classmethod
-    def check(cls, options: Options, tensors: Tensors | None, vocab_size: int | None) -> None:
+    def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
         if options.top_k is not None and vocab_size is not None and options.top_k > vocab_size:
             raise ValueError(f"top_k={options.top_k} exceeds the {vocab_size} entries of the vocabulary")
 

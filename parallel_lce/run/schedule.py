@@ -192,7 +192,6 @@ class _BlockGradients(GradientSums):
             saved,
             GradBuffers(dx, self.dweight, self.dbias),
             self.scratch,
-            gradient_filter=call.options.gradient_filter,
         )
         for feature in call.features:
             task = feature.before_backward(call, task, block)
@@ -234,7 +233,7 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        # A filtered backward may have saved window partials without exponentials.
+        # Window partials may be saved without exponentials.
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)

@@ -82,7 +82,7 @@ def prepare(
     elif extra_check is not None:
         extra_check(known.shape)
     result = _with_tensors(known, tensors, layout, main_grad, options.sample_seed)  # may refuse a target
-    debug.state().awaited = False
+    debug.state.awaited = False
     return result
 
 

@@ -57,9 +57,9 @@ def linear_cross_entropy(
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
-        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. (Under autocast ``input``,
-            ``linear_weight`` and ``linear_bias`` are first cast to autocast's dtype, unless they are fp64.) It is
-            copied if its rows are not contiguous. Shards may be uneven, or empty.
+        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype; copied if its rows are not
+            contiguous. Shards may be uneven, or empty. Under autocast ``input``, ``linear_weight`` and ``linear_bias``
+            are cast to autocast's dtype first, unless they are fp64.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
             if its ``token_weight`` is 0; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary").
@@ -75,8 +75,8 @@ def linear_cross_entropy(
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
         temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
-            be > 0. They are not checked: the host would have to synchronise with the device. With a tensor and a
-            ``logit_softcap`` backward recomputes every logit, except in small problems that save fp32 logits.
+            be > 0 and are not checked. With a tensor and a ``logit_softcap`` backward recomputes every logit, except in
+            small problems.
         process_group: the tensor-parallel group that shards the vocabulary, or a one-dimensional DeviceMesh. None, or a
             group of one rank, means no parallelism. No other group is used.
         sequence_parallel: ``input`` is split along ``sequence_dim`` over ``process_group``.
@@ -89,13 +89,12 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
-            forward to backward, a small problem's logits, and the working block. Even if the budget is smaller, a call
-            may use 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits. If dX is not summed over ranks,
-            recomputed logits may take its bytes, too: it is allocated after them. None means a thirty-second of the
-            GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU; the
-            environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. It must be equal on all ranks, so give it if
-            GPUs differ in memory. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in fp16, the
-            gradients are formed in forward. A second backward through one graph recomputes everything.
+            forward to backward, a small problem's logits, and the working block (docs/usage.md, "Memory"). It must be
+            equal on all ranks. A smaller one allows 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits.
+            Without a reduction of dX, recomputed logits may also use as many bytes as dX: dX is allocated later. None:
+            that of the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else a thirty-second of the GPU's memory (4.25 GiB
+            on an H200), and 1 GiB on a CPU. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in
+            fp16, the gradients are formed in forward. A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             term is sent and added unrounded: for bf16 that is twice the bytes.
         reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
@@ -105,13 +104,12 @@ def linear_cross_entropy(
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
             these tokens alone, and the others cost nothing. If the number is wrong, the loss is NaN. Under sequence
             parallelism every rank gathers all hidden states, and dX is all-reduced.
-        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
-            only the gradients of the targets' logits, and tiles of 128 tokens by 128 vocabulary rows that contain a
-            larger probability. Every other tile is replaced by a rank-one estimate
-            (:mod:`parallel_lce.features.filter`). The loss is unchanged, and no collective is added. The Triton backend
-            filters products of 1e12 flops and more; the torch backend ignores the filter. Not with ``label_smoothing``.
-            None is better in the first few hundred training steps: a filter skips little there, or adds its largest
-            errors.
+        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward is exact only in
+            the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
+            larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
+            unchanged, and no collective is added. The torch backend, and the Triton backend in products below 1e12
+            flops, ignore the filter. Not with ``label_smoothing``.
+        weight, options: only None: PyTorch's arguments that are not supported.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -134,30 +132,23 @@ def linear_cross_entropy(
 
     A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all others in blocks
     of at most 256 MiB, each started a block ahead. The first gather of a backward overlaps dX only in the Triton
-    backend with all exponentials, or a small problem's logits, saved. If logits are recomputed, and in the torch
-    backend, dX waits for it. Backward forms a block's dX and dW in slices of the vocabulary. There is no reduction if
-    ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
-
-    If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
-    partials (C * R + 3 elements), and reduces its dX after the next block's gather of partials. Backward then has no
-    collective; a second backward repeats those of forward.
+    backend with all exponentials, or a small problem's logits, saved. There is no reduction if ``input`` needs no
+    gradient, or with ``reduce_hidden_grad=False``. If gradients are formed in forward, each block of R tokens gathers
+    its hidden states there (SP), gathers its partials (C * R + 3 elements), and reduces its dX after the next block's
+    gather of partials. Backward then has no collective; a second backward repeats those of forward.
 
     **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
     tensor parallelism, shards the weight with ``Shard(0)``: its group and its ids are used. ``input`` is ``Replicate``
-    on it, or ``Shard`` of the first or second dimension, which is sequence parallelism; on all others it is
-    ``Replicate``, or ``Shard`` of a dimension of the tokens. The result is a DTensor if ``input`` is one. For 'none' it
-    has the target's placements. For 'sum' it is ``Partial`` on the other mesh dimensions that shard ``input``, else
-    ``Replicate``. 'mean' is ``Replicate``, and is refused if another mesh dimension shards ``input``. A gradient has
-    its tensor's placements, with two exceptions. The gradients of the weight and the bias are ``Partial`` on those
-    other dimensions. With ``reduce_hidden_grad=False`` the gradient of ``input`` is ``Partial`` on the dimension that
-    shards the weight. Before the call DTensor redistributes values per token, and hidden states in unequal parts.
+    on it, or ``Shard`` of the first or second dimension, which is sequence parallelism. The result is a DTensor if
+    ``input`` is one. docs/pytorch.md has the placements of results and gradients. With ``reduce_hidden_grad=False`` the
+    gradient of ``input`` is ``Partial`` on the dimension that shards the weight. Before the call DTensor redistributes
+    values per token, and hidden states in unequal parts.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
-    no ``vocab_start``, a collective may fail or hang: each rank computes its size from its own rows.
-    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, for equal shards (a weight that was not
-    sharded), targets out of range, and arguments that differ between ranks or that one rank refuses; it synchronises
-    the host with the device. Meta and fake tensors give the shapes of results.
+    no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
+    for targets out of range, and for arguments that one rank refuses; it synchronises the host with the device. Meta
+    and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
@@ -249,11 +240,9 @@ def token_statistics(
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
             from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.features.draws`).
             The random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
-            tensor. So each step needs another seed and, with plain tensors, so does each data-parallel rank. Except
-            where a rounding decides, the id does not depend on the number of ranks, the shards, the budget or the
-            backend. Probabilities are exact to 1e-7 of the sum of a window. A captured CUDA graph repeats its seed. The
-            Triton backend keeps two fp32 numbers per token and window of 64 to 256 entries, and projects the windows
-            again that have a sampled id. The torch backend projects all entries again.
+            tensor. So each step, and with plain tensors each data-parallel rank, needs another seed. Except where a
+            rounding decides, the id does not depend on the number of ranks, the shards, the budget or the backend.
+            Probabilities are exact to 1e-7 of the sum of a window. docs/usage.md says what it costs.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are

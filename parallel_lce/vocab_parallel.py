@@ -59,7 +59,7 @@ def vocab_parallel_cross_entropy(
     debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
     with renamed(process_group="tp_group"):
-        debug.state().group = group = as_group(group)
+        debug.state.group = group = as_group(group)
     layout = Layout.of(group, False)
     label_smoothing = as_float(label_smoothing)
     _check(vocab_parallel_logits, target, label_smoothing, group)

@@ -73,7 +73,7 @@ def public(function: F) -> F:
     def called(*given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # the operator of the graph calls prepare
             return function(*given, **named)
-        state = debug.state()
+        state = debug.state
         state.depth += 1
         state.awaited = True
         try:
@@ -98,7 +98,7 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     """The layout of a refused call over the group that it has noted, or that its arguments give. None if there is
     none."""
     names = ("process_group", "tp_group", "dist_process_group", "group")
-    given = [debug.state().group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
+    given = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
         if (group := next((group for group in given if group is not None), None)) is not None:
             return Layout.of(as_group(group), False)

@@ -83,7 +83,7 @@ def prepare(
     elif extra_check is not None:
         extra_check(known.shape)
     result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
-    debug.state().awaited = False
+    debug.state.awaited = False
     return result
 
 
@@ -148,9 +148,15 @@ def _signature(
             return None
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
-    if layout.ranks > 1:
-        key += layout.ranks, layout.rank, None if tensors.input.is_cuda else dist.get_backend(layout.group)
+    key += _group_traits(layout, tensors.input)
     return tuple(key)
+
+
+def _group_traits(layout: Layout, input: Tensor) -> tuple:
+    """The signature's entries for a process group."""
+    if layout.ranks == 1:
+        return ()
+    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
 
 
 def _planned(

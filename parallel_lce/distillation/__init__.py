@@ -145,7 +145,7 @@ def divergence(
             teachers = adapter.hidden(*hidden), *[adapter.weight(*each) for each in weights]
             teacher_scale = adapter.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
-    debug.state().awaited = True  # the teacher's exchange is to come
+    debug.state.awaited = True  # the teacher's exchange is to come
     hidden, weight, bias = teachers
     teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
     of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
@@ -248,7 +248,7 @@ def top_k_divergence(
         settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored)
-        debug.state().awaited = True  # the student's exchange is to come
+        debug.state.awaited = True  # the student's exchange is to come
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)

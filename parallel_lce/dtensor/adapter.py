@@ -1,9 +1,9 @@
 """DTensors, and sequences that are sharded along the second dimension, as the plain tensors of a call.
 
 A call takes plain tensors, and a sequence in equal parts along the first dimension. A :class:`DTensorAdapter` makes
-them from the tensors that the user passes, and puts the results back. The call itself does not depend on the order of
-the tokens, so hidden states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b,
-S/P]``, the order in which an all-gather returns the tokens.
+them from the user's tensors, and puts the results back. The call does not depend on the order of the tokens, so hidden
+states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``, the order in which
+an all-gather returns the tokens.
 
 DTensors follow the rules of PyTorch's ``loss_parallel``. One mesh dimension, here TP, shards the weight with
 ``Shard(0)``. The input is ``Replicate`` on it, or ``Shard`` of the first or second token dimension, which is sequence
@@ -12,6 +12,7 @@ parallelism. Other mesh dimensions may shard tokens; there the gradient of the w
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -39,12 +40,8 @@ def adapted(
 ) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter | None]:
     """The call's options, plain tensors and group; ids are int64. The adapter restores order and placements of the
     results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
-    ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`.
-
-    Raises:
-        ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
-            supported; shapes that do not fit a sequence along the second dimension.
-    """
+    ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
+    ``ValueError`` for a group, placements or shapes that are not supported."""
     group, tensors = as_group(group), tensors.with_int64_ids()
     check_option("sequence_dim", sequence_dim := as_number(options.sequence_dim))
     if not sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
@@ -291,7 +288,7 @@ class DTensorAdapter:
         layout = Layout.of(self.group, False)
         if debug.enabled() and layout.ranks > 1:
             debug.agree(layout, {"function": f"{self.options.function}, which redistributes {name}"}, {})
-            debug.state().awaited = True
+            debug.state.awaited = True
         return value.redistribute(placements=placements)
 
     def _position(self) -> Tensor:
@@ -301,21 +298,12 @@ class DTensorAdapter:
         else:
             batch, part, *rest = self._part
             shape = batch, self.parts * part, *rest
-        position = torch.zeros((), dtype=torch.int64, device=self._input.device)
-        for dim, size in enumerate(shape):
-            position = position.unsqueeze(-1) * size + self._coordinates(dim, size, position.device)
+        position = torch.arange(math.prod(shape), device=self._input.device).view(shape)
+        if self._gives_dtensors:
+            from torch.distributed.tensor import Replicate
+
+            position = self._placed(position, [Replicate()] * self.mesh.ndim, shape)
         return self.per_token("position", position)
-
-    def _coordinates(self, dim: int, size: int, device: torch.device) -> Tensor:
-        """The coordinates of this rank's tokens along a dimension of ``size``."""
-        whole = torch.arange(size, device=device)
-        if not self._gives_dtensors:
-            return whole
-        from torch.distributed.tensor import Replicate, Shard
-
-        placements = [Shard(0) if _shards(placement, (dim,)) else Replicate() for placement in self._tokens]
-        whole = self._placed(whole, [Replicate()] * self.mesh.ndim, (size,))
-        return whole.redistribute(placements=placements).to_local()
 
     # --- results ---
 
@@ -332,10 +320,8 @@ class DTensorAdapter:
     def statistics(self, statistics: TokenStatistics) -> TokenStatistics:
         """A call's statistics, as the user expects them."""
         values: dict[str, Any] = {name: getattr(statistics, name) for name in NAMES}
-        for name, value in values.items():
-            if value is not None and name != "vocab_size":
-                values[name] = self.of_tokens(value)
-        return TokenStatistics(**values)
+        of_tokens = {n: self.of_tokens(v) for n, v in values.items() if v is not None and n != "vocab_size"}
+        return TokenStatistics(**(values | of_tokens))
 
     def of_tokens(self, value: Any) -> Any:
         """A call's values ``[...]`` or ``[..., K]`` of the tokens, in the user's order and placements."""
@@ -353,10 +339,7 @@ class DTensorAdapter:
     def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor
 
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * max(size, 1))
-        stride = tuple(strides) if shape else ()
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )

@@ -23,10 +23,11 @@ from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of, with_contiguous_rows
+from parallel_lce.core.private import transforming
 from parallel_lce.run import losses, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
-from parallel_lce.run.transforms import batched, first_order, transforming
+from parallel_lce.run.transforms import batched, first_order
 
 
 def first_order_only(backward: Callable) -> Callable:

@@ -102,7 +102,7 @@ def sampled_linear_cross_entropy(
         counts = dict(log_expected_count=log_expected_count, target_log_expected_count=target_log_expected_count)
         given |= {n: None if t is None else t.double() for n, t in counts.items()}
         debug.agree(layout, {"function": "sampled_linear_cross_entropy"}, given, (0, 0))
-        debug.state().awaited = True  # the exchange of prepare is to come
+        debug.state.awaited = True  # the exchange of prepare is to come
     options = Options(
         name,
         logit_scale=logit_scale,  # pyright: ignore[reportArgumentType]

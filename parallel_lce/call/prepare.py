@@ -237,7 +237,7 @@ def _with_tensors(
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind(options, tensors) for kind in known.feature_kinds]),
+        features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)

@@ -108,8 +108,12 @@ class Tensors(NamedTuple):
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
     def with_int64_ids(self) -> Tensors:
-        names = "target", "picked", "picked_offsets"
-        return self._replace(**{name: as_int64(getattr(self, name)) for name in names})
+        changed = {}
+        for name in ("target", "picked", "picked_offsets"):
+            ids = getattr(self, name)
+            if ids is not None and getattr(ids, "dtype", None) is not torch.int64:
+                changed[name] = as_int64(ids)
+        return self._replace(**changed) if changed else self
 
 
 def as_int64(ids: Any) -> Any:

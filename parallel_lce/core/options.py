@@ -75,6 +75,11 @@ class Options(NamedTuple):
         2.11 cannot trace ``locals()``."""
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
+    def of_every_step(self) -> Options:
+        """The same without the value of an option that has another value in each step."""
+        seed = self.sample_seed
+        return self._replace(sample_seed=0) if type(seed) is int and 0 <= seed < 2**63 else self
+
     @property
     def columns(self) -> Columns:
         """The columns of partials that the call needs."""

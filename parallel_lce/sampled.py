@@ -207,7 +207,8 @@ class _EntryLogits(torch.autograd.Function):
         hidden, weight, bias, *per_token, logits = saved
         call = ctx.call.with_tensors(per_token)
         with device_without_autocast(weight):
-            values = call.before_softcap(in_memory(upstream).contiguous(), logits)
+            logit_map = call.logit_map.each(call.picked.spread)
+            values = logit_map.before(in_memory(upstream).contiguous(), logits)
         return *gradients_of_logits(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None
 
 
@@ -236,7 +237,7 @@ class _SharedLogSumExp(torch.autograd.Function):
             # [m]: bias and offset of a column; -inf for an id outside the vocabulary.
             offsets = torch.nn.functional.pad(offsets, (0, padded))[part]
             bias_of, exists = columns.unbind(1)
-            offsets = (call.scale * bias_of + offsets).masked_fill(exists == 0, -torch.inf)
+            offsets = (call.logit_map.scale * bias_of + offsets).masked_fill(exists == 0, -torch.inf)
             work = _SharedSamples(call, rows, own_ids, offsets, target, remove)
             logsumexp = work.logsumexp(hidden)
         ctx.work, ctx.shape, ctx.bias = work, weight.shape, bias is not None
@@ -273,7 +274,7 @@ class _SharedSamples:
 
     def logits(self, block: Block, x: Tensor) -> Tensor:
         """``[R, m]`` of a block's hidden states ``x [R, D]``; -inf for samples that are left out."""
-        logits = matmul_nt(x, self.rows).mul_(self.call.scale).add_(self.offsets)
+        logits = matmul_nt(x, self.rows).mul_(self.call.logit_map.scale).add_(self.offsets)
         if self.remove:
             target = self.call.layout.take(self.target, block)
             logits.masked_fill_(self.ids == target.unsqueeze(1), -torch.inf)
@@ -301,7 +302,7 @@ class _SharedSamples:
         factor = upstream
         unscale = None
         if dtype == torch.float16 and len(factor):  # a mean's gradients, 1 / N each, would underflow
-            power = power_of_two_near((factor * call.scale).abs().nan_to_num(0.0, 0.0).amax())
+            power = power_of_two_near((factor * call.logit_map.scale).abs().nan_to_num(0.0, 0.0).amax())
             factor, unscale = factor * power, 1 / power
         reduction = call.hidden_reduction(flat) if needs_hidden else None
         drows = self.rows.new_zeros(self.rows.shape, dtype=call.dtype)
@@ -314,7 +315,7 @@ class _SharedSamples:
             gradient = self.logits(block, x).sub_(layout.take(lse, block).unsqueeze(1)).exp_()
             gradient = gradient.mul_(layout.take(factor, block).unsqueeze(1))
             doffsets += gradient.sum(0)
-            gradient = (gradient if call.scale == 1 else gradient.mul_(call.scale)).to(dtype)
+            gradient = (gradient if call.logit_map.scale == 1 else gradient.mul_(call.logit_map.scale)).to(dtype)
             if reduction is not None:
                 local = reduction.open_block(block)
                 accumulate_nt(local, gradient, self.rows.t(), overwrite=True, factor=unscale)
@@ -373,5 +374,5 @@ def _to_rows(
     dweight = whole.new_zeros(shape[0] + 1, shape[1], dtype=dtype)
     of_bias = whole.new_zeros(shape[0] + 1, dtype=dtype)
     place = local.masked_fill(local == call.shard.real_rows, shape[0])
-    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.scale).to(dtype)
+    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.logit_map.scale).to(dtype)
     return dweight[:-1], of_bias[:-1], whole[:count, -1]

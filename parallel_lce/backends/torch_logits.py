@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
-from parallel_lce.backends.interface import LogitsGradient, Pair, Picked, PickedGradient, Projection, softcap_slope
-from parallel_lce.backends.torch_tiles import finished, logits
+from parallel_lce.backends.interface import LogitsGradient, Pair, Picked, PickedGradient, Projection
+from parallel_lce.backends.torch_tiles import logits
 from parallel_lce.core.partials import (
     MAX,
     NOBODY,
@@ -42,7 +42,7 @@ _ALIGNED = 8
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose target
     column is 0. On CUDA rows are :func:`aligned`."""
-    real, bias = projection.real_rows, projection.bias
+    real = projection.real_rows
     partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
     if x.is_cuda:
         z = aligned(x, len(x), real, projection.dtype)
@@ -51,7 +51,9 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
         z = matmul_nt(x, projection.weight[:real])
     if real == 0:
         return z, partial
-    finished(z.t(), projection, None if bias is None else bias[:real, None])
+    if projection.bias is not None:
+        z += projection.bias[:real]
+    projection.logit_map.apply(z.t())
     for rows in tiles_of_rows(*z.shape, itemsize=z.element_size()):
         maximum = torch.amax(z[rows], 1, out=partial[MAX, rows])
         # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.
@@ -81,8 +83,9 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor
     for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
-        bias = None if projection.bias is None else projection.bias[at]
-        finished(z, projection.of_rows(of_entry), bias)
+        if projection.bias is not None:
+            z += projection.bias[at]
+        z = projection.logit_map.of_rows(of_entry).apply(z)
         out[some] = z.where(hit[some], out[some])
 
 
@@ -248,9 +251,9 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
                 g = p - q
             else:
                 g = (p * (of_p - gradient.student_mean[rows, None])).masked_fill_(p == 0, 0.0)
-            if gradient.softcap is not None:
-                cap = gradient.softcap
-                g *= softcap_slope(cap[rows, None] if isinstance(cap, Tensor) else cap, pair.student[rows])
+            slope = gradient.logit_map.of_rows(rows).slope(pair.student[rows].t())
+            if slope is not None:
+                g *= slope.t()
             factor = gradient.factor[rows, None]
             gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
 

@@ -37,8 +37,8 @@ def worth_filtering(multiplications: int) -> bool:
 
 def units_of(coefficients: Coefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
     """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
-    units = coefficients.alpha * projection.scale
-    for factor in (coefficients.factor, projection.token_scale, fp16_scale):
+    units = coefficients.alpha * projection.logit_map.scale
+    for factor in (coefficients.factor, projection.logit_map.token_scale, fp16_scale):
         if factor is not None:
             units *= factor
     return units
@@ -94,7 +94,7 @@ def keeps_windows(projection: Projection, product: Product, entries: int) -> boo
     at_once = min(rows * entries, WINDOWED_BYTES // product.x.element_size())
     is_useful = fills_sample(rows) and worth_filtering(at_once * hidden_size)
     # Products for dW begin at multiples of 256 entries.
-    return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries in (TILE, 2 * TILE)
+    return is_useful and projection.logit_map.softcap is None and tile.rows == TILE and tile.entries in (TILE, 2 * TILE)
 
 
 def kept_windows(saved: Saved | tuple[()]) -> WindowPartials | None:
@@ -120,8 +120,7 @@ class ActiveWindows:
         sample = sample_tokens(len(rows.x))
         assert sample is not None, "windows are given to rows that fill a sample"
         self._sample = sample
-        if projection.token_scale is not None:
-            projection = replace(projection, token_scale=sample.of(projection.token_scale))
+        projection = replace(projection, logit_map=projection.logit_map.each(sample.of))
         # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
         alpha = alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE
         self._sampled = Rows(
@@ -162,10 +161,10 @@ def _mean_logits(rows: Rows, first: int) -> Tensor:
     """Mean logits, fp32, of the shard's entries from ``first`` on, over the tokens with a gradient."""
     projection, counted = rows.projection, rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)
-    if projection.token_scale is not None:
-        weights = weights * projection.token_scale
+    if projection.logit_map.token_scale is not None:
+        weights = weights * projection.logit_map.token_scale
     mean, of_bias = torch.mv(rows.x.t(), weights.to(rows.x.dtype)), weights.sum()
     result = matmul_nt(mean[None], some_rows(projection.weight, first, projection.real_rows))[0]
     if projection.bias is not None:
         result += some_rows(projection.bias, first, projection.real_rows) * of_bias
-    return result.mul_(projection.scale)
+    return result.mul_(projection.logit_map.scale)

@@ -73,15 +73,16 @@ class Divergence:
     @property
     def of_tokens(self) -> tuple[Tensor | None, ...]:
         """The tokens' scales and soft-caps, the student's and the teacher's."""
-        return tuple([t for call in (self.student, self.teacher) for t in (call.token_scale, call.token_cap)])
+        return *self.student.logit_map.tensors, *self.teacher.logit_map.tensors
 
     def with_tensors(self, of_tokens: Sequence[Tensor | None]) -> Divergence:
         """The same with these as :attr:`of_tokens`. Saved-tensor hooks may have changed their strides."""
-        scale, cap, teacher_scale, teacher_cap = [t if t is None else t.contiguous() for t in of_tokens]
-        student = self.student.replaced(token_scale=scale, token_cap=cap)
-        return replace(
-            self, student=student, teacher=self.teacher.replaced(token_scale=teacher_scale, token_cap=teacher_cap)
-        )
+        tensors = [t if t is None else t.contiguous() for t in of_tokens]
+        student, teacher = [
+            call.replaced(logit_map=call.logit_map.with_tensors(*some))
+            for call, some in ((self.student, tensors[:2]), (self.teacher, tensors[2:]))
+        ]
+        return replace(self, student=student, teacher=teacher)
 
 
 class _Pass:
@@ -122,7 +123,7 @@ class _Pass:
         pair = self._pair(block, projection, x, y)
         if factor is not None:
             out = aligned(x, len(x), projection.real_rows, self.gradient_dtype)
-            gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None, projection.softcap)
+            gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None, projection.logit_map)
         if self.known is None:
             # The gradient of KL(teacher || student) needs no sum: one pass computes both.
             self._sum(pair, block, gradient if beta == 0 else None)
@@ -202,10 +203,11 @@ class _StudentGradients(GradientSums):
 def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences. For fp16 also the
     number by which finished gradients are multiplied."""
-    factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
-    if task.student.token_scale is not None:
+    logit_map = task.student.logit_map
+    factor = factor * (logit_map.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
+    if logit_map.token_scale is not None:
         # An ignored token has no gradient, whatever its scale is.
-        factor = (factor * task.student.token_scale).masked_fill_(factor == 0, 0.0)
+        factor = (factor * logit_map.token_scale).masked_fill_(factor == 0, 0.0)
     if dtype != torch.float16 or not len(factor):
         return factor, None
     # A mean's gradients, 1 / N each, would underflow.

@@ -63,7 +63,8 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
     picked = call.picked
     assert picked is not None
     with device_without_autocast(logits):
-        return call.before_softcap(call.backend.set_gradient(log_probs, upstream, picked), logits)
+        gradient = call.backend.set_gradient(log_probs, upstream, picked)
+        return call.logit_map.each(picked.spread).before(gradient, logits)
 
 
 def _whole(call: Call) -> Block:

@@ -326,7 +326,7 @@ def _picks_apart(
         of_target = selected.ids == selected.spread(call.target)
         beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
         coefficients, upstream = coefficients._replace(beta=beta), upstream.masked_fill(of_target, 0.0)
-    return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
+    return coefficients, (call.logit_map.each(selected.spread).before(upstream, logits), logits.contiguous())
 
 
 class _Waiting(NamedTuple):

@@ -372,7 +372,7 @@ def check_together(
         if not layout.sequence_parallel:
             debug.agree_about_hidden(layout, hidden)
     vocab_size = debug.check_cover(shards, options.vocab_size)
-    check_target(options, target, vocab_size, mask)
+    check_target(options, as_int64(target), vocab_size, mask)
 
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
+from parallel_lce.call.agreement import check_together
 from parallel_lce.call.checks import check_target
-from parallel_lce.call.prepare import autocasted, check, check_together, readable_size
+from parallel_lce.call.prepare import autocasted, check, readable_size
 from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory

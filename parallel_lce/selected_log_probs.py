@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import public, refuse_unknown
+from parallel_lce.call.checks import public
 from parallel_lce.core.options import Options, Tensors, apart
-from parallel_lce.features.picks import ids_and_offsets
-from parallel_lce.run.arrangement import arranged
+from parallel_lce.core.private import outside_graphs
+from parallel_lce.dtensor.adapter import adapted
+from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator
 
 
+@outside_graphs
 @public
 @operator
 def selected_log_probs(
@@ -35,7 +35,6 @@ def selected_log_probs(
     reduce_dtype: torch.dtype | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    **unknown: Never,
 ) -> Tensor:
     """Log-softmax of the logits of selected entries, over each token's entries alone.
 
@@ -63,18 +62,12 @@ def selected_log_probs(
     Raises:
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
-    if unknown:
-        refuse_unknown(selected_log_probs, unknown)
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
     logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options.of("selected_log_probs", locals())
-    options, tensors, group, arrangement = arranged(options, tensors, process_group)
+    options, tensors, group, adapter = adapted(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)
-    return log_probs if arrangement is None else arrangement.of_tokens(log_probs)
-
-
-# A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.
-selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return log_probs if adapter is None else adapter.of_tokens(log_probs)

@@ -7,7 +7,6 @@ variables that choose the backend and the budget. They do not depend on the tens
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from parallel_lce.backends import VARIABLE, backend_of, valueless
+from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
 from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
+from parallel_lce.call.picks import PickedIds
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
@@ -39,7 +39,7 @@ from parallel_lce.core.options import (
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
-from parallel_lce.features.picks import PickedIds
+from parallel_lce.core.private import environment, in_forward_mode
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -50,8 +50,6 @@ _ALONE = Layout()
 _DEBUG_NAMES = {"logit_scale": "logit_scale of each token", "temperature": "temperature of each token", **SPOKEN}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
-# os.environ as bytes: the methods of os.environ decode names and values, which takes the host some microseconds.
-_ENVIRONMENT = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 
 
@@ -85,8 +83,8 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    result = _with_tensors(known, tensors, layout, main_grad, options.sample_seed)  # may refuse a target
-    debug.state().awaited = False
+    result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
+    debug.state.awaited = False
     return result
 
 
@@ -132,8 +130,8 @@ def _signature(
 ) -> tuple | None:
     """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
     with an argument that is neither a plain tensor nor a number or string of Python's own types."""
-    debugging = _ENVIRONMENT.get(b"PARALLEL_LCE_DEBUG")
-    if forward_ad._current_level >= 0 or not (debugging is None or debugging in (b"", b"0")):
+    debugging = environment.get(b"PARALLEL_LCE_DEBUG")
+    if in_forward_mode() or not (debugging is None or debugging in (b"", b"0")):
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
@@ -141,7 +139,7 @@ def _signature(
         options = options._replace(sample_seed=0)  # each step has another seed
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
-    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(_ENVIRONMENT.get, _VARIABLES)]
+    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
     for tensor in tensors:
         if tensor is None:
             key.append(None)
@@ -172,7 +170,7 @@ def _planned(
     planned: bool,
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
-    weight = tensors.linear_weight
+    weight, kinds = tensors.linear_weight, features_of(options, tensors)
     backend = backend_of(weight)
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
     options = options._replace(logits_budget=budget)
@@ -182,15 +180,28 @@ def _planned(
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     number = None
-    if debug.enabled() and not valueless(weight):
+    if debug.enabled() and not is_meta_or_fake(weight):
         chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
         check_together(options, tensors, layout, chosen)
         number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
-    dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
+    dtype = accumulation_dtype(weight.dtype)
+    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
     call = Call(
-        options, backend, shard, options.columns, its_plan, shape, needs, logit_map, dtype, _ALONE, number=number
+        options,
+        backend,
+        shard,
+        columns,
+        its_plan,
+        shape,
+        needs,
+        LogitMap.of(options),
+        dtype,
+        _ALONE,
+        feature_kinds=kinds,
+        readable_size=readable_size(options, weight, layout),
+        number=number,
     )
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
@@ -198,14 +209,15 @@ def _planned(
 
 
 def _with_tensors(
-    known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, seed: int | None
+    known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
 ) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, position = tensors
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, _ = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
-    check_readable_target(known.options, target, weight, layout)
+    if target is not None and known.readable_size is not None:
+        check_target(known.options, target, known.readable_size)
     logit_map = known.logit_map
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
@@ -219,8 +231,7 @@ def _with_tensors(
         logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        seed=seed,
-        position=position if position is None else position.flatten(),
+        features=tuple([kind(options, tensors) for kind in known.feature_kinds]),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -272,6 +283,7 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
+        and all([kind.allows_accumulation for kind in features_of(options, tensors)])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -301,7 +313,8 @@ def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None
     ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    return options.reduction is not None and adds and weight.dtype == torch.bfloat16
+    allowed = all([kind.allows_dense for kind in features_of(options, tensors)])
+    return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
@@ -363,13 +376,11 @@ def check_together(
     check_target(options, target, vocab_size, mask)
 
 
-def check_readable_target(
-    options: Options, target: Tensor | None, weight: Tensor, layout: Layout, mask: Tensor | None = None
-) -> None:
-    """:func:`check_target` where it is free: on a CPU, if this rank knows V."""
-    if target is not None and target.device.type == "cpu" and not valueless(target):
-        size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
-        check_target(options, target, size, mask)
+def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
+    """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
+    if weight.device.type != "cpu" or is_meta_or_fake(weight):
+        return None
+    return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
 
 def autocasted(tensors: Tensors) -> Tensors:

@@ -135,8 +135,7 @@ def _signature(
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
-    if type(seed := options.sample_seed) is int and 0 <= seed < 2**63:
-        options = options._replace(sample_seed=0)  # each step has another seed
+    options = options.of_every_step()
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
     key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
@@ -186,7 +185,7 @@ def _planned(
         number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
-    dtype = accumulation_dtype(weight.dtype)
+    dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
     columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
     call = Call(
         options,
@@ -196,7 +195,7 @@ def _planned(
         its_plan,
         shape,
         needs,
-        LogitMap.of(options),
+        logit_map,
         dtype,
         _ALONE,
         feature_kinds=kinds,
@@ -231,7 +230,7 @@ def _with_tensors(
         logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind(options, tensors) for kind in known.feature_kinds]),
+        features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -244,11 +243,11 @@ def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
 
 
 def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Of what all ranks must share for the loss. Without the seed, which differs from call to call, without the budget,
-    which may depend on a rank's memory, and without settings of the gradients, which a rank may not form."""
+    """Digest of the arguments that must be equal on all ranks. Not in it: what differs from step to step, the budget,
+    which may depend on a rank's memory, and options of gradients, which a rank may not form."""
     start = options.vocab_start if options.vocab_size is None else None
-    shared = dict(sample_seed=None, logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
-    values = agreed(options._replace(vocab_start=start, **shared))
+    others = dict(logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
+    values = agreed(options.of_every_step()._replace(vocab_start=start, **others))
     values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
     per_token = tensors.logit_scale is not None, tensors.temperature is not None
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)

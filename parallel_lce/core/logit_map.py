@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from parallel_lce.core.options import Options
+from parallel_lce.core.options import Options
 
 
 class LogitMap(NamedTuple):

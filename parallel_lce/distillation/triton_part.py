@@ -111,10 +111,7 @@ def lce_backward_divergence(
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     student, teacher, student_normalizer, teacher_normalizer, beta = pair
     rows, entries = student.shape
-    to_gradient = None
-    if gradient is not None:
-        out, *others = gradient
-        to_gradient = out, out.stride(0), *others
+    to_gradient = None if gradient is None else (gradient.out, gradient.out.stride(0), *gradient[1:])
     if rows:
         lce_backward_divergence.launch(
             (rows,),

@@ -45,8 +45,9 @@ def worth_filtering(multiplications: int) -> bool:
 
 def units_of(rows: Rows) -> Tensor:
     """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
-    units = rows.coefficients.alpha * rows.projection.logit_map.scale
-    for factor in (rows.coefficients.factor, rows.projection.logit_map.token_scale, rows.fp16_scale):
+    logit_map = rows.projection.logit_map
+    units = rows.coefficients.alpha * logit_map.scale
+    for factor in (rows.coefficients.factor, logit_map.token_scale, rows.fp16_scale):
         if factor is not None:
             units *= factor
     return units

@@ -25,6 +25,7 @@ from parallel_lce.call.seam import features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import (
     SPOKEN,
@@ -184,9 +185,7 @@ def _planned(
         number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
-    scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
-    scale, cap = scale / temperature, cap if cap is None else cap / temperature
-    dtype = accumulation_dtype(weight.dtype)
+    dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
     columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
     call = Call(
         options,
@@ -196,8 +195,7 @@ def _planned(
         its_plan,
         shape,
         needs,
-        scale,
-        cap,
+        logit_map,
         dtype,
         _ALONE,
         feature_kinds=kinds,
@@ -219,21 +217,17 @@ def _with_tensors(
         target = as_int64(target).reshape(-1).contiguous()
     if target is not None and known.readable_size is not None:
         check_target(known.options, target, known.readable_size)
-    softcap = None
+    logit_map = known.logit_map
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
         scale, temperature, token_weight = (
             t if t is None else t.reshape(-1).to(dtype).contiguous() for t in (scale, temperature, token_weight)
         )
-    if temperature is not None:
-        scale = (1.0 if scale is None else scale) / temperature
-        cap = known.options.logit_softcap
-        softcap = cap if cap is None else cap / temperature
+        logit_map = LogitMap.of(known.options, scale, temperature)
     call = known.replaced(
         layout=layout,
         target=target,
-        token_scale=scale,
-        token_cap=softcap,
+        logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
         features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
@@ -331,9 +325,7 @@ def _dense(call: Call, tensors: Tensors) -> Any:
         return None
     if 4 * tokens * entries > (options.logits_budget or 0):
         return None  # this rank's shard is larger than the plan assumes: its fp32 logits exceed the budget
-    scaled = tensors.logit_scale is not None or tensors.temperature is not None
-    capped = call.cap is not None and tensors.temperature is not None
-    return call.backend.Dense(tokens, entries, options, call.scale, None if capped else call.cap, scaled, capped)
+    return call.backend.Dense(tokens, entries, options, call.logit_map)
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
@@ -342,7 +334,7 @@ def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
     # With a temperature per token, the caps are unknown to the host.
     if options.logit_softcap is None or tensors.temperature is not None:
         return options.logit_softcap is None
-    return backend.savable(tensors.linear_weight.dtype, options.logit_softcap / options.temperature)
+    return backend.savable(tensors.linear_weight.dtype, LogitMap.of(options).softcap)
 
 
 def check_together(
@@ -380,7 +372,7 @@ def check_together(
         if not layout.sequence_parallel:
             debug.agree_about_hidden(layout, hidden)
     vocab_size = debug.check_cover(shards, options.vocab_size)
-    check_target(options, target, vocab_size, mask)
+    check_target(options, as_int64(target), vocab_size, mask)
 
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:

@@ -1,12 +1,11 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
 import itertools
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import parallel_lce
 from cases import DTYPES, Case, make, part
 from parallel_lce.core import collectives
-from parallel_lce.distillation import divergence
 from tools import arguments_to, chosen_backend, on_ranks, recorded, shrunk, started
 from world import Member
 
@@ -220,83 +218,6 @@ def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
             allocate = leftover(getattr(torch.Tensor, name))
             stack.enter_context(mock.patch.object(torch.Tensor, name, allocate))
         assert loss().isnan().all()
-
-
-def _log_probs(x, weight, target, **options):
-    return parallel_lce.token_statistics(x, weight, target, **options).target_log_prob
-
-
-def _of_logits(x, weight, target, process_group, **options):
-    return parallel_lce.vocab_parallel_cross_entropy(x @ weight.T, target, **options, tp_group=process_group)
-
-
-def _divergence(x, weight, target, **options):
-    return divergence(x, weight, x.detach(), weight.detach(), **options)
-
-
-def _sampled(x, weight, target, **options):
-    return parallel_lce.sampled_linear_cross_entropy(x, weight, target, torch.arange(9, device=x.device), **options)
-
-
-def _low(x, weight, target, dtype, **options):
-    return parallel_lce.linear_cross_entropy(x.to(dtype), weight.to(dtype), target, **options)
-
-
-LOSS = parallel_lce.linear_cross_entropy
-# The functions that rank 0 and rank 1 call, and their options. The messages are of the same size.
-DIFFERENT = {
-    "z_loss": ((LOSS, {}), (LOSS, dict(z_loss=1e-3))),
-    "reduction": ((LOSS, {}), (LOSS, dict(reduction="sum"))),
-    "reduction in blocks": ((LOSS, dict(logits_budget=0)), (LOSS, dict(logits_budget=0, reduction="sum"))),
-    "logit_scale": ((LOSS, {}), (LOSS, dict(logit_scale=0.5))),
-    "logit_softcap": ((LOSS, dict(logit_softcap=30.0)), (LOSS, dict(logit_softcap=31))),
-    "temperature": ((LOSS, {}), (LOSS, dict(temperature=2.0))),
-    "ignore_index": ((LOSS, {}), (LOSS, dict(ignore_index=-1))),
-    "dtype": ((_low, dict(dtype=torch.bfloat16)), (_low, dict(dtype=torch.float16))),
-    "function": ((LOSS, dict(reduction="none")), (_log_probs, {})),
-    "selected": ((_selected, {}), (_selected, dict(temperature=2.0))),
-    "logits": ((_of_logits, {}), (_of_logits, dict(label_smoothing=0.1))),
-    "divergence": ((_divergence, dict(beta=0.0)), (_divergence, dict(beta=1.0))),
-    "sampled": ((_sampled, {}), (_sampled, dict(reduction="sum"))),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-@on_ranks(2)
-def test_calls_that_differ_give_nan(member, name, backend):
-    """On every rank, without debug mode. The next calls, which agree, are right."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
-    function, options = DIFFERENT[name][member.rank]
-    with shrunk(ROWS * 4 * 8) if "blocks" in name else nullcontext():
-        assert function(t.x, t.weight, t.target, process_group=member.group, **options).isnan().all()
-    function, options = DIFFERENT[name][0]
-    loss = function(t.x, t.weight, t.target, process_group=member.group, **options)
-    assert loss.isfinite().all()
-    loss.sum().backward()
-
-
-@on_ranks(2)
-def test_equal_arguments_agree(member, backend):
-    """Numbers of other types, and what may differ between ranks."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
-    for one, other in (
-        (dict(logit_softcap=30.0), dict(logit_softcap=30, temperature=1, logits_budget=1 << 20)),
-        (dict(ignore_index=-100, z_loss=0.0), dict(ignore_index=np.int64(-100), z_loss=-0.0)),
-        (dict(reduce_dtype=None), dict(reduce_dtype=torch.float32)),
-        (dict(vocab_start=0, vocab_size=2 * ROWS), dict(vocab_start=ROWS, vocab_size=2 * ROWS)),
-        (dict(vocab_size=2 * ROWS), dict(vocab_start=ROWS, vocab_size=2 * ROWS)),
-    ):
-        options = (one, other)[member.rank]
-        for reduction in ("none", "mean"):
-            loss = LOSS(t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options)
-            assert loss.isfinite().all(), options
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, sample_seed=member.rank)
-    assert found.target_log_prob.isfinite().all()  # the drawn ids need one seed, the other statistics none
-    for needs in (False, True):  # of a gradient, on one rank
-        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
-        with torch.set_grad_enabled(needs or member.rank == 0):
-            loss = LOSS(t.x, t.weight, t.target, process_group=member.group, token_weight=token_weight)
-        assert loss.isfinite()
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@ and vocab_parallel_cross_entropy. The kernels are interpreted on the CPU, compil
 
 import itertools
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from parallel_lce.backends import torch_backend, triton
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run.fused_loss import fused_loss
-from tools import chosen_backend, debug_mode, everywhere, given, on_ranks, small
+from tools import chosen_backend, everywhere, given, on_ranks, small
 from world import Member
 
 
@@ -168,16 +167,6 @@ def test_ranks_whose_biases_differ_run_the_same_collectives(member):
         [found] = torch.autograd.grad(loss, [x])
         assert not saved_logits()
     torch.testing.assert_close(found.double(), dense_loss(t)["dx"].chunk(2)[member.rank], rtol=2e-2, atol=1e-4)
-
-
-@on_ranks(2)
-def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(member):
-    """The most flops of one depend on the GPU."""
-    t = small(member.device, **SHAPE)
-    words = "disagree about dense logits: rank 0 has True, rank 1 has False"
-    flops = mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30)
-    with chosen_backend("triton"), debug_mode(), flops, pytest.raises(ValueError, match=words):
-        linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
 
 
 def test_a_mean_of_more_tokens_than_are_added_at_a_time(device):

@@ -14,11 +14,10 @@ from benchmarks.peak_memory import peak_memory
 from cases import DTYPES, Case, Tensors, assemble, make, normal, operands, unpadded
 from measures import assert_no_worse, size
 from parallel_lce.backends import torch_logits
-from parallel_lce.call import prepare
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import divergence as schedule
-from tools import chosen_backend, debug_mode, everywhere, on_ranks, shrunk, started
+from tools import chosen_backend, everywhere, on_ranks, shrunk, started
 from world import Member
 
 N, V, D, E, K = 12, 80, 24, 16, 6
@@ -327,68 +326,3 @@ def test_collectives_are_those_of_the_docstring(member, sequence_parallel):
             value.sum().backward()
         found = [(each.kind, each.size) for each in found]
         assert (found[:forward], found[forward:]) == (in_forward, in_backward)
-
-
-BAD = [
-    ("layer", "teacher_hidden .* other tokens", dict(teacher_hidden=normal(N - 1, E).float())),
-    ("layer", r"\[0, 79\).*\[0, 80\)", dict(teacher_weight=normal(V - 1, E).float(), teacher_bias=None)),
-    ("layer", "teacher_hidden has 15 features", dict(teacher_hidden=normal(N, 15).float())),
-    ("layer", "both or none must be float64", teacher("layer", dtype="fp64")),
-    ("layer", "beta must be 0, 1", dict(beta=1e-9)),
-    ("layer", "reduction must be", dict(reduction="batchmean")),
-    ("layer", "teacher_weight must be a tensor", dict(teacher_weight=None)),
-    ("class", "tail must be", dict(tail="none")),
-    ("class", "teacher_ids must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
-    ("class", "logits_budget must be", dict(logits_budget="x")),
-    ("class", "process_group must be", dict(process_group=5)),
-    ("class", r"both be \[..., K\]", dict(teacher_ids=torch.zeros(N, K + 1, dtype=torch.int64))),
-    ("class", "must be tensors", dict(teacher_ids=None)),
-    ("class", "must be floating-point", dict(teacher_log_probs=torch.zeros(N, K, dtype=torch.int64))),
-    ("class", "teacher_ids must be of an integer dtype", dict(teacher_ids=torch.zeros(N, K))),
-    ("class", "target must be None or ids", dict(target=torch.zeros(N))),
-    ("class", "temperature must be", dict(temperature=float("inf"))),
-    ("class", r"temperature must be .* of target's shape \[12\]", dict(temperature=torch.ones(N - 1))),
-    ("layer", r"teacher_logit_scale must be .* of target's shape \[12\]", dict(teacher_logit_scale=torch.ones(N - 1))),
-    ("layer", "teacher_logit_softcap must be None or", dict(teacher_logit_softcap=0)),
-]
-
-
-def called(kind, device, changes, **more):
-    x, w, _ = student(device)
-    given = dict(student_hidden=x, student_weight=w) | teacher(kind, device) | more
-    given |= {name: v.to(device) if torch.is_tensor(v) else v for name, v in changes.items()}
-    return (
-        divergence(**given)
-        if kind == "layer"
-        else top_k_divergence(**given, **({} if "tail" in given else {"tail": kind}))
-    )
-
-
-@pytest.mark.parametrize(("kind", "message", "changes"), BAD)
-def test_bad_input_is_refused(kind, message, changes):
-    with pytest.raises(ValueError, match=message):
-        called(kind, "cpu", changes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("layer", dict(beta=0.1), "beta"),
-        ("layer", dict(teacher_hidden=torch.zeros(N - 1, E)), "tokens"),
-        ("layer", dict(teacher_logit_scale=0.5), "disagree about teacher_logit_scale"),
-        ("layer", dict(temperature=torch.full((N,), 2.0)), "temperature: rank 0 has 1.0, rank 1 has 'of each token'"),
-        ("renormalize", dict(logit_softcap=2.0), "disagree about logit_softcap"),
-        ("class", dict(beta=0.1), "beta"),
-        ("class", dict(teacher_log_probs=torch.full((N, K), -3.0)), "teacher_log_probs"),
-        ("class", dict(student_hidden=None), "student_hidden"),
-    ],
-)
-@on_ranks(2)
-def test_debug_mode_tells_all_ranks(member, kind, changes, message):
-    prepare.KNOWN.clear()
-    with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
-        given = dict(vocab_start=V * member.rank, process_group=member.group, beta=0.0)
-        given["student_weight"] = student(member.device)[1] + member.rank
-        if kind == "layer":
-            given["teacher_weight"] = teacher(kind, member.device)["teacher_weight"] + member.rank
-        called(kind, member.device, changes if member.rank == 1 else {}, **given)

@@ -30,7 +30,7 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence
 from parallel_lce.run.fused_loss import fused_loss
 from test_steps import GRAPH_SIZE, ON_GPUS, Call, Step, assert_same, bits, warm_up
-from tools import REDUCED, chosen_backend, debug_mode, everywhere, given, on_ranks, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, everywhere, given, on_ranks, shrunk, small, statistics
 from world import Member, configure, forkserver
 
 pytestmark = pytest.mark.slow
@@ -260,26 +260,6 @@ def test_calls_of_other_sizes_end_on_every_rank(name):
         assert end["gradients"] is None, found
         assert end.code == -signal.SIGABRT or (end.code == 0 and end["error"]), found
         assert end["loss 0"] is None or end["loss 0"] != end["loss 0"], found
-
-
-@on_ranks(2)
-def test_debug_mode_names_calls_in_another_order(member):
-    first, second = (part(make(Case(N, V, D, ignored="none", seed=seed), member.device), member) for seed in (0, 1))
-    with debug_mode(), pytest.raises(ValueError, match="disagree about target at position"):
-        for t in (first, second) if member.rank else (second, first):
-            of_call("save", t, member.group)
-
-
-@pytest.mark.parametrize("name", ["save", "recompute"])
-@on_ranks(2)
-def test_debug_mode_names_backwards_in_another_order(member, name):
-    calls = [part(make(Case(N, V, D, ignored="none", seed=seed), member.device), member) for seed in (0, 1)]
-    with debug_mode():
-        losses = [of_call(name, t, member.group) for t in calls]
-        with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
-            losses[member.rank].backward()
-        for loss in [of_call(name, t, member.group) for t in calls]:
-            loss.backward()
 
 
 # --- groups that are destroyed -----------------------------------------------------------------------

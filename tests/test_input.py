@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
+from calls import D, N, V, call, good
 from cases import Case, make, normal
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import ops
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
-from tools import REDUCED, D, N, V, arguments_to, call, debug_mode, good, on_ranks, recorded, shrunk, unchecked
+from tools import REDUCED, arguments_to, debug_mode, on_ranks, recorded, shrunk, unchecked
 
 # --- ids and shards --------------------------------------------------------------------------------
 
@@ -170,14 +171,6 @@ def test_ids_of_any_integer_dtype(bits, device):
         want = function(x.detach(), w, ids)
         with debug_mode():
             assert torch.equal(function(x.detach(), w, ids.to(dtype)), want) and want.isfinite().all(), name
-
-
-@pytest.mark.parametrize("odd", [torch.ones(3), torch.ones(3, dtype=torch.bool), [1, 2]], ids=str)
-def test_samplers_refuse_what_is_no_id(odd):
-    """A mask would choose other entries."""
-    for use in (LogUniformSampler(9).log_expected_count, UnigramSampler(torch.ones(9)).log_expected_count, in_batch):
-        with pytest.raises(ValueError, match="must be ids of an integer dtype, got "):
-            use(odd, *[1] * (use is not in_batch))
 
 
 # --- memory that is not what it looks like ----------------------------------------------------------

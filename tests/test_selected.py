@@ -6,7 +6,7 @@ import torch
 import parallel_lce
 from cases import normal
 from measures import relative_error
-from tools import debug_mode, on_ranks, small
+from tools import small
 
 N, V, D, K = 12, 90, 24, 5
 
@@ -50,59 +50,6 @@ def test_empty_selections(backend, device):
             assert found.numel() == among.numel() == 0
             for value in (found, among):
                 assert not torch.autograd.grad(value.sum(), t.weight)[0].any()
-
-
-DIFFERENT = {
-    "ids": lambda ids, offsets: dict(selected=ids.view(N, K).flip(0)),
-    "offsets": lambda ids, offsets: dict(selected=(ids, offsets.clone().index_fill_(0, offsets[:1] + 3, 13))),
-    "ids of pairs": lambda ids, offsets: dict(selected=(ids.roll(1), offsets)),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-@on_ranks(2)
-def test_ranks_that_select_different_entries(member, name):
-    """Of each rank's own entries a logit would be the sum of two: NaN. In debug mode a refusal."""
-    x, w, ids = problem(member.device)
-    given = dict(linear_weight=w[member.rank * V // 2 :][: V // 2], process_group=member.group)
-    pair = ids.view(-1), torch.arange(N + 1, device=member.device) * K
-    changed = DIFFERENT[name](*pair)
-    same = dict(selected=pair) if isinstance(changed.get("selected"), tuple) else dict(selected=ids)
-    options = changed if member.rank else same
-    found = parallel_lce.token_statistics(x, **given, target=None, **options)
-    assert found.lse.isnan().all() and found.selected_log_prob.isnan().all()
-    assert parallel_lce.selected_log_probs(x, **given, **options).isnan().all()
-    agreed = parallel_lce.token_statistics(x, **given, target=None, **same)
-    assert agreed.lse.isfinite().all()
-    with debug_mode(), pytest.raises(ValueError, match="disagree about (offsets of )?selected"):
-        parallel_lce.token_statistics(x, **given, target=None, **options)
-
-
-OTHERS = torch.zeros(3, 2, dtype=torch.int64)
-BAD = [
-    (dict(selected=torch.zeros(4, 2)), "selected must be of an integer dtype, got torch.float32"),
-    (dict(selected=OTHERS), r"selected must be ids of shape \[..., K\] for tokens of shape \[4\], got \[3, 2\]"),
-    (dict(selected=(OTHERS.view(6), torch.arange(4))), r"one more than the tokens, got shapes \[6\] and \[4\]"),
-    (dict(selected=(torch.arange(6), torch.zeros(1).long()), N=0), "6 ids, and there is no token that could have them"),
-    (dict(selected=(torch.arange(4), torch.arange(5).to("meta"))), "^offsets is on meta and input is on cpu"),
-    (dict(selected=(None, torch.arange(5))), "or a pair of ids and offsets, got NoneType and Tensor"),
-    (dict(top_k=0), "top_k must be None or a number of entries >= 1, got 0"),
-    (dict(top_k=151), "top_k=151 exceeds the 150 entries of the vocabulary"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
-def test_refused(arguments, message):
-    arguments = dict(arguments)
-    t = small(N=arguments.pop("N", 4))
-    with pytest.raises(ValueError, match=message):
-        parallel_lce.token_statistics(t.x, t.weight, None, **arguments)
-    if "selected" in arguments:
-        with pytest.raises(ValueError, match=message):
-            parallel_lce.selected_log_probs(t.x, t.weight, **arguments)
-    else:
-        with pytest.raises(ValueError, match="got NoneType"):
-            parallel_lce.selected_log_probs(t.x, t.weight, None)
 
 
 def test_in_a_compiled_graph(device):

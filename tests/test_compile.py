@@ -130,8 +130,9 @@ SPLIT = [(name, split) for name in ("saved", "some saved", "accumulated") for sp
 @on_ranks(2)
 def test_process_groups(member, name, sequence_parallel):
     torch._dynamo.reset()
-    t = part(make(Case(24, 2 * 30, D), member.device), member, sequence_parallel)
-    loss = loss_of(name, process_group=member.group, sequence_parallel=sequence_parallel)
+    t = part(make(Case(24, 2 * 30, D, "bf16"), member.device), member, sequence_parallel)
+    where = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=torch.float32)
+    loss = loss_of(name, **where)
     with shrunk(1000, (8, 16)):
         assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
 

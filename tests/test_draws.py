@@ -11,7 +11,7 @@ from cases import normal
 from parallel_lce import backends
 from parallel_lce.call import draws, prepare
 from parallel_lce.call.draws import uniforms
-from tools import on_ranks, shrunk, small, started
+from tools import on_ranks, shrunk, small
 
 N, V, D = 24, 90, 16
 
@@ -154,16 +154,6 @@ def test_compiled_with_several_seeds(device):
     compiled = torch.compile(ids)
     for seed in (0, 1, 2**62):
         assert torch.equal(compiled(seed), ids(seed))
-
-
-@on_ranks(2)
-def test_collectives(member):
-    """The gather of partials, then one all-reduce of an id per token."""
-    x, shard = normal(N, D).to(member.device), normal(V // 2, D, seed=3).to(member.device)
-    with started() as found:
-        parallel_lce.token_statistics(x, shard, None, process_group=member.group, sample_seed=1)
-    assert [(c.kind, c.size) for c in found] == [("all_gather", 3 * N + 3), ("all_reduce", N)]
-    assert all(c.group == member.group and c.asynchronous for c in found)
 
 
 def test_excluded_entries_and_tokens_without_probabilities(backend, device):

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
@@ -18,9 +17,8 @@ from calls import D, N, V, call, good
 from cases import Case, make, normal
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.run import ops
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
-from tools import REDUCED, arguments_to, debug_mode, on_ranks, recorded, shrunk, unchecked
+from tools import debug_mode, on_ranks, recorded, shrunk, unchecked
 
 # --- ids and shards --------------------------------------------------------------------------------
 
@@ -203,47 +201,6 @@ def test_negative_views(backend, device):
     for name, value in arguments.items():
         for _ in range(2):  # whether or not the signature is known
             assert torch.equal(call(arguments | {name: torch._neg_view(-value)}), plain)
-
-
-# --- no values -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options", [*REDUCED.values(), dict(logits_budget=4000, reduction="none", label_smoothing=0.1)], ids=str
-)
-@pytest.mark.thinned
-def test_tensors_without_values_give_shapes(options, dtype, kind, device):
-    """The shapes, dtypes and devices of results and gradients are those of a call with values."""
-
-    def results(device) -> list[torch.Tensor]:
-        shapes = (8, 3, 16), (150, 16), (150,)
-        x, weight, bias = leaves = [torch.empty(s, dtype=dtype, device=device, requires_grad=True) for s in shapes]
-        target = torch.zeros(8, 3, dtype=torch.int64, device=device)
-        loss = parallel_lce.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
-        columns = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True, sample_seed=1)
-        found = parallel_lce.token_statistics(x, weight, target, selected=target.unsqueeze(-1), top_k=2, **columns)
-        total = found.entropy.sum() + found.selected_log_prob.sum()
-        gradients = *torch.autograd.grad(loss.sum(), leaves), *torch.autograd.grad(total, leaves[:2])
-        with torch.no_grad():
-            evaluated = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none")
-        logits = parallel_lce.vocab_parallel_cross_entropy(weight.t(), target[:, 0].repeat(2))
-        among = parallel_lce.selected_log_probs(x, weight, (target.flatten(), target.new_zeros(25)))
-        return [loss, *gradients, *vars(found).values(), evaluated, logits, among]
-
-    with shrunk(4096, (16, 32)):
-        with arguments_to(ops, "call") as by_operators:
-            real = results(device)
-        assert not by_operators, "values need no operator"
-        if kind == "meta":
-            found = results("meta")
-        else:
-            with FakeTensorMode():
-                found = results(device)
-    for one, other in zip(found, real, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.device.type == ("meta" if kind == "meta" else other.device.type)
 
 
 # --- vocabularies beyond fp32's integers ------------------------------------------------------------

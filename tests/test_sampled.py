@@ -11,7 +11,7 @@ import parallel_lce
 from cases import DTYPES, normal
 from measures import error
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
-from tools import on_ranks, started, upstream
+from tools import on_ranks, upstream
 
 N, V, D, M = 12, 80, 24, 30
 LEAVES = "input", "linear_weight", "linear_bias", "log_expected_count", "target_log_expected_count"
@@ -101,40 +101,6 @@ def test_the_dense_formula(member, dtype, split, per_token, reduction, options, 
     others = ~torch.isin(torch.arange(rows.start, rows.stop, device=member.device), touched)
     assert others.any() or rank < ranks - 1
     assert not leaves["linear_weight"].grad[others].any() and not founds[3][others].any()
-
-
-@pytest.mark.parametrize("split", [False, True])
-@on_ranks(2)
-def test_collectives_and_bits(member, split):
-    """The collectives are those of the docstring: no rank sends a row of the weight for each token. Losses and
-    gradients are the same from run to run."""
-    whole = problem(torch.float32, device=member.device)
-    rows, runs = slice(member.rank * V // 2, (member.rank + 1) * V // 2), []
-    x = whole["input"].chunk(2)[member.rank] if split else whole["input"]
-    gathers, part = [("all_gather", N // 2 * D)] * split, -(-M // 2)
-    for _ in range(2):
-        leaves = [t.clone().requires_grad_() for t in (x, whole["linear_weight"][rows], whole["linear_bias"][rows])]
-        with started() as found:
-            loss = parallel_lce.sampled_linear_cross_entropy(
-                *leaves[:2], whole["target"], whole["sampled"], linear_bias=leaves[2], process_group=member.group,
-                sequence_parallel=split,
-            )  # fmt: skip
-        assert [(c.kind, c.size) for c in found] == [
-            *gathers,
-            ("all_gather", N + 3),
-            ("reduce_scatter", 2 * part * D),
-            ("reduce_scatter", 2 * part * 2),
-            *gathers,
-            ("all_gather", N),
-        ]
-        with started() as found:
-            loss.backward()
-        reduction = ("reduce_scatter" if split else "all_reduce", N * D)
-        expected = [reduction, *gathers, *gathers, reduction, ("all_gather", part * (D + 1))]
-        assert sorted((c.kind, c.size) for c in found) == sorted(expected)
-        assert all(c.group == member.group and c.asynchronous for c in found)
-        runs.append([loss.detach(), *[leaf.grad for leaf in leaves]])
-    assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
 def test_few_samples_and_confident_tokens(device):

@@ -1,7 +1,6 @@
 """Hazards of numbers, in either backend: underflow, -inf, finite masks, soft-caps, cancellation, NaN, fp16.
 
-What lies far below a token's largest logit has probability 0, however far it lies, and whichever windows, shards and
-tokens have nothing else.
+Logits far below the maximum have probability 0, also if a whole window, shard or token has no other.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -79,12 +78,19 @@ def test_softcaps_beyond_every_logit(budget, softcap, dtype, device):
         assert_close(value, exact[name], ROUNDED[dtype], name=name)
 
 
-def test_a_softcap_has_an_error_of_few_roundings(backend, device):
-    """Beside 0, where the polynomial ends, and far from it. The only product is exact."""
-    u = torch.linspace(-3, 3, 601, device=device)
-    found = token_statistics(u[:, None], torch.ones(1, 1, device=device), None, logit_softcap=1.0).max_logit
-    exact = u.double().tanh()
-    assert ((found - exact).abs() <= 4 * 2**-24 * exact.abs()).all()
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-3, 1.0, 30.0, 1e4, 1e30])
+def test_a_softcap_has_an_error_of_few_roundings(cap, backend, device):
+    """Of one entry, whose logit is the log-sum-exp: beside 0, where the polynomial ends, far from it, and at infinity.
+    On a GPU with approximate instructions. The only product is exact."""
+    u = torch.cat([torch.linspace(-12, 12, 601), torch.logspace(-30, 2, 300)]).double() * cap
+    u = torch.cat([u.float()[u.abs() >= 2.0**-126], torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])]).to(device)
+    x, one = u[:, None].requires_grad_(), torch.ones(1, 1, device=device)
+    found = token_statistics(x, one, None, logit_softcap=cap).lse
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    exact = cap * torch.tanh(u[:-1].double() / cap)
+    assert ((found[:-1] - exact).abs() <= 8 * 2.0**-24 * exact.abs()).all()
+    assert ((slope[:-1, 0] - (1 - (exact / cap) ** 2)).abs() <= 16 * 2.0**-24).all()
+    assert found[-1].isnan() and slope[-1].isnan()
 
 
 def test_no_cancellation_at_large_logits(budget, device):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import parallel_lce
-from cases import Case, make
+from cases import make
 from parallel_lce import rl
 from parallel_lce.distillation import divergence, top_k_divergence
 from world import Member
@@ -14,7 +14,7 @@ N, V, D = 6, 10, 4
 
 def good(device="cpu") -> dict:
     """The arguments of a call for one shard."""
-    t = make(Case(N, V, D, ignored="none", sharpness=D**0.5), device)
+    t = make(N, V, D, sharpness=D**0.5, device=device)
     return dict(input=t.x, linear_weight=t.weight, target=t.target)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import parallel_lce
 from calls import D, N, V, call, calls, good
-from cases import Case, make, part
+from cases import make, part
 from parallel_lce.backends import triton
 from parallel_lce.call import debug
 from parallel_lce.run.fused_loss import fused_loss
@@ -240,7 +240,7 @@ def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(member, kern
 
 @on_ranks(2)
 def test_debug_mode_names_calls_and_backwards_in_another_order(member):
-    parts = [part(make(Case(N, V, D, ignored="none", seed=seed), member.device), member) for seed in (0, 1)]
+    parts = [part(make(N, V, D, seed=seed, device=member.device), member) for seed in (0, 1)]
 
     def losses(order=(0, 1), **options) -> list:
         where = dict(process_group=member.group, **options)
@@ -262,7 +262,7 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
 @on_ranks(2)
 def test_equal_arguments_agree(member, backend):
     """Numbers of other types, and what may differ between ranks."""
-    t = part(make(Case(N, 2 * V, D, ignored="none"), member.device), member)
+    t = part(make(N, 2 * V, D, device=member.device), member)
     for one, other in (
         (dict(logit_softcap=30.0), dict(logit_softcap=30, temperature=1, logits_budget=1 << 20)),
         (dict(ignore_index=-100, z_loss=0.0), dict(ignore_index=np.int64(-100), z_loss=-0.0)),

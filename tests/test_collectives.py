@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
-from cases import DTYPES, Case, make, part
+from cases import DTYPES, make, part
 from parallel_lce.core import collectives
 from parallel_lce.distillation import divergence
 from tools import arguments_to, chosen_backend, on_ranks, recorded, shrunk, started
@@ -67,7 +67,7 @@ def all_waited_for():
 
 def _events(member: Member, call: Call):
     """The collectives that a rank starts in forward and in backward, and windows of dW that it finishes."""
-    t = make(Case(call.tokens, ROWS * member.ranks, D, call.dtype, ignored="none"), member.device)
+    t = make(call.tokens, ROWS * member.ranks, D, call.dtype, device=member.device)
     t = part(t, member, call.sequence_parallel)
     # A view with gaps, which NCCL does not send.
     x = t.x.detach().repeat(1, 2)[:, :D].requires_grad_("input" not in call.frozen)
@@ -176,7 +176,7 @@ def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member,
 @on_ranks(2)
 def test_statistics_gather_what_was_asked_for(member):
     """Drawn ids are reduced once more."""
-    t = part(make(Case(N, ROWS * member.ranks, D, ignored="none"), member.device), member)
+    t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
     for number in range(16):
         names = "mean_logit", "expected_logit", "argmax", "sample_seed"
         asked = {name: 1 if name == "sample_seed" else True for bit, name in enumerate(names) if number >> bit & 1}
@@ -214,7 +214,7 @@ def expected_of_other(name: str, split: bool) -> tuple[list, list]:
 @on_ranks(2)
 def test_other_functions(member, name, split):
     """Their results are the same from run to run."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none", bias=name == "sampled"), member.device), member, split)
+    t = part(make(N, ROWS * 2, D, bias=name == "sampled", device=member.device), member, split)
     leaves = [leaf for leaf in (t.x, t.weight, t.bias) if leaf is not None]
     runs, options = [], dict(process_group=member.group, sequence_parallel=split)
     for _ in range(2):
@@ -242,7 +242,7 @@ def _selected(x, weight, target, **options):
 def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
     """gloo accepts a shorter message than the buffer has room for, from a rank that calls with fewer tokens. The rest
     of the buffer then is what an earlier call has left there: trailers of all ranks."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
+    t = part(make(N, ROWS * 2, D, device=member.device), member)
     loss = lambda: function(t.x, t.weight, t.target, process_group=member.group)  # noqa: E731
     with arguments_to(collectives, "all_gather") as gathers:
         assert loss().isfinite().all()
@@ -269,7 +269,7 @@ def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
 @on_ranks(2)
 def test_one_rank_needs_none(member):
     groups = [dist.new_group([r]) for r in range(member.ranks)]
-    t = part(make(Case(N, ROWS, D), member.device), Member(0, 1, member.device, None))
+    t = part(make(N, ROWS, D, device=member.device), Member(0, 1, member.device, None))
     with started() as found:
         for group in (None, groups[member.rank]):
             options = dict(process_group=group, sequence_parallel=True)
@@ -286,7 +286,7 @@ def test_only_the_given_group_is_used(member, budget, reduction, sequence_parall
     groups = {pair: dist.new_group(pair) for pair in ((1, 3), (0, 2))}
     pair = (1, 3) if member.rank % 2 else (0, 2)
     me = Member(pair.index(member.rank), 2, member.device, groups[pair])
-    t = part(make(Case(N, 2 * ROWS, D), member.device), me, sequence_parallel)
+    t = part(make(N, 2 * ROWS, D, device=member.device), me, sequence_parallel)
     options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
     with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(me.group) as events:
         parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum().backward()
@@ -295,7 +295,7 @@ def test_only_the_given_group_is_used(member, budget, reduction, sequence_parall
 
 def _uneven_ranks(member: Member, sizes: tuple, vocab_size):
     """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
-    t = part(make(Case(N, sum(sizes), D), member.device), member, shards=sizes)
+    t = part(make(N, sum(sizes), D, device=member.device), member, shards=sizes)
     where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
     found = []
     for reduction, budget in itertools.product(("mean", "none"), (0, 3000, 12000, None)):

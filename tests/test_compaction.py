@@ -6,7 +6,7 @@ import torch
 
 import parallel_lce
 from blocks import counted_forwards
-from cases import Case, make, part
+from cases import make, part
 from parallel_lce.backends import backend_of
 from tools import on_ranks, small
 
@@ -18,7 +18,7 @@ N, V, D = 48, 120, 16
 @pytest.mark.thinned
 @on_ranks()
 def test_the_others_are_not_projected(member, reduction, sequence_parallel, backend):
-    t = part(make(Case(N, V, D, ignored="some"), member.device), member, sequence_parallel)
+    t = part(make(N, V, D, ignored=True, device=member.device), member, sequence_parallel)
     options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
     count, results = int((t.target != -100).sum()), []
     assert 0 < count < N
@@ -32,7 +32,7 @@ def test_the_others_are_not_projected(member, reduction, sequence_parallel, back
 
 
 def test_a_wrong_number_gives_nan_and_no_id(device):
-    t = small(device, N=N, ignored="some")
+    t = small(device, N=N, ignored=True)
     mask = t.target != -100
     counted = dict(mask=mask, counted_tokens=int(mask.sum()) + 1)
     found = parallel_lce.token_statistics(t.x, t.weight, None, argmax=True, **counted)

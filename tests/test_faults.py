@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from benchmarks.peak_memory import peak_memory
-from cases import Case, dense_loss, make, part
+from cases import dense_loss, make, part
 from measures import assert_close
 from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
@@ -126,7 +126,7 @@ def ends(body, *given, ranks: int = 2) -> list[End]:
 def noted_step(member: Member, note, name: str, between=lambda: None, **options) -> None:
     """A step of shards of the same tensors; notes its loss, its gradients' finiteness, or its error and seconds."""
     sequence_parallel = options.get("sequence_parallel", False)
-    t = part(make(Case(N, V, D, ignored="none")), member, sequence_parallel)
+    t = part(make(N, V, D), member, sequence_parallel)
     began = time.monotonic()
     try:
         loss = of_call(name, t, member.group, **options)
@@ -237,7 +237,7 @@ def _differing(member: Member, note, name: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     for number, (tokens, options) in enumerate(DIFFERENT[name][member.rank]):
         options = dict(options)
-        t = part(make(Case(tokens, V, D, ignored="none")), member, options.get("sequence_parallel", False))
+        t = part(make(tokens, V, D), member, options.get("sequence_parallel", False))
         dtype = options.pop("dtype", torch.float32)
         x, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (t.x, t.weight))
         try:
@@ -270,7 +270,7 @@ def test_calls_of_other_sizes_end_on_every_rank(name):
 def test_a_group_destroyed_between_forward_and_backward(member, sequence_parallel):
     """On gloo the backward works, since the graph keeps the group. On NCCL it raises. The next call is refused."""
     group = dist.new_group()
-    t = part(make(Case(N, V, D, ignored="none"), member.device), member, sequence_parallel)
+    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
     expected = step_of("save", t, group, sequence_parallel=sequence_parallel)
     loss = of_call("save", t, group, sequence_parallel=sequence_parallel)
     dist.destroy_process_group(group)
@@ -349,7 +349,7 @@ def test_the_step_after_one_without_memory_is_right(name, backend, device):
 
 def _recovers(member: Member, note, options: dict) -> None:
     sequence_parallel = options.get("sequence_parallel", False)
-    t = part(make(Case(N, V, D, ignored="none")), member, sequence_parallel)
+    t = part(make(N, V, D), member, sequence_parallel)
     main_grad = torch.zeros_like(t.weight)
     options = dict(reduction="none", logits_budget=0) | options
 
@@ -384,7 +384,7 @@ def test_recovery_from_one_rank_without_memory(options):
 @on_ranks(2)
 def test_the_step_after_an_error_of_the_users_is_right(member, name, sequence_parallel):
     """Every rank raises between forward and backward, and keeps the graph."""
-    t = part(make(Case(N, V, D, ignored="none"), member.device), member, sequence_parallel)
+    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
     options = dict(group=member.group, sequence_parallel=sequence_parallel)
     with shrunk(*BLOCKS):
         expected = step_of(name, t, **options)
@@ -413,8 +413,8 @@ def test_100_microbatches(member, name, backend):
     """Alive at once, or a few of them: each has the gradients that it has alone, to the bit, and so has their sum."""
     microbatches = 8 if backend == "triton" and member.device.type == "cpu" else 100  # kernels are interpreted slowly
     tokens = 8
-    t = part(make(Case(tokens, V, D, ignored="none"), member.device), member)
-    whole = make(Case(tokens * microbatches, V, D, ignored="none", seed=1), member.device)
+    t = part(make(tokens, V, D, device=member.device), member)
+    whole = make(tokens * microbatches, V, D, seed=1, device=member.device)
     inputs = [x.clone().requires_grad_() for x in whole.x.chunk(microbatches)]
     targets = whole.target.chunk(microbatches)
 
@@ -492,7 +492,7 @@ def test_a_rank_of_two_groups(member, name):
     mine = [number for number, pair in enumerate(pairs) if member.rank in pair]
     results: list = []
     for seed in range(4):
-        wholes = {n: make(Case(N, V, D, "fp64", ignored="none", seed=2 * seed + n), member.device) for n in mine}
+        wholes = {n: make(N, V, D, "fp64", seed=2 * seed + n, device=member.device) for n in mine}
         places = {n: Member(pairs[n].index(member.rank), 2, member.device, groups[n]) for n in mine}
         parts = {n: part(wholes[n], places[n]) for n in mine}
         with shrunk(*BLOCKS):

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 from calls import D, N, V, call, good
-from cases import Case, make, normal
+from cases import make, normal
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
@@ -162,7 +162,7 @@ OF_IDS = {
 def test_ids_of_any_integer_dtype(bits, device):
     """Of one that cannot hold V, too; in debug mode, too."""
     dtype = getattr(torch, bits)
-    x, w = good(device)["input"], make(Case(N, ENTRIES, D), device).weight.detach()
+    x, w = good(device)["input"], make(N, ENTRIES, D, device=device).weight.detach()
     most = min(torch.iinfo(dtype).max, ENTRIES - 1)
     ids = torch.tensor([0, 1, most - 1, most, most // 2, 3], device=device)
     for name, function in OF_IDS.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import parallel_lce
-from cases import Case, make, part
+from cases import make, part
 from measures import error, size
 from tools import REDUCED, everywhere, shrunk
 from world import Member
@@ -17,7 +17,7 @@ def problem(ranks: int, offset: float, device="cpu"):
     """With an ``offset`` the ranks' parts of dX are large and cancel: all rows of the weight share it, so that
     it adds nothing to the sum over the vocabulary, where the logits' gradient adds up to 0, but to each
     rank's part."""
-    t = make(Case(N, ROWS * ranks, D, "bf16", ignored="none"), device)
+    t = make(N, ROWS * ranks, D, "bf16", device=device)
     t.weight += offset
     return t
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from blocks import watched_backwards
-from cases import DTYPES, Case, make, part
+from cases import DTYPES, make, normal, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
@@ -110,13 +110,13 @@ class Step:
     def data(self, seed: int) -> list[torch.Tensor]:
         """x, weight, target, upstream gradient and, if there is one, bias."""
         (N, V, D), call = self._size, self.call
-        case = Case(N, V, D, call.dtype, reduction=self.reduction, bias=call.bias, seed=seed)
-        t = make(case, self.member.device)
+        t = make(N, V, D, call.dtype, self.member.device, bias=call.bias, ignored=True, seed=seed)
+        upstream = normal(*((N,) if self.reduction == "none" else ()), seed=seed + 1).float().to(self.member.device)
         t.target[5:12] = t.target[4]  # tokens of one target add up in one row of dW
         if call.vocab_size is not None:
             t.target[t.target >= call.vocab_size] = 0
         t = part(t, self.member, call.sequence_parallel, call.shards)
-        made = t.x, t.weight, t.target, t.upstream, t.bias
+        made = t.x, t.weight, t.target, upstream, t.bias
         return [value.detach() for value in made if value is not None]
 
     @torch.no_grad()
@@ -453,7 +453,7 @@ def test_graphs_of_the_compiler(call, device):
 
 @ON_GPUS
 def test_a_number_of_counted_tokens_spares_the_wait(device):
-    t = small(device, N=48, ignored="some")
+    t = small(device, N=48, ignored=True)
     options = dict(counted_tokens=int((t.target != -100).sum()))
     step = lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).backward()  # noqa: E731
     step()

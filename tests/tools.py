@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from cases import Case, Tensors, make
+from cases import Tensors, make
 from parallel_lce import backends
 from parallel_lce.backends import torch_tiles
 from parallel_lce.call import prepare
@@ -148,9 +148,9 @@ def fields(found) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
-def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **options) -> Tensors:
+def small(device="cpu", N=24, V=150, D=16, dtype="fp32", **options) -> Tensors:
     """A small problem whose operands need gradients."""
-    t = make(Case(N, V, D, dtype, ignored=ignored, **options), device)
+    t = make(N, V, D, dtype, device, **options)
     for leaf in (t.x, t.weight, t.bias):
         if leaf is not None:
             leaf.requires_grad_()

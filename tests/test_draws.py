@@ -123,15 +123,6 @@ def test_ids_beside_saved_exponentials(backend, device):
     assert expected[5] == 333
 
 
-def test_tiles_are_listed_once(kernels, device):
-    """Those of 60 tokens sorted by 3 windows, in 4 blocks of 16 rows. The last 5 tokens have no window."""
-    from parallel_lce.kernels.draws import list_tiles
-
-    window = torch.tensor([0] * 20 + [2] * 35 + [3] * 5, dtype=torch.int32, device=device)
-    number, *tiles = list_tiles(window, 4, 16, 3).tolist()
-    assert tiles[:number] == [0, 1, 8 + 1, 8 + 2, 8 + 3]
-
-
 def test_seeds_share_a_plan(device):
     t = small(device)
     known = set()
@@ -141,19 +132,6 @@ def test_seeds_share_a_plan(device):
     assert len(known) == 1
     with pytest.raises(ValueError, match="sample_seed"):
         parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=2**63)
-
-
-@pytest.mark.slow
-def test_compiled_with_several_seeds(device):
-    t = small(device, N, V, D)
-    counted = dict(mask=torch.arange(N, device=device) % 2 == 1, counted_tokens=N // 2)
-
-    def ids(seed: int) -> torch.Tensor:
-        return parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=seed, **counted).sampled_id
-
-    compiled = torch.compile(ids)
-    for seed in (0, 1, 2**62):
-        assert torch.equal(compiled(seed), ids(seed))
 
 
 def test_excluded_entries_and_tokens_without_probabilities(backend, device):

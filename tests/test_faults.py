@@ -29,8 +29,7 @@ from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence
 from parallel_lce.run.fused_loss import fused_loss
-from test_steps import GRAPH_SIZE, ON_GPUS, Call, Step, assert_same, bits, warm_up
-from tools import REDUCED, chosen_backend, everywhere, given, on_ranks, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, given, on_ranks, shrunk, small, statistics
 from world import Member, configure, forkserver
 
 pytestmark = pytest.mark.slow
@@ -379,62 +378,37 @@ def test_recovery_from_one_rank_without_memory(options):
     assert other["right"] is True and faulty["right"] is True, (other, faulty)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", [*REDUCED, *CALLS])
-@on_ranks(2)
-def test_the_step_after_an_error_of_the_users_is_right(member, name, sequence_parallel):
-    """Every rank raises between forward and backward, and keeps the graph."""
-    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
-    options = dict(group=member.group, sequence_parallel=sequence_parallel)
-    with shrunk(*BLOCKS):
-        expected = step_of(name, t, **options)
-        kept = of_call(name, t, **options)  # the user's loss raises here
-        assert same(step_of(name, t, **options), expected)
-        assert same(torch.autograd.grad(kept, [t.x, t.weight]), expected[1:])
-
-
 # --- many calls alive ----------------------------------------------------------------------------------
 
 
-def _schedules(microbatches: int, ahead: int = 4) -> dict[str, list[tuple[str, int]]]:
-    """Forwards and backwards of microbatches, in order."""
+def _schedules(microbatches: int, ahead: int = 4) -> list[list[tuple[str, int]]]:
+    """Forwards and backwards of microbatches: in order, reversed, 1F1B."""
     forwards, backwards = ([(kind, number) for number in range(microbatches)] for kind in "FB")
     pairs = [each for pair in zip(forwards[ahead:], backwards) for each in pair]
-    return {
-        "in order": forwards + backwards,
-        "reversed": forwards + backwards[::-1],
-        "1F1B": forwards[:ahead] + pairs + backwards[-ahead:],
-    }
+    return [forwards + backwards, forwards + backwards[::-1], forwards[:ahead] + pairs + backwards[-ahead:]]
 
 
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", [*REDUCED, *CALLS])
+@pytest.mark.thinned
 @on_ranks(2)
-def test_100_microbatches(member, name, backend):
-    """Alive at once, or a few of them: each has the gradients that it has alone, to the bit, and so has their sum."""
+def test_100_microbatches(member, name, sequence_parallel, backend):
+    """Alive at once, or a few of them: each has the gradients that it has alone, to the bit. So a step is right that
+    follows a forward whose backward an error of the user's has prevented."""
     microbatches = 8 if backend == "triton" and member.device.type == "cpu" else 100  # kernels are interpreted slowly
-    tokens = 8
-    t = part(make(tokens, V, D, device=member.device), member)
-    whole = make(tokens * microbatches, V, D, seed=1, device=member.device)
-    inputs = [x.clone().requires_grad_() for x in whole.x.chunk(microbatches)]
-    targets = whole.target.chunk(microbatches)
-
-    def forward(number):
-        options = dict(process_group=member.group, **REDUCED[name])
-        return parallel_lce.linear_cross_entropy(inputs[number], t.weight, targets[number], **options).sum()
-
+    parts = [part(make(8, V, D, seed=n, device=member.device), member, sequence_parallel) for n in range(microbatches)]
+    where = dict(group=member.group, sequence_parallel=sequence_parallel)
     with shrunk(400, BLOCKS[1]):
-        expected = [torch.autograd.grad(forward(n), [inputs[n], t.weight]) for n in range(microbatches)]
-        for schedule in _schedules(microbatches).values():
-            alive, total, t.weight.grad = {}, None, None
+        expected = [step_of(name, t, **where)[1:] for t in parts]
+        for schedule in _schedules(microbatches):
+            alive = {}
             for kind, number in schedule:
                 if kind == "F":
-                    alive[number] = forward(number)
-                    continue
-                inputs[number].grad = None
-                alive.pop(number).backward()
-                total = expected[number][1] if total is None else total + expected[number][1]
-                assert torch.equal(inputs[number].grad, expected[number][0])
-            assert not alive and torch.equal(t.weight.grad, total)
+                    alive[number] = of_call(name, parts[number], **where)
+                else:
+                    leaves = [parts[number].x, parts[number].weight]
+                    assert same(torch.autograd.grad(alive.pop(number), leaves), expected[number])
+            assert not alive
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -504,44 +478,3 @@ def test_a_rank_of_two_groups(member, name):
                 results.append((dweight, truth["dweight"].chunk(2)[places[n].rank]))
     for found, expected in results:  # at the end: a rank that raises earlier leaves the others waiting
         assert_close(found, expected, 1e-12)
-
-
-# --- graphs, on GPUs ---------------------------------------------------------------------------------------
-
-REPLAYS = 1000
-
-
-def _replayed(member: Member, call: Call) -> None:
-    step = Step(member, call, GRAPH_SIZE)
-    with step.small_blocks():
-        warm_up(step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        sets, first = [step.data(seed) for seed in range(5)], []
-        for tensors in sets:
-            step.load(tensors)
-            graph.replay()
-            first.append([tensor.clone() for tensor in captured])
-            assert_same(first[-1], step(), call.dtype)
-        wrong = torch.zeros((), dtype=torch.bool, device=member.device)
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        for number in range(REPLAYS):
-            step.load(sets[number % 5])
-            graph.replay()
-            for found, expected in zip(captured, first[number % 5]):
-                wrong |= (bits(found) != bits(expected)).any()
-        torch.cuda.synchronize()
-        assert not wrong and torch.cuda.memory_allocated() <= held
-    graph.reset()  # the communicator must outlive what was captured of it
-
-
-@ON_GPUS
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", ["saved", "recomputed", "accumulated"])
-def test_1000_replays_of_a_graph(strategy, ranks, worlds, device):
-    """On five sets of data in turns: each replay has the bits of the first one on its data. Memory does not grow."""
-    call = Call(strategy, ranks, ranks > 1, backend="triton")
-    with chosen_backend("triton"):
-        everywhere(worlds, device, ranks, _replayed, call)

@@ -339,6 +339,7 @@ def test_delays_change_no_bit(call, worlds, device, request):
 # --- graphs, on GPUs -------------------------------------------------------------------------------
 
 GRAPH_SIZE = 2048, 3000, 256
+REPLAYS = 1000
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 BOTH = [("torch", "fp32"), ("triton", "bf16")]
 ON_ONE = [
@@ -392,7 +393,8 @@ def never_waiting():
 
 def _without_waiting(member: Member, call: Call) -> torch.Tensor:
     """The last loss of a graph of the step. First a step whose signature is not known must not wait, and the next one
-    return while the device sleeps. Then each replay of the graph on other data gives what the step gives."""
+    return while the device sleeps. Then each replay of the graph on other data gives what the step gives, and again to
+    the bit, and memory does not grow."""
     step = Step(member, call, GRAPH_SIZE)
     with step.small_blocks():
         warm_up(step)
@@ -412,17 +414,25 @@ def _without_waiting(member: Member, call: Call) -> torch.Tensor:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = step()
-        for seed in (1, 2):
-            step.load(step.data(seed))
+        sets, first = [step.data(seed) for seed in range(5)], []
+        for tensors in sets:
+            step.load(tensors)
             graph.replay()
-            found = [tensor.clone() for tensor in captured]
+            first.append([tensor.clone() for tensor in captured])
             # The same kernels; but cuBLAS may choose them by an address.
-            assert_same(found, step(), call.dtype)
+            assert_same(first[-1], step(), call.dtype)
+        wrong = torch.zeros((), dtype=torch.bool, device=member.device)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        for number in range(REPLAYS):
+            step.load(sets[number % 5])
             graph.replay()
-            torch.cuda.synchronize()
-            assert all(torch.equal(a, b) for a, b in zip(found, captured)), "what was kept is there again"
+            for found, expected in zip(captured, first[number % 5]):
+                wrong |= (bits(found) != bits(expected)).any()
+        torch.cuda.synchronize()
+        assert not wrong and torch.cuda.memory_allocated() <= held
     graph.reset()  # the communicator must outlive what was captured of it
-    return found[0].cpu()
+    return first[-1][0].cpu()
 
 
 @ON_GPUS

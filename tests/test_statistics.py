@@ -1,11 +1,17 @@
-"""Which fields ``token_statistics`` has, and the order of its largest entries. test_functional.py and the fuzz compare
-every value and gradient with float64."""
+"""``token_statistics`` and ``selected_log_probs``: fields that there are, the order of the largest entries, tokens that do
+not count, and odd selections. test_functional.py and the fuzz compare every value and gradient with float64."""
 
 import pytest
 import torch
 
 import parallel_lce
+from blocks import counted_forwards
+from cases import make, normal, part
+from measures import relative_error
+from parallel_lce.backends import backend_of
 from tools import fields, on_ranks, shrunk, small, statistics
+
+N, V, D, K = 12, 90, 24, 5
 
 
 def test_fields_that_were_not_asked_for_are_none(backend, device):
@@ -45,3 +51,126 @@ def test_the_lowest_of_equals_comes_first(member, backend):
     expected = {1: [7, 30, 0, 1, 2, 3, 4, 5], 3: [7, 30, 47, 70, 87, 110, 0, 1]}[member.ranks]
     assert found.top_ids[1, 2].tolist() == expected
     assert found.top_logits[1, 2].tolist() == [1.0] * 2 * member.ranks + [0.0] * (8 - 2 * member.ranks)
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.thinned
+@on_ranks()
+def test_only_counted_tokens_are_projected(member, reduction, sequence_parallel, backend):
+    """The fuzz has the results, and wrong counts."""
+    t = part(make(48, 120, D, ignored=True, device=member.device), member, sequence_parallel)
+    options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
+    for counted in (dict(counted_tokens=int((t.target != -100).sum())), {}):
+        with counted_forwards(backend_of(t.weight)) as rows:
+            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options, **counted)
+        assert sum(rows) == counted.get("counted_tokens", 48)
+
+
+# --- selected entries -------------------------------------------------------------------------------
+
+
+def problem(device="cpu", dtype=torch.float32):
+    """Leaves x and weight, and ids ``[N, K]``."""
+    ids = torch.randint(0, V, (N, K), generator=torch.Generator().manual_seed(4))
+    leaves = [value.to(device, dtype).requires_grad_() for value in (normal(N, D), normal(V, D, seed=1) / 2)]
+    return *leaves, ids.to(device)
+
+
+OFFSETS = [[0, 2, 4, 5, 5], [1, 2, 4, 5, 6], [0, 4, 2, 5, 6], [0, 2, 4, 2**40, 6], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.thinned
+def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch):
+    """Also in entries that belong to no token. Nothing is read out of bounds, and nobody waits for the device."""
+    t = small(device, N=len(offsets) - 1)
+    ids = torch.arange(6, device=device)
+    selected = ids, torch.tensor(offsets, device=device)
+    # New memory is not NaN by chance, as where NaN was freed.
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    filled = lambda t: t.fill_(7) if t.is_floating_point() else t  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *given, **options: filled(new_empty(*given, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **options: filled(empty_like(*given, **options)))
+    found = parallel_lce.token_statistics(t.x, t.weight, None, selected=selected)
+    assert found.selected_log_prob.isnan().all() and found.lse.isfinite().all()
+    among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
+    assert among.shape == ids.shape and among.isnan().all()
+    assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
+
+
+def test_empty_selections(backend, device):
+    """Without tokens, or without entries, results are empty and gradients 0."""
+    for N, E in ((0, 0), (3, 0)):
+        t, (ids, offsets) = small(device, N=N), (torch.zeros(n, dtype=torch.int64, device=device) for n in (E, N + 1))
+        for selected in ((ids, offsets), ids.new_zeros(N, 0)):
+            found = parallel_lce.token_statistics(t.x, t.weight, None, selected=selected).selected_log_prob
+            among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
+            assert found.numel() == among.numel() == 0
+            for value in (found, among):
+                assert not torch.autograd.grad(value.sum(), t.weight)[0].any()
+
+
+def test_in_a_compiled_graph(device):
+    x, w, ids = problem(device)
+    pair = ids.view(-1), torch.arange(N + 1, device=device) * K
+
+    def both(x, w, seed):
+        one = parallel_lce.token_statistics(x, w, ids[:, 0], selected=ids, top_k=2, sample_seed=seed)
+        other = parallel_lce.token_statistics(x, w, ids[:, 0], selected=pair)
+        return one.selected_log_prob.sum() - other.selected_log_prob.square().sum(), one.top_ids, one.sampled_id
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1, 2**62):
+        (loss, *drawn), (compiled_loss, *others) = both(x, w, seed), compiled(x, w, seed)
+        torch.testing.assert_close(compiled_loss, loss)
+        assert all(map(torch.equal, others, drawn))
+        for a, b in zip(*(torch.autograd.grad(value, [x, w]) for value in (compiled_loss, loss))):
+            torch.testing.assert_close(a, b)
+
+
+# --- selected_log_probs alone ------------------------------------------------------------------------
+
+
+def test_a_token_that_is_sure_of_one_of_its_entries(backend, device):
+    """What it leaves to the others, 1e-9 to 1e-2, is in its log-probability and in its gradient."""
+    gaps = torch.tensor([20.0, 16.0, 12.0, 8.0, 4.0], device=device)
+    w = torch.stack([gaps, torch.zeros_like(gaps)]).requires_grad_()
+    found = parallel_lce.selected_log_probs(torch.eye(5, device=device), w, torch.arange(2, device=device).expand(5, 2))
+    [gradient] = torch.autograd.grad(found[:, 0].sum(), w)
+    torch.testing.assert_close(found[:, 0].double(), -(-gaps.double()).exp().log1p(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient[0].double(), torch.sigmoid(-gaps.double()), rtol=1e-6, atol=0)
+
+
+def test_gradients_of_an_entry_that_most_tokens_select(device):
+    """A sum in fp32, one term after another, drifts: the larger the sum, the more of each term is rounded away."""
+    x, w = normal(4096, 8).abs(), normal(4, 8, seed=1)
+    ids = torch.arange(4).expand(4096, 4)
+    upstream = normal(4096, 4, seed=2).abs()
+
+    def gradient(log_probs, dtype, device):
+        leaf = w.to(device, dtype).requires_grad_()
+        found = log_probs(x.to(device, dtype), leaf, ids.to(device))
+        return torch.autograd.grad(found, leaf, upstream.to(found))[0]
+
+    def torchs(x, w, ids):
+        return (x @ w.t()).gather(1, ids).log_softmax(1)
+
+    truth = gradient(torchs, torch.float64, "cpu")
+    its = relative_error(gradient(torchs, torch.float32, device), truth)
+    found = gradient(parallel_lce.selected_log_probs, torch.float32, device)
+    assert relative_error(found, truth) <= 1.1 * its, f"torch's {its}"
+
+
+def test_only_selected_rows_are_read(backend, device):
+    """None of an empty selection."""
+    x, w, ids = problem(device)
+    for chosen in (ids, ids[:, :0]):
+        expected = parallel_lce.selected_log_probs(x, w, chosen)
+        others = torch.ones(V, dtype=torch.bool, device=device)
+        others[chosen] = False
+        leaves = x, w.detach().masked_fill(others[:, None], torch.nan).requires_grad_()
+        found = parallel_lce.selected_log_probs(*leaves, chosen)
+        assert found.shape == chosen.shape and torch.equal(found, expected)
+        for gradient in torch.autograd.grad(found.sum(), leaves):
+            assert gradient.isfinite().all() and (chosen.numel() > 0 or not gradient.any())

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
 from calls import D, N, V, call, calls, good
+from parallel_lce import rl
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
@@ -120,7 +121,7 @@ SELECTED = [
     ("selected", "must be of an integer dtype, got torch.float32", torch.zeros(N, 2)),
     ("selected", r"must be ids of shape \[..., K\] for tokens of shape \[6\], got \[3, 2\]", OTHERS),
     ("", r"one more than the tokens, got shapes \[6\] and \[4\]", dict(selected=(OTHERS.view(6), torch.arange(4)))),
-    ("offsets", "is on meta and input is on cpu", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
+    ("offsets", "of selected is on meta", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
     ("selected", "must .* or a pair of ids and offsets, got NoneType and Tensor", dict(selected=(None, IDS))),
     ("selected", "must be a tensor.*got", dict(selected=(1, 2)), dict(selected="ids")),
 ]
@@ -309,6 +310,9 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
         (parallel_lce.linear_cross_entropy, "bias", ": did you mean linear_bias?"),
         (parallel_lce.token_statistics, "softcap", ": did you mean logit_softcap?"),
         (parallel_lce.token_statistics, "reduction", ""),
+        (parallel_lce.vocab_parallel_cross_entropy, "process_group", ": did you mean tp_group?"),
+        (parallel_lce.sampled_linear_cross_entropy, "bias", ": did you mean linear_bias?"),
+        (rl.linear_cross_entropy, "process_group", ": did you mean dist_process_group?"),
         (parallel_lce.selected_log_probs, "group", ": did you mean process_group?"),
         (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
         (divergence, "bias", ": did you mean student_bias or teacher_bias?"),

@@ -15,8 +15,8 @@ from cases import DTYPES, normal
 from measures import assert_no_worse, size
 from parallel_lce.backends import torch_logits
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.distillation import blocks as schedule
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.run import divergence as schedule
 from tools import chosen_backend, on_ranks, shrunk, upstream
 
 N, V, D, E, K = 12, 80, 24, 16, 6

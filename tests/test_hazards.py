@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, linear, normalize
 
 import reference
 from cases import DTYPES, dense_loss, normal, part
-from measures import ROUNDED, assert_close, assert_near, assert_no_worse, error, relative_error, size, smallest_steps
+from measures import assert_close, assert_near, assert_no_worse, error, relative_error, size, smallest_steps
 from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
 from parallel_lce.backends import torch_backend
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy

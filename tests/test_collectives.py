@@ -267,6 +267,25 @@ def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
 
 
 @on_ranks(2)
+def test_a_message_of_another_block_gives_nan(member, backend):
+    t, gathered = part(make(N, ROWS * 2, D, device=member.device), member), []
+    start = collectives.all_gather
+
+    def late(whole, own, **options):
+        """The other rank's second message is its first."""
+        start(whole, own, **options).wait()
+        gathered.append(whole.clone())
+        if len(gathered) == 2:
+            whole.view(2, -1)[1 - member.rank] = gathered[0].view(2, -1)[1 - member.rank]
+        return SimpleNamespace(wait=lambda: None)
+
+    with shrunk(N // 4 * ROWS * 4), mock.patch.object(collectives, "all_gather", late):
+        options = dict(process_group=member.group, logits_budget=0)
+        assert parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).isnan()
+    assert len(gathered) > 2
+
+
+@on_ranks(2)
 def test_one_rank_needs_none(member):
     groups = [dist.new_group([r]) for r in range(member.ranks)]
     t = part(make(N, ROWS, D, device=member.device), Member(0, 1, member.device, None))

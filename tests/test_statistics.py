@@ -1,5 +1,5 @@
-"""``token_statistics`` and ``selected_log_probs``: which fields there are, the order of the largest entries, tokens that
-do not count, and odd selections. test_functional.py and the fuzz compare every value and gradient with float64."""
+"""The fields of ``token_statistics``, the order of the largest entries, tokens that do not count, and odd selections.
+test_functional.py and the fuzz compare every value and gradient with float64."""
 
 import pytest
 import torch

@@ -143,6 +143,7 @@ def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[st
         given |= dict.fromkeys(others, given[name])
     parameters = inspect.signature(_FUNCTIONS[c.kind]).parameters.values()
     given |= {"teacher_logit_scale": None, "teacher_logit_softcap": None}  # the student's
+    given |= {"max_logit_penalty": 0.0, "weight": None, "options": None}  # a feature with a test of its own; torch's
     found = _FUNCTIONS[c.kind](**{p.name: given[p.name] for p in parameters if p.kind != p.VAR_KEYWORD})
     if isinstance(found, Tensor):
         return {"log_probs" if c.kind == "selected" else "loss": found}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from cases import Case, Tensors, make
+from cases import Tensors, make
 from parallel_lce import backends
 from parallel_lce.backends import torch_tiles
 from parallel_lce.call import prepare
@@ -148,9 +148,9 @@ def fields(found) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
-def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **options) -> Tensors:
+def small(device="cpu", N=24, V=150, D=16, dtype="fp32", **options) -> Tensors:
     """A small problem whose operands need gradients."""
-    t = make(Case(N, V, D, dtype, ignored=ignored, **options), device)
+    t = make(N, V, D, dtype, device, **options)
     for leaf in (t.x, t.weight, t.bias):
         if leaf is not None:
             leaf.requires_grad_()
@@ -158,7 +158,7 @@ def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **optio
 
 
 def given(input, linear_weight, target, linear_bias=None, **options) -> tuple[Options, Inputs]:
-    """What the public functions make of their arguments, for what is beneath them."""
+    """Options and Tensors of these arguments, for tests below the public functions."""
     return Options("a test", **options), Inputs(input, linear_weight, target, linear_bias)
 
 
@@ -245,22 +245,6 @@ def recorded(group):
 
     with mock.patch.object(GradBuffer, "close", watched_close), _Collectives(note):
         yield events
-
-
-N, V, D = 6, 10, 4
-"""Sizes of :func:`good`."""
-
-
-def good(device="cpu") -> dict:
-    """The arguments of a call that is right; tests change one thing."""
-    t = make(Case(N, V, D, ignored="none", sharpness=D**0.5), device)
-    return dict(input=t.x, linear_weight=t.weight, target=t.target)
-
-
-def call(arguments: dict, function=parallel_lce.linear_cross_entropy):
-    arguments = dict(arguments)
-    positional = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
-    return function(*positional, **arguments)
 
 
 def unchecked():

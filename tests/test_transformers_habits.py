@@ -7,9 +7,7 @@ import functools
 import inspect
 import io
 import pickle
-import tempfile
 import types
-import warnings
 from unittest import mock
 
 import numpy
@@ -19,11 +17,22 @@ from torch import nn
 from torch.nn import functional as F
 
 import parallel_lce.transformers as door
-import transformers_bodies as bodies
-from parallel_lce import linear_cross_entropy
+from transformers_models import (
+    RELEASES,
+    TRAINED,
+    accuracy_of,
+    batch,
+    beside_stock,
+    model_of,
+    near,
+    on_releases,
+    same,
+    warned,
+)  # fmt: skip
 from transformers_standin import ModulesToSave
 
 AFTER, OWN = "makes the logits beside its fused loss", "computes its own loss, of all logits: "
+PARAMETRIZED = OWN + "the weight or bias of its output layer is parametrized"
 
 
 def trained(model, given, use=lambda out: None) -> list:
@@ -43,20 +52,35 @@ def kept(z):
     return z
 
 
-def hooked(model, given, hook=lambda gradient: None):
+def hooked(model, given, patch):
     found = []
-    out = model(**given)
-    out["logits"].register_hook(lambda gradient: (found.append(gradient), hook(gradient))[1])
+    out = patch(model)(**given)
+    out["logits"].register_hook(found.append)
     (3 * out["loss"]).backward()
     return found
 
 
-def with_f(loss):
-    """``model.loss_function = loss`` after the patch."""
+def after(change):
+    """A change of the patched model."""
 
     def habit(model, given, patch):
-        patch(model).loss_function = loss
+        change(patch(model))
         return trained(model, given)
+
+    return habit
+
+
+def assigned(name, value):
+    return after(lambda model: setattr(model, name, value))
+
+
+def overridden(forward):
+    """A forward of the user's, in a subclass. ``base``: the model's own class."""
+
+    def habit(model, given, patch):
+        base = type(model)
+        model.__class__ = type("Own", (base,), {"forward": functools.partialmethod(forward, base)})
+        return trained(patch(model), given)
 
     return habit
 
@@ -80,11 +104,6 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return 4 * gradient * ctx.saved_tensors[0]
-
-
-def loss_type(model, given, patch):
-    patch(model).loss_type = "ForMaskedLM"
-    return trained(model, given)
 
 
 def seen_by_hooks(model, given, patch):
@@ -112,11 +131,6 @@ def hooks_without_labels(model, given, patch):
     seen = []
     model.register_forward_hook(lambda module, arguments, output: seen.append(type(output["logits"])))
     return patch(model)(given["input_ids"])["logits"], seen
-
-
-def head_hook(model, given, patch):
-    patch(model).lm_head.register_forward_hook(lambda module, arguments, output: 2 * output)
-    return trained(model, given)
 
 
 def global_hook(model, given, patch):
@@ -185,6 +199,10 @@ def load(model):
     model.load_state_dict({n: 2 * v for n, v in model.state_dict().items()}, assign=True)
 
 
+def double(model):
+    model.lm_head.weight = nn.Parameter(2 * model.lm_head.weight.detach())
+
+
 def functional_call(model, given, patch):
     patch(model)
     state = {name: 0.5 * value.detach() for name, value in model.named_parameters()}
@@ -199,40 +217,43 @@ def of_torch_func(model, given, patch):
     return [*torch.func.grad(loss)(state).values()]
 
 
-def class_overridden(model, given, patch):
-    """A subclass with a loss of its own in its forward, by a torch.autograd.Function."""
-    base = type(model)
-
-    class Own(base):
-        def forward(self, input_ids, labels=None, **named):
-            out = super().forward(input_ids, **named)
-            assert isinstance(out["logits"], torch.Tensor)
-            out["loss"] = Twice.apply(out["logits"]).mean()
-            return out
-
-    model.__class__ = Own
-    return trained(patch(model), given)
+def of_a_function(model, base, input_ids, labels=None, **named):
+    """Its loss is a torch.autograd.Function's."""
+    out = base.forward(model, input_ids, **named)
+    assert isinstance(out["logits"], torch.Tensor)
+    out["loss"] = Twice.apply(out["logits"]).mean()
+    return out
 
 
-def function_in_forward(model, given, patch):
-    """The output layer's result in a torch.autograd.Function, within the forward."""
-    base = type(model)
-
-    class Own(base):
-        def forward(self, input_ids, labels=None, **named):
-            z = self.lm_head(self.get_input_embeddings()(input_ids))
-            assert isinstance(z, torch.Tensor)
-            return {"loss": Twice.apply(z / 2.0).mean(), "logits": z}
-
-    model.__class__ = Own
-    return trained(patch(model), given)
+def function_in_forward(model, base, input_ids, labels=None, **named):
+    """The output layer's result goes into a torch.autograd.Function."""
+    z = model.lm_head(model.get_input_embeddings()(input_ids))
+    assert isinstance(z, torch.Tensor)
+    return {"loss": Twice.apply(z / 2.0).mean(), "logits": z}
 
 
-def replaced_head(model, given, patch):
-    patch(model)
+def by_the_weight(model, base, input_ids, labels=None, **named):
+    """Does not call its output layer."""
+    head = model.lm_head
+    z = F.linear(model.get_input_embeddings()(input_ids), head.weight, head.bias)
+    return {"loss": model.loss_function(z, labels, head.out_features), "logits": z}
+
+
+def replace_head(model):
     torch.manual_seed(3)
     model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
-    return trained(model, given)
+
+
+def own_forward(model):
+    head = model.lm_head
+    head.forward = lambda hidden: 2 * F.linear(hidden, head.weight, head.bias)
+
+
+def derive_head(model):
+    model.lm_head.__class__ = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+
+
+head_hook = after(lambda model: model.lm_head.register_forward_hook(lambda layer, given, out: 2 * out))
 
 
 class Noise(nn.Module):
@@ -240,10 +261,10 @@ class Noise(nn.Module):
         return weight + torch.randn_like(weight)
 
 
-def parametrized(model, given, patch, name="weight", around=lambda layer: layer):
+def parametrized(model, given, patch, around=lambda layer: layer):
     """Draws once in a call, also in a wrapper."""
     patch(model)
-    nn.utils.parametrize.register_parametrization(model.lm_head, name, Noise())
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Noise())
     model.lm_head = around(model.lm_head)
     torch.manual_seed(3)
     return trained(model, given, lambda out: out["logits"].detach().clone()), torch.rand(1)
@@ -278,20 +299,6 @@ def after_another(model, given, patch):
     z = kept(out["logits"])
     out["loss"].backward()
     return z.grad
-
-
-def by_the_weight(model, given, patch):
-    """A forward that does not call its output layer."""
-    base = type(model)
-
-    class Own(base):
-        def forward(self, input_ids, labels=None, **named):
-            head = self.lm_head
-            z = F.linear(self.get_input_embeddings()(input_ids), head.weight, head.bias)
-            return {"loss": self.loss_function(z, labels, head.out_features), "logits": z}
-
-    model.__class__ = Own
-    return trained(patch(model), given)
 
 
 def property_replaced(model, given, patch):
@@ -332,12 +339,6 @@ def in_a_mode(mode):
     return habit
 
 
-def weight_norm(model, given, patch):
-    patch(model)
-    nn.utils.weight_norm(model.lm_head)
-    return trained(model, given)
-
-
 def in_a_data_parallel(model, given, patch):
     replica = patch(model)._replicate_for_data_parallel()
     replica._is_replica = True
@@ -355,14 +356,7 @@ def state(model, given, patch):
     patch(model)
     model(**given)
     kind = type(model)
-    return (
-        [*model.state_dict()],
-        repr(model),
-        kind.__name__,
-        kind.__module__,
-        type(model.lm_head),
-        [*model.modules()][0:0],
-    )
+    return [*model.state_dict()], repr(model), kind.__name__, kind.__module__, type(model.lm_head)
 
 
 def compiled_in_eval(model, given, patch):
@@ -406,114 +400,102 @@ def labels_by_place(model, given, patch):
     return out["loss"]
 
 
-# name: (habit, what is said of it, whether its last call is fused).
+def uses(use):
+    return lambda model, given, patch: trained(patch(model), given, use)
+
+
+# name: (habit, what is said of it). The last call is fused if nothing is said or only its logits are made.
 HABITS = {
-    "training": (lambda m, g, p: trained(p(m), g), None, True),
-    "z-loss on the logits, after": (
-        lambda m, g, p: trained(p(m), g, lambda o: o["logits"].float().logsumexp(-1).square().mean()),
-        AFTER,
-        True,
+    "training": (uses(lambda out: None), None),
+    "z-loss on the logits, after": (uses(lambda out: out["logits"].float().logsumexp(-1).square().mean()), AFTER),
+    "the logits' gradient": (lambda *given: uses(lambda out: kept(out["logits"]))(*given)[1].grad, AFTER),
+    "a hook on the logits": (hooked, AFTER),
+    "metrics of the logits": (uses(lambda out: out["logits"].argmax(-1)), AFTER),
+    "sizes": (uses(lambda out: (out["logits"].shape, len(out["logits"]), out["logits"].dtype)), None),
+    "loss_function = f": (assigned("loss_function", a_loss), OWN + "its loss_function is a_loss"),
+    "loss_function of the name": (
+        assigned("loss_function", ForCausalLMLoss), OWN + "its loss_function is ForCausalLMLoss"
     ),
-    "the logits' gradient": (lambda m, g, p: trained(p(m), g, lambda o: kept(o["logits"]))[1].grad, AFTER, True),
-    "a hook on the logits": (lambda m, g, p: hooked(p(m), g), AFTER, True),
-    "metrics of the logits": (lambda m, g, p: trained(p(m), g, lambda o: o["logits"].argmax(-1)), AFTER, True),
-    "sizes": (
-        lambda m, g, p: trained(p(m), g, lambda o: (o["logits"].shape, len(o["logits"]), o["logits"].dtype)),
-        None,
-        True,
+    "loss_function = partial": (
+        assigned("loss_function", functools.partial(a_loss)), OWN + "its loss_function is functools"
     ),
-    "loss_function = f": (with_f(a_loss), OWN + "its loss_function is a_loss", False),
-    "loss_function of the name": (with_f(ForCausalLMLoss), OWN + "its loss_function is ForCausalLMLoss", False),
-    "loss_function = partial": (with_f(functools.partial(a_loss)), OWN + "its loss_function is functools", False),
-    "loss_type": (loss_type, OWN + "its loss_function is ForMaskedLMLoss", False),
-    "hooks of the model": (seen_by_hooks, None, True),
-    "hooks that read": (read_by_hooks, AFTER, True),
-    "hooks without labels": (hooks_without_labels, None, False),
-    "a hook of the head": (head_hook, OWN + "its output layer has hooks", False),
-    "a global hook": (global_hook, OWN + "its output layer has hooks", False),
-    "forward replaced": (forward_replaced, None, True),
-    "forward replaced before": (functools.partial(forward_replaced, before=True), None, True),
-    "reentrant checkpoint": (in_a_checkpoint, None, True),
-    "checkpoint": (functools.partial(in_a_checkpoint, reentrant=False), None, True),
-    "deepcopy": (copied(copy.deepcopy), None, True),
-    "pickle": (copied(lambda m: pickle.loads(pickle.dumps(m))), None, True),
-    "torch.save": (copied(saved), None, True),
-    "load_state_dict(assign=True)": (of_another_weight(load), AFTER, True),
-    "a new Parameter": (
-        of_another_weight(lambda m: setattr(m.lm_head, "weight", nn.Parameter(2 * m.lm_head.weight.detach()))),
-        AFTER,
-        True,
-    ),
-    "functional_call": (functional_call, AFTER, True),
-    "torch.func.grad": (of_torch_func, OWN + "a transform of torch.func", False),
-    "forward overridden": (class_overridden, OWN + "its forward makes them by 'mul'", False),
-    "an autograd.Function": (function_in_forward, OWN + "its forward makes them by 'mul'", False),
-    "head replaced": (replaced_head, None, True),
-    "parametrized head": (parametrized, OWN + "the weight or bias of its output layer is parametrized", False),
-    "parametrized head in a wrapper": (
-        functools.partial(parametrized, around=ModulesToSave),
-        OWN + "the weight or bias of its output layer is parametrized",
-        False,
-    ),
-    "nn.Linear.forward": (replaced(nn.Linear, "forward", tripled), OWN + "nn.Linear, or what that calls", False),
-    "nn.Module.__call__": (replaced(nn.Module, "__call__", tripled_head), OWN + "nn.Linear, or what that", False),
-    "F.linear": (replaced(F, "linear", tripled), OWN + "nn.Linear, or what that calls", False),
-    "F.cross_entropy": (replaced(F, "cross_entropy", tripled), OWN + "torch.nn.functional.cross_entropy, which", False),
-    "a mode": (in_a_mode(Linear2), OWN + "a mode of torch functions is active, Linear2", False),
-    "the logits' gradient of another loss": (after_another, AFTER, True),
-    "without the head": (by_the_weight, OWN + "its forward does not call its output layer", False),
-    "the property loss_function": (property_replaced, OWN + "its loss_function is a_loss", False),
-    "unwrapped": (unwrapped, None, True),
-    "unwrapped, patched after": (functools.partial(unwrapped, before=False), None, True),
-    "a device's mode": (in_a_mode(lambda: torch.device("cpu")), AFTER, True),
-    "weight norm": (weight_norm, OWN + "its output layer has hooks", False),
-    "DataParallel": (in_a_data_parallel, "in a replica of DataParallel", False),
-    "no label counts": (no_labels_count, None, True),
-    "state and names": (state, None, True),
-    "compiled in eval": (compiled_in_eval, None, False),
-    "compiled": (functools.partial(compiled_in_training, fullgraph=False), None, True),
-    "compiled as one graph": (compiled_in_training, "fullgraph=True computes its own loss", False),
-    "exported in eval": (exported, None, False),
-    "no_grad in training": (no_grad_in_training, None, True),
-    "labels by place": (labels_by_place, None, True),
-}
+    "loss_type": (assigned("loss_type", "ForMaskedLM"), OWN + "its loss_function is ForMaskedLMLoss"),
+    "hooks of the model": (seen_by_hooks, None),
+    "hooks that read": (read_by_hooks, AFTER),
+    "hooks without labels": (hooks_without_labels, None),
+    "a hook of the head": (head_hook, OWN + "its output layer has hooks"),
+    "the head's forward": (after(own_forward), OWN + "the forward of its output layer"),
+    "a derived head": (after(derive_head), OWN + "its output layer is no nn.Linear"),
+    "a global hook": (global_hook, OWN + "its output layer has hooks"),
+    "forward replaced": (forward_replaced, None),
+    "forward replaced before": (functools.partial(forward_replaced, before=True), None),
+    "reentrant checkpoint": (in_a_checkpoint, None),
+    "checkpoint": (functools.partial(in_a_checkpoint, reentrant=False), None),
+    "deepcopy": (copied(copy.deepcopy), None),
+    "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
+    "torch.save": (copied(saved), None),
+    "load_state_dict(assign=True)": (of_another_weight(load), AFTER),
+    "a new Parameter": (of_another_weight(double), AFTER),
+    "functional_call": (functional_call, AFTER),
+    "torch.func.grad": (of_torch_func, OWN + "a transform of torch.func"),
+    "forward overridden": (overridden(of_a_function), OWN + "its forward makes them by 'mul'"),
+    "an autograd.Function": (overridden(function_in_forward), OWN + "its forward makes them by 'mul'"),
+    "head replaced": (after(replace_head), None),
+    "parametrized head": (parametrized, PARAMETRIZED),
+    "parametrized head in a wrapper": (functools.partial(parametrized, around=ModulesToSave), PARAMETRIZED),
+    "nn.Linear.forward": (replaced(nn.Linear, "forward", tripled), OWN + "nn.Linear, or what that calls"),
+    "nn.Module.__call__": (replaced(nn.Module, "__call__", tripled_head), OWN + "nn.Linear, or what that"),
+    "F.linear": (replaced(F, "linear", tripled), OWN + "nn.Linear, or what that calls"),
+    "F.cross_entropy": (replaced(F, "cross_entropy", tripled), OWN + "torch.nn.functional.cross_entropy, which"),
+    "a mode": (in_a_mode(Linear2), OWN + "a mode of torch functions is active, Linear2"),
+    "the logits' gradient of another loss": (after_another, AFTER),
+    "without the head": (overridden(by_the_weight), OWN + "its forward does not call its output layer"),
+    "the property loss_function": (property_replaced, OWN + "its loss_function is a_loss"),
+    "unwrapped": (unwrapped, None),
+    "unwrapped, patched after": (functools.partial(unwrapped, before=False), None),
+    "a device's mode": (in_a_mode(lambda: torch.device("cpu")), AFTER),
+    "weight norm": (after(lambda model: nn.utils.weight_norm(model.lm_head)), OWN + "its output layer has hooks"),
+    "DataParallel": (in_a_data_parallel, "in a replica of DataParallel"),
+    "no label counts": (no_labels_count, None),
+    "state and names": (state, None),
+    "compiled in eval": (compiled_in_eval, None),
+    "compiled": (functools.partial(compiled_in_training, fullgraph=False), None),
+    "compiled as one graph": (compiled_in_training, "fullgraph=True computes its own loss"),
+    "exported in eval": (exported, None),
+    "no_grad in training": (no_grad_in_training, None),
+    "labels by place": (labels_by_place, None),
+}  # fmt: skip
+NO_LOSS_TO_FUSE = "hooks without labels", "compiled in eval", "exported in eval"
 
 
-def same(a, b) -> None:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        a, b = a[...].detach(), b[...].detach()
-        size = a.float().nan_to_num().abs().max().item() if a.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(size, 1.0), equal_nan=True)
-    elif isinstance(a, numpy.ndarray):
-        assert numpy.allclose(a, b, rtol=1e-5, atol=1e-5)
-    elif isinstance(a, float):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-    elif isinstance(a, (list, tuple)):
-        assert type(a) is type(b) and len(a) == len(b), (a, b)
-        for x, y in zip(a, b):
-            same(x, y)
-    elif isinstance(a, dict) and all(isinstance(value, float) for value in a.values()):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-    else:
-        assert a == b, (a, b)
-
-
-def beside_stock(habit, model, given, **options) -> tuple[list[str], bool]:
-    """What was said, and whether the last loss was fused, of a habit that gives what it gives without the patch."""
-    stock = habit(copy.deepcopy(model), given, lambda m: m)
-    calls = mock.patch.object(door, "linear_cross_entropy", wraps=linear_cross_entropy)
-    with warnings.catch_warnings(record=True) as caught, calls as called:
-        warnings.simplefilter("always")
-        ours = habit(model, given, functools.partial(door.patch, **options))
-    same(stock, ours)
-    return [str(w.message) for w in caught if w.category is door.LogitsWarning], called.called
-
-
-def check(member, release, name, kind):
-    habit, said, fused = HABITS[name]
-    found, was_fused = beside_stock(habit, bodies.model_of(release, kind).train(), bodies.batch(1))
-    assert was_fused == fused, found
+@pytest.mark.thinned("name", "kind")
+@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("name", HABITS)
+@RELEASES
+@on_releases()
+def test_habits(member, release, name, kind):
+    habit, said = HABITS[name]
+    found, was_fused = beside_stock(habit, model_of(release, kind).train(), batch(1))
+    assert was_fused == (said in (None, AFTER) and name not in NO_LOSS_TO_FUSE), found
     assert len(found) == (said is not None) and all(said in text for text in found), found
+
+
+# What the stand-in alone does with its logits, in its own forward.
+OPERATIONS = {"'add'": dict(plus=1.0), "'view'": dict(own_loss=True)}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_that_make_the_logits(name):
+    """The model's own loss and, of those that keep the logits' shape, accuracy; said once."""
+    model = door.patch(model_of("stand-in", "plain").train(), token_accuracy=True)
+    vars(model).update(OPERATIONS[name])
+    with warned() as said:
+        first, again = model(**batch(1)), model(**batch(1))
+    own = door.unpatch(model)(**batch(1))
+    assert torch.equal(first.loss, own.loss) and torch.equal(again.loss, own.loss)
+    if name == "'add'":
+        near(again["token_accuracy"], accuracy_of(own.logits, batch(1)["labels"]))
+    assert len(said) == 1 and f"makes them by {name}" in said[0], said
 
 
 # What is done with the logits ``z`` of a loss without them.
@@ -548,7 +530,7 @@ def as_safe_file(z):
 
 
 def _names(release) -> dict:
-    names = {**globals(), "checkpoint": torch.utils.checkpoint.checkpoint}
+    names = {**globals(), "numpy": numpy, "checkpoint": torch.utils.checkpoint.checkpoint}
     if release == "release":
         import accelerate
         from accelerate.utils import operations
@@ -559,7 +541,10 @@ def _names(release) -> dict:
     return names
 
 
-def uses(member, release, kind):
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+@RELEASES
+@on_releases()
+def test_uses_of_the_logits(member, release, kind):
     """In training with the gradients of their sum beside the loss, and in evaluation without logits."""
     names = _names(release)
     for use in filter(None, (USES + RELEASED * (release == "release")).splitlines()):
@@ -582,25 +567,78 @@ def uses(member, release, kind):
                     out = model(**given)
                     return used(out), out["loss"]
 
-            said, fused = beside_stock(habit, bodies.model_of(release, kind), bodies.batch(1), eval_logits=False)
+            said, fused = beside_stock(habit, model_of(release, kind), batch(1), eval_logits=False)
             assert fused and len(said) == 1 and AFTER in said[0], (use, said)
 
 
-def after_a_cast():
-    model = door.patch(bodies.model_of("stand-in", "plain").train())
-    out = model(**bodies.batch(1))
+def test_logits_after_a_cast():
+    model = door.patch(model_of("stand-in", "plain").train())
+    out = model(**batch(1))
     model.to(torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"after the output layer's weight became torch.bfloat16 on cpu.*unpatch"):
         out["logits"].sum()
 
 
-def after_a_step(name):
+class DataSGD(torch.optim.Optimizer):
+    """Writes as 8-bit optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def _of_copies(model):
+    """Steps copies in fp32, and writes them back."""
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, fused=True)
+
+    def step():
+        for mine, own in zip(copies, model.parameters()):
+            mine.grad = own.grad
+        optimizer.step()
+        for mine, own in zip(copies, model.parameters()):
+            own.data.copy_(mine)
+
+    return step
+
+
+def _of_another(model):
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    return torch.optim.AdamW([other], fused=True).step
+
+
+def _gradient_of(value):
+    parameter = torch.nn.Parameter(value)
+    parameter.grad = torch.ones_like(value)
+    return parameter
+
+
+STEPS = {
+    "fused": (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step, True),
+    "foreach": (lambda m: torch.optim.SGD(m.parameters(), foreach=True).step, True),
+    "through .data": (lambda m: DataSGD(m.parameters()).step, True),
+    "a view": (lambda m: torch.optim.SGD([_gradient_of(m.lm_head.weight.data.view(-1))], fused=True).step, True),
+    "copies": (_of_copies, True),
+    "another model's": (_of_another, False),
+    "all but the head": (
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p is not m.lm_head.weight], fused=True).step,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_logits_after_an_optimizers_step(name):
     """Never those of other weights: those of the forward, or a word."""
-    make, is_refused = bodies.STEPS[name]
-    model = door.patch(bodies.model_of("stand-in", "plain").train())
+    make, is_refused = STEPS[name]
+    model = door.patch(model_of("stand-in", "plain").train())
     with torch.no_grad():
-        truth = door.unpatch(copy.deepcopy(model))(**bodies.batch(1))["logits"]
-    kept, read = model(**bodies.batch(1)), model(**bodies.batch(1))
+        truth = door.unpatch(copy.deepcopy(model))(**batch(1))["logits"]
+    kept, read = model(**batch(1)), model(**batch(1))
     assert read["logits"].sum().isfinite()
     (kept["loss"] + read["loss"]).backward()
     make(model)()
@@ -610,10 +648,13 @@ def after_a_step(name):
     else:
         same(kept["logits"], truth)
     same(read["logits"], truth)
-    assert model(**bodies.batch(1))["logits"].sum().isfinite()
+    assert model(**batch(1))["logits"].sum().isfinite()
 
 
-def saved_modules(member, release, before):
+@pytest.mark.parametrize("before", [True, False])
+@RELEASES
+@on_releases()
+def test_saved_modules(member, release, before):
     """PEFT's ``modules_to_save`` around the output layer: fused, patched again, and after unpatch as without."""
 
     def adapted(model):
@@ -631,7 +672,7 @@ def saved_modules(member, release, before):
         found["loss"].backward()
         return [found["loss"], *(p.grad for p in outer.parameters() if p.requires_grad), *outer.state_dict()]
 
-    model, given = bodies.model_of(release, "plain").train(), bodies.batch(1)
+    model, given = model_of(release, "plain").train(), batch(1)
     said, fused = beside_stock(habit, copy.deepcopy(model), given)
     assert fused and not said
     outer = adapted(door.patch(model)) if before else door.patch(adapted(model))
@@ -640,57 +681,3 @@ def saved_modules(member, release, before):
     out = door.unpatch(outer)(**given)
     assert type(out["logits"]) is torch.Tensor and "token_accuracy" not in out
     assert not any(type(module).__module__.startswith("parallel_lce") for module in outer.modules())
-
-
-def _loss_of(out, labels, num_items_in_batch=None):
-    return F.cross_entropy(out["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-
-
-def _right(found) -> dict:
-    top = found.predictions[0] if type(found.predictions) is tuple else found.predictions
-    return {"right": bodies.accuracy_of(torch.as_tensor(top), torch.as_tensor(found.label_ids)).item()}
-
-
-def _overridden(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    labels = inputs.pop("labels")
-    out = model(**inputs)
-    loss = _loss_of(out, labels)
-    return (loss, out) if return_outputs else loss
-
-
-def _with_z_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    out = model(**inputs)
-    loss = out["loss"] + 0.01 * out["logits"].float().logsumexp(-1).square().mean()
-    return (loss, out) if return_outputs else loss
-
-
-LABELS = "called without the labels that its caller has"
-EVALUATED = dict(eval_strategy="steps", eval_steps=2)
-# Arguments of transformers' Trainer, others of its own, options of the patch, the Trainer's compute_loss, what is said.
-TRAINERS = {
-    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, {}, None, LABELS),
-    "compute_loss_func": ({}, {"compute_loss_func": _loss_of}, {}, None, LABELS),
-    "compute_loss": ({}, {}, {}, _overridden, LABELS),
-    "compute_loss with a z-loss": ({}, {}, {}, _with_z_loss, AFTER),
-    "metrics": (EVALUATED, {"compute_metrics": _right}, {"eval_logits": False}, None, AFTER),
-    "losses": (EVALUATED, {}, {"eval_logits": False}, None, None),
-}
-
-
-def by_trainer(member, name):
-    import transformers
-
-    configured, more, options, compute_loss, said = TRAINERS[name]
-    data = [{key: value[i] for key, value in bodies.batch(s).items()} for s in range(6) for i in range(2)]
-    changes = {} if compute_loss is None else {"compute_loss": compute_loss}
-    kind = type("Trainer", (transformers.Trainer,), changes)
-
-    def habit(model, given, patch):
-        arguments = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | bodies.SHARED | configured
-        arguments = transformers.TrainingArguments(**arguments)
-        trainer = kind(patch(model), args=arguments, train_dataset=data[4:], eval_dataset=data[:4], **more)
-        trainer.train()
-        return [{n: v for n, v in each.items() if n in bodies.LOGGED} for each in trainer.state.log_history]
-
-    found, _ = beside_stock(habit, bodies.model_of("release", "plain"), None, **options)
-    assert len(found) == (said is not None) and all(said in text for text in found), found

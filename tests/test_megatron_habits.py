@@ -96,7 +96,7 @@ PATCHES = {
 }
 
 
-def _patched(owner, name, make):
+def patched(owner, name, make):
     new = make(getattr(owner, name))
     return mock.patch.object(owner, name, staticmethod(new) if isinstance(vars(owner).get(name), staticmethod) else new)
 
@@ -114,7 +114,7 @@ def _trained(model, spec, data) -> list[torch.Tensor]:
 def test_patches(member, patch, before):
     """Before the switch is installed and the model built, or after."""
     spec = Model(ranks=member.ranks, sequence_parallel=True)
-    around, within = [functools.partial(_patched, *PATCHES[patch]), nullcontext][:: 1 if before else -1]
+    around, within = [functools.partial(patched, *PATCHES[patch]), nullcontext][:: 1 if before else -1]
 
     def trained(model, data, ours):
         with within():
@@ -184,6 +184,14 @@ def _hook(hook):
     return lambda model: model.output_layer.register_forward_hook(hook)
 
 
+def _twice_input(layer, given):
+    return (2 * given[0],)
+
+
+def _nothing(layer, *gradients):
+    return None
+
+
 def _tensors_alone(module, inputs, output):
     return (2 * output[0], output[1]) if isinstance(output[0], torch.Tensor) else None
 
@@ -223,8 +231,8 @@ CHANGES = {
     "forward": (_replace_forward, "forward was replaced"),
     "hook": (_hook(lambda module, inputs, output: (output[0] * 0.5, output[1])), "forward hooks"),
     "hook of tensors": (_hook(_tensors_alone), "forward hooks"),
-    "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, given: (2 * given[0],)), None),
-    "backward hook": (lambda model: model.output_layer.register_full_backward_hook(lambda *given: None), "backward hooks"),
+    "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(_twice_input), None),
+    "backward hook": (lambda model: model.output_layer.register_full_backward_hook(_nothing), "backward hooks"),
     "a loss of its own": (_own_loss(lambda z: z * 0.5), "compute_language_model_loss may handle them"),
     "a loss of probabilities": (_own_loss(lambda z: (torch.softmax(z, -1), z)[1]), "compute_language_model_loss may"),
     "a module around it": (_around(_Head), "_Head.forward may handle them"),

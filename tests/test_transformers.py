@@ -38,7 +38,7 @@ from transformers_models import (
     warned,
     without_a_warning,
 )  # fmt: skip
-from transformers_standin import CausalLM, ColwiseGatherOutput, ModulesToSave, Unit
+from transformers_standin import CausalLM, ColwiseGatherOutput, ModulesToSave
 from world import Member, mesh_of
 from wrappers import gradients, wrapped
 
@@ -153,8 +153,14 @@ def _by_size(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
 
 
+class _Unit(torch.nn.Sequential):
+    """A module around an output layer."""
+
+    weight = property(lambda self: self[0].weight)
+
+
 def _unit2(model):
-    model.lm_head = Unit(model.lm_head)
+    model.lm_head = _Unit(model.lm_head)
     fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)))
     return fully_shard(model, mesh=mesh_of("cpu", (2,)))
 

@@ -443,21 +443,20 @@ def test_the_lines_of_the_page(member):
     hidden, weight, target = (whole[n] for n in ("input", "linear_weight", "target"))
     want = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), target.flatten())
 
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
-            self.head.weight.data.copy_(weight)
+    def headed() -> nn.ModuleDict:
+        head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
+        head.weight.data.copy_(weight)
+        return nn.ModuleDict({"head": head})
 
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 6
     names = dict(globals()) | dict(mesh=mesh, target=target, loss_parallel=loss_parallel)
+    rank = mesh["tp"].get_local_rank()
     torch.set_default_dtype(torch.float64)
     try:
         for index, block in enumerate(blocks):
-            rank = mesh["tp"].get_local_rank()
             names |= dict(
-                model=Headed(),
+                model=headed(),
                 hidden=hidden.clone().requires_grad_(),
                 weight=weight.clone(),
                 hidden_part=hidden.chunk(2, 1)[rank].clone().requires_grad_(),

@@ -106,25 +106,17 @@ class Twice(torch.autograd.Function):
         return 4 * gradient * ctx.saved_tensors[0]
 
 
-def seen_by_hooks(model, given, patch):
-    """Forward hooks of the user's, before and after, and global ones."""
-    seen = []
+def hooks(see):
+    """Forward hooks of the user's, before and after the patch."""
 
-    def hook(module, arguments, output):
-        if module is model:
-            seen.append((isinstance(output["logits"], torch.Tensor), output["logits"].shape))
+    def habit(model, given, patch):
+        seen = []
+        hook = lambda module, arguments, output: seen.append(see(output["logits"]))  # noqa: E731
+        model.register_forward_hook(hook)
+        patch(model).register_forward_hook(hook, prepend=True)
+        return trained(model, given), trained(model, given), seen
 
-    model.register_forward_hook(hook)
-    patch(model).register_forward_hook(hook)
-    model.register_forward_hook(hook, prepend=True)
-    return seen, trained(model, given), trained(model, given), seen
-
-
-def read_by_hooks(model, given, patch):
-    found = []
-    model.register_forward_hook(lambda module, arguments, output: found.append(output["logits"].float().mean()))
-    patch(model)(**given)
-    return found
+    return habit
 
 
 def hooks_without_labels(model, given, patch):
@@ -413,8 +405,8 @@ HABITS = {
         assigned("loss_function", functools.partial(a_loss)), OWN + "its loss_function is functools"
     ),
     "loss_type": (assigned("loss_type", "ForMaskedLM"), OWN + "its loss_function is ForMaskedLMLoss"),
-    "hooks of the model": (seen_by_hooks, None),
-    "hooks that read": (read_by_hooks, AFTER),
+    "hooks of the model": (hooks(lambda z: (isinstance(z, torch.Tensor), z.shape)), None),
+    "hooks that read": (hooks(lambda z: z.float().mean()), AFTER),
     "hooks without labels": (hooks_without_labels, None),
     "a hook of the head": (head_hook, OWN + "its output layer has hooks"),
     "the head's forward": (after(own_forward), OWN + "the forward of its output layer"),

@@ -4,8 +4,6 @@ a model, beside the same with the model's own loss."""
 import contextlib
 import copy
 import functools
-import importlib
-import inspect
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,7 +18,7 @@ import parallel_lce.transformers as door
 from parallel_lce import linear_cross_entropy
 from parallel_lce.lazy_logits import LogitsTensor
 from releases import folder_of
-from tools import alone
+from tools import on_ranks
 from transformers_standin import CausalLM
 from world import Member
 from wrappers import whole
@@ -45,30 +43,9 @@ def site() -> str:
 
 
 def on_releases(ranks: int | None = 1):
-    """Makes a test of ``body(member, release, **parameters)``, on each of the ``ranks``, or of as many as the test's
-    parameter of this name says. One rank with the stand-in is this process."""
-
-    def decorate(body):
-        @pytest.mark.parametrize("device", ["cpu"])
-        def test(worlds, **given) -> None:
-            size, released = given.pop("ranks", ranks), given["release"] == "release"
-            if size == 1 and not released:
-                body(alone(), **given)
-            else:
-                worlds(size, site() if released else None).run(_run_body, body.__module__, body.__name__, given)
-
-        _, *own = inspect.signature(body).parameters
-        names = ["worlds", *own, *["ranks"] * (ranks is None)]
-        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
-        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
-        test.body = body
-        return test
-
-    return decorate
-
-
-def _run_body(member: Member, module: str, name: str, given: dict) -> None:
-    getattr(importlib.import_module(module), name).body(member, **given)
+    """:func:`tools.on_ranks` for ``body(member, release, **parameters)``."""
+    on = on_ranks(ranks, lambda given: site() if given["release"] == "release" else None)
+    return lambda body: pytest.mark.parametrize("device", ["cpu"])(on(body))
 
 
 V, D = 97, 32

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import tomllib
 import warnings
 from pathlib import Path
@@ -34,8 +35,8 @@ from cases import normal
 from measures import assert_close, assert_near
 from parallel_lce import rl
 from releases import ROOT, folder_of
-from tools import ran
-from world import Member, mesh_of
+from tools import on_ranks, ran
+from world import mesh_of
 
 RELEASE = "0.9.1"
 # All that its engines import, beside torch, megatron-core and the placeholders below.
@@ -52,20 +53,27 @@ MODULES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("verl")
+@functools.cache
+def standin() -> str:
+    """A folder to import the stand-in from."""
+    folder = tempfile.mkdtemp()
     for module in MODULES:
-        path = folder / "verl" / f"{module}.py"
+        path = Path(folder) / "verl" / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "tests" / "verl_standin.py", path)
-    return str(folder)
+    return folder
 
 
-@pytest.fixture(scope="module", params=["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)])
-def verl(request, standin) -> str:
-    """A folder to import verl from."""
-    return standin if request.param == "stand-in" else str(folder_of("verl", RELEASE, others=OTHERS))
+def _path_of(given: dict) -> str:
+    if given["verl"] == "stand-in":
+        return standin()
+    path = str(folder_of("verl", RELEASE, others=OTHERS))
+    hooked = given.get("calls") == "hooked engine"
+    return os.pathsep.join([megatron_models.path_of("0.18.2"), path]) if hooked else path
+
+
+RELEASES = pytest.mark.parametrize("verl", ["stand-in", pytest.param(RELEASE, marks=pytest.mark.slow)])
+ON_CPU = pytest.mark.parametrize("device", ["cpu"])  # verl's engines are made to run on CPUs here
 
 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -210,9 +218,21 @@ CALLS = {
 LENGTHS = 5, 9, 3
 
 
-def check(member: Member, calls: str, sequence_parallel: bool, wanted: str) -> None:
-    """These calls on three packed sequences, of one temperature or each of its own: log-probabilities, entropies, sums
-    of squared probabilities, and every gradient."""
+WANTED = ["", "temperature", "sums", "temperature, sums"]
+CASES = [(calls, "") for calls in CALLS if "engine" not in calls] + [("engine", each) for each in WANTED]
+CASES = [(*case, *on) for case in CASES for on in ((2, False), (2, True), (1, False), (4, False), (4, True))]
+CASES += [("fsdp engine", wanted, ranks, False) for wanted in WANTED for ranks in (2, 1)]
+CASES = [(verl, *case) for verl in ("stand-in", RELEASE) for case in CASES]
+CASES += [(RELEASE, "hooked engine", WANTED[-1], 2, parallel) for parallel in (True, False)]
+CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == RELEASE or case[3] != 2)) for case in CASES]
+
+
+@ON_CPU
+@pytest.mark.parametrize(("verl", "calls", "wanted", "ranks", "sequence_parallel"), CASES)
+@on_ranks(path_of=_path_of)
+def test_what_trainers_call(member, verl, calls, wanted, sequence_parallel):
+    """On three packed sequences, of one temperature or each of its own: log-probabilities, entropies, sums of squared
+    probabilities, and every gradient."""
     torch.manual_seed(3)
     fsdp, engine, options = "fsdp" in calls, "engine" in calls, dict(sequence_parallel=sequence_parallel)
     spec = megatron_models.Model(ranks=member.ranks, tied="tied" in calls, **options)
@@ -290,7 +310,10 @@ def _views(hidden):
     return hidden.transpose(0, 1).contiguous().reshape(-1, 32)[:, None].squeeze(1).double().float()
 
 
-def check_who_sums(member: Member) -> None:
+@ON_CPU
+@RELEASES
+@on_ranks(2, _path_of)
+def test_the_gradient_is_summed_once(member, verl):
     """dX is summed once, whatever lies between a mapping and the kernel, and whoever has put a mapping into verl's
     functions."""
     model = megatron_models.build(member, megatron_models.Model(ranks=member.ranks), {})
@@ -361,32 +384,6 @@ def check_who_sums(member: Member) -> None:
     plugin.uninstall()
 
 
-WANTED = ["", "temperature", "sums", "temperature, sums"]
-CASES = [(calls, "") for calls in CALLS if "engine" not in calls] + [("engine", each) for each in WANTED]
-CASES = [(*case, *on) for case in CASES for on in ((2, False), (2, True), (1, False), (4, False), (4, True))]
-CASES += [("fsdp engine", wanted, ranks, False) for wanted in WANTED for ranks in (2, 1)]
-CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case[2] != 2)) for case in CASES]
-
-
-@pytest.mark.parametrize(("calls", "wanted", "ranks", "sequence_parallel"), CASES)
-@pytest.mark.parametrize("device", ["cpu"])  # verl's engines are made to run on CPUs here
-def test_what_trainers_call(calls, wanted, ranks, sequence_parallel, verl, worlds):
-    worlds(ranks, verl).run(check, calls, sequence_parallel, wanted)
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_the_gradient_is_summed_once(verl, worlds):
-    worlds(2, verl).run(check_who_sums)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("device", ["cpu"])
-def test_verls_engine_on_megatrons_hook(sequence_parallel, worlds):
-    path = os.pathsep.join([megatron_models.path_of("0.18.2"), str(folder_of("verl", RELEASE, others=OTHERS))])
-    worlds(2, path).run(check, "hooked engine", sequence_parallel, WANTED[-1])
-
-
 PAGE = (ROOT / "docs" / "rl.md").read_text()
 IMPORT = """
 import importlib, sys
@@ -410,21 +407,21 @@ def _python(code: str, *path: Path | str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_line_of_the_page(standin):
+def test_the_line_of_the_page():
     before, after = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     name, value = re.match(r"(\w+)=(\S+) ", after).groups()
     assert after == f"{name}={value} {before}"
-    _python(IMPORT, standin, **{name: value})
+    _python(IMPORT, standin(), **{name: value})
 
 
-def test_the_entry_point(tmp_path, standin):
+def test_the_entry_point(tmp_path):
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     information = tmp_path / "a_plugin-0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: a-plugin\nVersion: 0\n")
     lines = [f"{name} = {value}" for name, value in groups["verl.plugins"].items()]
     (information / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines]))
-    _python(IMPORT, tmp_path, standin)
+    _python(IMPORT, tmp_path, standin())
 
 
 def test_the_python_of_the_page_and_nothing_else_imports_a_trainer():

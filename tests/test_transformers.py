@@ -17,7 +17,6 @@ import parallel_lce.transformers as door
 from measures import largest_error
 from parallel_lce import trl as trl_door
 from parallel_lce.core.budget import BUDGET_VARIABLE
-from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.transformers import patch, unpatch
 from releases import ROOT
 from transformers_models import (
@@ -287,32 +286,6 @@ def test_the_lines_of_the_page(member, release):
     losses = [exec(block, names) or names["loss"].item() for block in blocks]
     trl_door.unpatch()
     assert len(losses) == 5 and max(losses) - min(losses) < 1e-5, losses
-
-
-def test_steps_of_lazy_logits():
-    layer, hidden = CausalLM(9, 4).lm_head, torch.randn(3, 4)
-    real = hidden @ layer.weight.T
-
-    def logits():
-        return LogitsTensor.of(door._LazyLogits(mock.MagicMock(), layer, hidden))
-
-    steps = {
-        lambda z: 2 * z / 4: {"logit_scale": 0.5},
-        lambda z: torch.mul(torch.tanh(torch.div(z, 4)), 8).to(torch.float32): {
-            "logit_scale": 2.0,
-            "logit_softcap": 8.0,
-        },
-        lambda z: z.tanh() * -1: None,
-        lambda z: z.tanh().tanh(): None,
-        lambda z: z / 0.0: None,
-    }
-    for step, expected in steps.items():
-        for made in (logits(), door._LazyLogits(mock.MagicMock(), layer, hidden)):
-            recorded = step(made)
-            lazy = getattr(recorded, "lazy", recorded)
-            assert lazy.epilogue() == expected and lazy.made is None and torch.equal(recorded[...], step(real))
-    for made in (lambda z: z * torch.ones(9), lambda z: z + 1, lambda z: torch.div(z, 3, rounding_mode="floor")):
-        assert type(made(logits())) is torch.Tensor and torch.equal(made(logits()), made(real))
 
 
 @pytest.mark.parametrize("accuracy", [False, True])

@@ -20,6 +20,7 @@ import parallel_lce.transformers as door
 from transformers_models import (
     RELEASES,
     TRAINED,
+    V,
     accuracy_of,
     batch,
     beside_stock,
@@ -223,6 +224,16 @@ def by_the_weight(model, base, input_ids, labels=None, **named):
     head = model.lm_head
     z = F.linear(model.get_input_embeddings()(input_ids), head.weight, head.bias)
     return {"loss": model.loss_function(z, labels, head.out_features), "logits": z}
+
+
+def stepped(step):
+    """A forward that makes its logits by these steps."""
+
+    def forward(model, base, input_ids, labels, **named):
+        z = step(model.lm_head(model.get_input_embeddings()(input_ids)))
+        return {"loss": model.loss_function(z, labels, z.shape[-1]), "logits": z}
+
+    return overridden(forward)
 
 
 def replace_head(model):
@@ -434,6 +445,13 @@ HABITS = {
     "F.cross_entropy": (replaced(F, "cross_entropy", tripled), OWN + "torch.nn.functional.cross_entropy, which"),
     "a mode": (in_a_mode(Linear2), OWN + "a mode of torch functions is active, Linear2"),
     "the logits' gradient of another loss": (after_another, AFTER),
+    "a scale and a cap": (stepped(lambda z: torch.mul(torch.tanh(torch.div(2 * z, 4)), 8).to(torch.float32)), None),
+    "a negative cap": (stepped(lambda z: z.tanh() * -1), OWN + "its forward computes ['tanh', 'mul']"),
+    "two caps": (stepped(lambda z: z.tanh().tanh()), OWN + "its forward computes ['tanh', 'tanh']"),
+    "a division by 0": (stepped(lambda z: z / 0.0), OWN + "its forward computes ['div']"),
+    "a factor of each entry": (stepped(lambda z: z * torch.ones(V)), OWN + "its forward makes them by 'mul'"),
+    "a sum": (stepped(lambda z: z + 1), OWN + "its forward makes them by 'add'"),
+    "another division": (stepped(lambda z: z.div(3, rounding_mode="floor")), OWN + "its forward makes them by 'div'"),
     "without the head": (overridden(by_the_weight), OWN + "its forward does not call its output layer"),
     "the property loss_function": (property_replaced, OWN + "its loss_function is a_loss"),
     "unwrapped": (unwrapped, None),

@@ -225,7 +225,7 @@ def _defer(model) -> None:
 
 # What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
-    "built before": (lambda model: None, "built before install()"),
+    "built before": (lambda model: None, "built before"),
     "adapter": (_around(_Adapter), "_Adapter.forward may handle them"),
     "parametrization": (_double_weight, "parametrizations"),
     "forward": (_replace_forward, "forward was replaced"),

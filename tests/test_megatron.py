@@ -25,8 +25,8 @@ import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of, specs
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from parallel_lce.megatron import __main__ as launcher
-from parallel_lce.megatron import install, output_layer, token_log_probs, uninstall
 from parallel_lce.megatron import cross_entropy as taken_over
+from parallel_lce.megatron import install, output_layer, token_log_probs, uninstall
 from tools import arguments_to, on_ranks, ran, words_of_error
 from world import Member
 

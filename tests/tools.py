@@ -62,15 +62,15 @@ def _with_backend(member: Member, name: str, body, *arguments):
         return body(member, *arguments)
 
 
-def on_ranks(ranks: int | None = None) -> Callable:
+def on_ranks(ranks: int | None = None, path_of: Callable[[dict], str | None] = lambda given: None) -> Callable:
     """Makes a test of ``body(member, **parameters)``: it passes if the body returns on each of the ``ranks``, or of as
     many as the test's parameter of this name says. The backend is that of the fixture ``backend``, if it is one of the
-    parameters."""
+    parameters. ``path_of(parameters)``: a folder that the ranks import from first, or None."""
 
     def decorate(body: Callable) -> Callable:
         def test(worlds, **given) -> None:
             size = given.pop("ranks") if ranks is None else ranks
-            over(worlds(size), _run_body, body.__module__, body.__name__, given)
+            over(worlds(size, path_of(given)), _run_body, body.__module__, body.__name__, given)
 
         _, *own = inspect.signature(body).parameters
         names = ["worlds", *(["ranks"] if ranks is None else []), *own]  # pytest gives them by name

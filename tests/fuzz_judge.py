@@ -33,7 +33,7 @@ _FEWEST = 8
 _FLAT = 1.0
 """Nats between the largest and the smallest logit of a token that is flat."""
 _ROUNDINGS = 2
-"""Allowed roundings of a probability, in units of 1. Torch may have fewer. At 1 - p of 1e-6 they are an eighth of it."""
+"""Allowed roundings of a probability, in units of 1. Torch may have fewer. At a 1 - p of 1e-6 they are an eighth."""
 
 
 @dataclass(frozen=True)

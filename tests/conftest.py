@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     # Kernels then run on the CPU; Triton reads this when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiers import repeated_pairs_of, slow_of
+from tiers import left_out
 from tools import chosen_backend
 from world import World, configure
 
@@ -34,14 +34,13 @@ def pytest_addoption(parser) -> None:
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     """Whoever selects GPU tests, slow or thinned tests or single tests gets all of them."""
     marks = config.option.markexpr
-    left_out = set()
-    if not torch.cuda.is_available() and "gpu" not in marks:
-        left_out = {item for item in items if item.get_closest_marker("gpu")}
+    on_gpu = {item for item in items if item.get_closest_marker("gpu")}
+    asked_for = on_gpu if "gpu" in marks else set()
+    without = set() if torch.cuda.is_available() else on_gpu - asked_for
     if not ("slow" in marks or "thinned" in marks or any("::" in argument for argument in config.args)):
-        beyond = repeated_pairs_of if config.option.all else slow_of
-        left_out |= {*beyond([item for item in items if item not in left_out])}
-    config.hook.pytest_deselected(items=[*left_out])
-    items[:] = [item for item in items if item not in left_out]
+        without |= left_out([item for item in items if item not in without | asked_for], config.option.all)
+    config.hook.pytest_deselected(items=[*without])
+    items[:] = [item for item in items if item not in without]
 
 
 @pytest.fixture(autouse=True, scope="module")

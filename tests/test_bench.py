@@ -95,13 +95,12 @@ FAULTS = {  # name: (change of dW, how the reason begins)
     "one wrong row": (_one_row(1.5), "refused: dW error "),
     "a row of NaN": (_one_row(math.nan), "refused: dW error nan"),
     "not built": (None, "failed: ImportError: no such library"),
-    "raises later": (lambda g: g, "failed: RuntimeError: out of something"),
 }
 
 
 def _planted(fault: str, group, sequence_parallel: bool):
     """Ours, on the last rank with a fault."""
-    right, calls = ours.loss("mean", None, group, sequence_parallel), []
+    right = ours.loss("mean", None, group, sequence_parallel)
     if fault == "none" or (group is not None and dist.get_rank(group) == 0):
         return right
     if fault == "not built":
@@ -109,11 +108,6 @@ def _planted(fault: str, group, sequence_parallel: bool):
     change, _ = FAULTS[fault]
 
     def wrong(x, weight, target):
-        calls.append(1)
-        # Later: after two calls of each pass and three of its first reading.
-        if fault == "raises later" and len(calls) == 11:
-            right(x, weight, target) if not torch.is_grad_enabled() else right(x, weight, target).backward()
-            raise RuntimeError("out of something\nat all")
         weight = weight.view_as(weight)
         if weight.requires_grad:
             weight.register_hook(change)
@@ -328,33 +322,19 @@ def test_parity_of_a_trained_model(tmp_path):
     assert cases[0]["max_abs_logit"] < cases[1]["max_abs_logit"]  # it has been trained
 
 
-def _rounded_values(right, inputs, entry):
-    return right._replace(values=parity.dense(inputs, entry, torch.bfloat16).values)
-
-
-def _lost_gradients_of_sure_tokens(right, inputs, entry):
-    """Lost beside those of the other tokens."""
-    sure = parity.dense(inputs, entry, torch.float64).values[2] > -1e-3
-    return right._replace(gradients=[dx.masked_fill(sure[:, None], 0.0) for dx in right.gradients])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words", "failed"),
-    [
-        (_rounded_values, "FAILED: ours is off by", 4),
-        (
-            _lost_gradients_of_sure_tokens,
-            "; its dX by more than twice those of bf16 logits, where 1 - p is at most ",
-            1,
-        ),
-    ],
-)
-def test_a_wrong_result_fails_the_report(wrong, words, failed, monkeypatch, capsys):
+def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
+    """Gradients of sure tokens that are lost beside those of the other tokens."""
     right = parity.ours
-    monkeypatch.setattr(parity, "ours", lambda inputs, entry: wrong(right(inputs, entry), inputs, entry))
+
+    def lost(inputs, entry):
+        sure, found = parity.dense(inputs, entry, torch.float64).values[2] > -1e-3, right(inputs, entry)
+        return found._replace(gradients=[dx.masked_fill(sure[:, None], 0.0) for dx in found.gradients])
+
+    monkeypatch.setattr(parity, "ours", lost)
     assert parity.main(["--device", "cpu", "--random", "256,512,64"]) == 1
+    words = "; its dX by more than twice those of bf16 logits, where 1 - p"
     said = capsys.readouterr().out
-    assert said.count("FAILED") == said.count(words) == failed
+    assert said.count("FAILED") == said.count(words) == 1
 
 
 def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):

@@ -34,18 +34,11 @@ def races(*lines: int, kernel="lce_forward_projection", handed=HANDED, file=RACE
     return f"========= COMPUTE-SANITIZER\n{KERNELS}\n{found}=========\n{summary}"
 
 
-def accesses(text: str, *kernels: str) -> str:
-    found = "".join(
-        f"========= {text} of size 2 bytes\n=========     at {kernel}+0x90 in {READ_FROM.name}:{READS}\n"
-        "=========     by thread (0,0,0) in block (1,0,0)\n=========         Host Frame: PyEval [0x1] in python3\n"
-        "=========\n"
-        for kernel in kernels
-    )
-    return f"========= COMPUTE-SANITIZER\n{KERNELS}\n{found}========= ERROR SUMMARY: {len(kernels)} errors\n"
-
-
-READ = accesses("Invalid __global__ read", "lce_backward_rewrite")
-UNWRITTEN = accesses("Uninitialized __global__ memory read", *["lce_forward_dense"] * 30)
+READ = (
+    f"========= COMPUTE-SANITIZER\n{KERNELS}\n========= Invalid __global__ read of size 2 bytes\n"
+    f"=========     at lce_backward_rewrite+0x90 in {READ_FROM.name}:{READS}\n"
+    "=========     by thread (0,0,0) in block (1,0,0)\n=========\n========= ERROR SUMMARY: 1 errors\n"
+)
 GOOD = {
     "calls-memcheck": ("memcheck", CLEAN),
     "calls-racecheck": ("racecheck", races(HANDED, HANDED)),
@@ -65,24 +58,13 @@ def test_what_is_excused_passes(capsys):
     ("name", "output", "said"),
     [
         ("calls-memcheck", READ, "Invalid __global__ read of size 2 bytes"),
-        ("calls-memcheck", "no CUDA device", "did not finish: no CUDA device"),
-        ("calls-memcheck", CLEAN.replace("kernels:", "error:"), "the calls failed"),
         ("calls-racecheck", races(HANDED, RING), f"{RACED.name}:{RING}"),
-        ("calls-racecheck", races(HANDED, kernel="lce_backward_scan"), "lce_backward_scan"),
-        ("calls-initcheck", UNWRITTEN, "calls-initcheck: 10 more"),
         ("calls-racecheck", races(HANDED).replace("lce_forward_mean ", ""), "calls-racecheck: did not run"),
         ("control", races(), "control: reports nothing, but its excuse was used"),
-        ("planted-read", READ.replace(f":{READS}", ":7"), "planted-read: memcheck does not report it"),
         ("planted-race", races(THERE, handed=THERE), "planted-race: racecheck does not report it"),
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_what_is_not_excused_fails(name, output, said, capsys):
     assert sanitize.judge(KERNELS, GOOD | {name: (GOOD[name][0], output)}) == 1
     assert said in capsys.readouterr().out
-
-
-def test_errors_are_planted_in_a_copy(tmp_path):
-    for name, (_, changes) in sanitize.PLANTED.items():
-        tree, (file, _) = sanitize.planted(name, tmp_path), sanitize.changed(name)
-        assert all(text in (tree / file.relative_to(sanitize.ROOT)).read_text() for text in changes.values())

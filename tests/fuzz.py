@@ -21,9 +21,6 @@ if __name__ == "__main__":
 
 from fuzz_draw import Configuration, draw
 
-_LINES = 6
-_BETWEEN_REPORTS = 100
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -83,7 +80,7 @@ def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tup
     except Exception as error:
         # A world's message is the first failed rank's traceback.
         text = f"{error}" if type(error) is AssertionError else f"{type(error).__name__}: {error}"
-        return [], "\n".join(text.strip().splitlines()[-_LINES:]) or "AssertionError"
+        return [], "\n".join(text.strip().splitlines()[-6:]) or "AssertionError"
     return verdicts, "\n".join(str(v) for v in verdicts if not v.good)
 
 
@@ -127,7 +124,7 @@ def _findings(settings: Settings, ranks: int, options: argparse.Namespace) -> in
                 continue
             if finding:
                 print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
-            if done % _BETWEEN_REPORTS == 0 or done == options.count:
+            if done % 100 == 0 or done == options.count:
                 print(f"{ranks} ranks, configuration {index}: {findings} findings in {done}", flush=True)
     finally:
         run.close()

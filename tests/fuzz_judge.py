@@ -61,7 +61,7 @@ class Verdict:
 
 
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
-    """The verdict on each result of the ranks; :class:`Wrong` where they disagree or have another form."""
+    """The verdict on each result of the ranks; AssertionError where they disagree or have another form."""
     found, whole = assemble(c, parts), make(c)
     for name, value in found.items():
         _check_form(c, whole, name, value)

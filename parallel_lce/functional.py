@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call.checks import public
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, check_reduction, shortened
 from parallel_lce.dtensor.adapter import adapted
-from parallel_lce.features.picks import ids_and_offsets
+from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
@@ -43,6 +43,7 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
+    max_logit_penalty: float = 0.0,
     weight: None = None,
     options: None = None,
 ) -> Tensor:
@@ -69,6 +70,7 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
+        max_logit_penalty: a number >= 0; adds ``max_logit_penalty * max(logits)**2`` per token (RWKV's L2Wrap).
         logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
@@ -164,6 +166,7 @@ def linear_cross_entropy(
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        max_logit_penalty=max_logit_penalty,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,
@@ -235,11 +238,11 @@ def token_statistics(
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.call.draws`). The
-            random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
-            tensor. So each step, and with plain tensors each data-parallel rank, needs another seed. Except where a
-            rounding decides, the id does not depend on the number of ranks, the shards, the budget or the backend.
-            Probabilities are exact to 1e-7 of the sum of a window. docs/usage.md says what it costs.
+            from the softmax of its scaled logits (:mod:`parallel_lce.features.draws`). The random number depends on the
+            seed and on the token's position in ``[...]``; for DTensors, in the global tensor. So each step, and with
+            plain tensors each data-parallel rank, needs another seed. Except where a rounding decides, the id does not
+            depend on the number of ranks, the shards, the budget or the backend. Probabilities are exact to 1e-7 of the
+            sum of a window. docs/usage.md says what it costs.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are

@@ -11,7 +11,7 @@ from parallel_lce.call.checks import public
 from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor.adapter import adapted
-from parallel_lce.features.picks import ids_and_offsets
+from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator
 

@@ -22,8 +22,8 @@ from parallel_lce.core.options import Options, Tensors, as_number, check_option
 from parallel_lce.core.plan import DEFAULT_BUDGET
 from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
+from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
-from parallel_lce.run.divergence import Divergence, divergences
 
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 

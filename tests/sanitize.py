@@ -49,7 +49,7 @@ EXCUSED = (
 CONTROLS = {"warps": "racecheck"}
 FILES = (
     "parallel_lce/kernels/hopper.py",
-    "parallel_lce/kernels/filter/hopper_products.py",
+    "parallel_lce/features/filter/kernels/hopper_products.py",
     "tests/sanitizer_controls.py",
 )
 PLANTED = {  # {name: (tool, file, {text: another})}

@@ -53,7 +53,7 @@ class Saved(Protocol):
     """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
     block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
-    # Exponentials of the logits; None if only window partials were saved, for a filtered backward.
+    # Exponentials of the logits; None if only window partials were saved.
     exponentials: Tensor | None
 
     def __iter__(self) -> Iterator[Tensor | None]: ...
@@ -226,37 +226,6 @@ def power_of_two_near(largest: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 
-class Pair(NamedTuple):
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's. A normalizer ``[2, R]`` holds, over
-    the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. A
-    log-probability is ``logit - normalizer[0] - normalizer[1]``."""
-
-    # [R, V/P], the statistics' dtype, rows contiguous
-    student: Tensor
-    teacher: Tensor
-    student_normalizer: Tensor
-    teacher_normalizer: Tensor
-    beta: float
-
-    @property
-    def mixed(self) -> bool:
-        return 0 < self.beta < 1
-
-
-class LogitsGradient(NamedTuple):
-    """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
-
-    # [R, V/P]: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - student_mean). The slope is that of
-    # the student's soft-cap.
-    out: Tensor
-    # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
-    factor: Tensor
-    # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
-    student_mean: Tensor | None
-    # The student's soft-cap: one number, or [R].
-    softcap: float | Tensor | None
-
-
 class ForwardTask(NamedTuple):
     """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 
@@ -272,12 +241,43 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Save the partials of all windows, too: a filtered backward uses them to select the windows to recompute.
-    keep_windows: bool = False
+    # Save the partials of all windows, too, from which a :class:`SliceForm` selects the windows to recompute.
+    save_window_partials: bool = False
     # Picked entries, and memory for their logits.
     picked: PickedLogits | None = None
     # A list to which the backend appends the window partials that its ``sampled_ids`` reads; None: nothing is sampled.
     windows: list[Any] | None = None
+
+
+class SliceProducts(Protocol):
+    """The products of a slice of the gradient of the logits ``[R, C]``."""
+
+    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
+        """``total += gradient[rows] @ weight``, or ``=``. ``weight [C, D]``: the slice's rows. ``total``: fp32."""
+
+    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
+        """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: fp32, or of lower precision with
+        ``overwrite``."""
+
+
+class SliceForm(Protocol):
+    """How the backward of one block forms slices of the gradient of the logits, and multiplies them, if not whole. The
+    slices are those of :class:`parallel_lce.backends.triton_gradient.Piece`; its ``Rows`` are a piece's operands."""
+
+    def begin(self, task: BackwardTask) -> int:
+        """Called once, before the block is cut into pieces and slices, with a dense ``x``. Returns the bytes that a
+        recomputed slice may take, even if ``scratch`` has fewer."""
+
+    def recomputes(self, x: Tensor, entries: int) -> bool:
+        """Whether :meth:`recompute` forms a slice of ``entries`` recomputed entries of a piece's ``x [R, D]``."""
+
+    def recompute(self, piece: slice, rows: Any, start: int, gradient: Tensor) -> SliceProducts:
+        """Write the part of the uninitialised ``gradient [R, C]`` that its products read: of the block's rows
+        ``piece``, and of the shard's entries from ``start`` on."""
+
+    def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
+        """The products of a slice that was formed whole; None: all of it is multiplied. ``dx_factor [R]``: factors of
+        the rows of ``gradient`` in dX; None: 1."""
 
 
 class BackwardTask(NamedTuple):
@@ -298,9 +298,9 @@ class BackwardTask(NamedTuple):
     scratch: Scratch
     # Terms of the picked entries, added to the gradient of the projection's output before it is rounded.
     picked: PickedGradient | None = None
-    # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by rank-one estimates
-    # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``picked``.
-    gradient_filter: float | None = None
+    # Forms the slices of the gradient of the logits, and multiplies them; None: they are formed and multiplied whole.
+    # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
+    form: SliceForm | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
         """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""

@@ -2,8 +2,7 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB
-(:mod:`parallel_lce.backends.torch_tiles`). No tensor of size R * V exists but the saved exponentials. Gradients are
-exact: the backend ignores ``gradient_filter``.
+(:mod:`parallel_lce.backends.torch_tiles`). No tensor of size R * V exists but the saved exponentials.
 
 Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
 (:class:`Coefficients`):
@@ -33,17 +32,13 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
-    block_logits,
-    divergence,
     logits_gradient,
     logits_partial,
     picked_hidden_gradient,
     picked_logits,
     picked_weight_gradient,
-    sampled_ids,
     set_gradient,
     set_log_probs,
-    top_k,
 )
 from parallel_lce.backends.torch_tiles import (
     add_picked,

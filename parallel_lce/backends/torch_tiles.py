@@ -6,10 +6,12 @@ rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt
+from parallel_lce.backends.gemm import accumulate_nt, operand
 from parallel_lce.backends.interface import Picked, PickedGradient, PickedLogits, Projection, Scratch
 from parallel_lce.core.partials import NEAR_ZERO
 
@@ -135,3 +137,18 @@ def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tenso
     hit &= picked.inside(window.start, window.stop)
     height = rows.stop - rows.start
     return ((picked.ids - window.start) * height + row).where(hit, 0), hit
+
+
+def projected_tiles(
+    projection: Projection, x: Tensor, height: int, width: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Projects again: the logits of at most ``height`` rows and a window of at most ``width`` entries of the shard. All
+    windows of some rows come before those of the next rows, in the order of ids."""
+    for a in range(0, len(x), height):
+        rows = slice(a, a + height)
+        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
+        for first in range(0, projection.real_rows, width):
+            window = slice(first, min(first + width, projection.real_rows))
+            weight = operand(projection.weight[window])
+            memory = x.new_empty(len(weight), len(x_rows), dtype=projection.dtype)
+            yield rows, window, logits(of_rows, x_rows, weight, window, memory).t()

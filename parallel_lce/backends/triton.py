@@ -17,25 +17,13 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
-from parallel_lce.backends.interface import (
-    ForwardTask,
-    LogitsGradient,
-    Pair,
-    Picked,
-    PickedGradient,
-    Projection,
-    savable,
-)
-from parallel_lce.backends.torch_logits import top_k
+from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
-from parallel_lce.backends.triton_filter import keeps_windows
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
-from parallel_lce.kernels.dense_logits import divergence as divergence_of
-from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
@@ -53,19 +41,6 @@ _PARTIAL_BYTES = MEASURED.partial_bytes
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
-
-
-def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, real, columns = x.shape[0], projection.real_rows, Columns()
-    logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
-    partial = empty_partial(columns, rows, projection.dtype, x.device)
-    if rows and real:
-        product = product_of(projection, dense(x), 0, real)
-        windows = new_window_partials(product, columns)
-        product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
-        width = product.tile.entries
-        merge_windows(windows, partial, None, columns, window=width, entries=real, start=projection.start)
-    return logits, partial
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
@@ -117,15 +92,11 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    divergence_of(*pair, sums, *(gradient or (None, None, None, None)))
-
-
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
-    """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
-    exponentials are saved, too, if a filtered backward could recompute fewer windows. fp16 has no softmax shift: its
-    exponentials are relative to each window's maximum."""
-    projection, x, target, columns, save, buffer, out, keep_windows, picked, kept = task
+    """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
+    sums of exponentials are saved, too. fp16 has no softmax shift: its exponentials are relative to each window's
+    maximum."""
+    projection, x, target, columns, save, buffer, out, save_partials, picked, kept = task
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, out), ()
@@ -134,7 +105,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
-    keep_windows = keep_windows and keeps_windows(projection, product, real - save)
     stored = exponentials = shift = sampled = flat = None
     if save:
         stride = stride_of(save)
@@ -152,7 +122,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         token_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
-    fitting = rows if save or keep_windows else max(1, _PARTIAL_BYTES // row_bytes)
+    fitting = rows if save or save_partials else max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
     saved: Saved | tuple[()] = ()
     for first in range(0, rows, size):
@@ -176,32 +146,10 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         )
         if kept is not None:
             kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
-        if stored is not None or keep_windows:
-            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None, flat)
+        if stored is not None or save_partials:
+            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if save_partials else None, flat)
         del windows  # before the next ones are allocated
     return partial, saved
-
-
-def sampled_ids(
-    projection: Projection,
-    x: Tensor,
-    windows: list[WindowPartials],
-    partial: Tensor,
-    place: Tensor,
-    owned: Tensor | None,
-) -> Tensor:
-    """As :func:`parallel_lce.backends.torch_logits.sampled_ids`. Projects again only the windows with a place."""
-    rows, real = x.shape[0], projection.real_rows
-    ids = place.new_zeros(rows, dtype=torch.int64)
-    if rows == 0 or real == 0:
-        return ids
-    window, within = find_windows(windows, partial[MAX], place, owned)
-    window, order = window.sort(stable=True)
-    product = product_of(projection.of_rows(order), x.index_select(0, order), 0, real)
-    listed = list_tiles(window, product.row_blocks, product.tile.rows, product.windows)
-    draw = Draw(window, order, within, ids, projection.start)
-    product.launch(None, ForwardEpilogue(None, None, draw=draw), listed)
-    return ids
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:

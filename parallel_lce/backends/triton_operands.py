@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     projection: Projection
     # [>= 3, R], contiguous
     partial: Tensor
-    # without a factor
+    # without a factor, for :meth:`form`
     coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None

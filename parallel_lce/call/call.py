@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Projection, softcap_slope
 from parallel_lce.call import debug
+from parallel_lce.call.picks import PickedIds
+from parallel_lce.call.seam import Feature
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import with_contiguous_rows
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
-from parallel_lce.features.picks import PickedIds
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,12 @@ class Call:
     token_cap: Tensor | None = None
     token_weight: Tensor | None = None
     picked: PickedIds | None = None
-    # For sampled ids: the seed, and the tokens' positions [N] int64; None: 0 to N - 1.
-    seed: int | None = None
-    position: Tensor | None = None
+    features: tuple[Feature, ...] = ()
+    feature_kinds: tuple[type[Feature], ...] = ()
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
+    # V, if targets are checked at each call.
+    readable_size: int | None = None
     # In debug mode, the number of the call among those of its group.
     number: int | None = None
 
@@ -65,20 +68,38 @@ class Call:
         return new
 
     @property
-    def per_token(self) -> tuple[Tensor | None, ...]:
-        """The call's per-token tensors. None of them needs a gradient."""
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The call's tensors of tokens, and those of its features. None of them needs a gradient."""
         ids, offsets = (None, None) if self.picked is None else self.picked.tensors
-        return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
+        of_features = [tensor for feature in self.features for tensor in feature.tensors]
+        return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets, *of_features
 
-    def with_tensors(self, per_token: tuple[Tensor | None, ...]) -> Call:
-        """The call with these as :attr:`per_token`. Saved-tensor hooks may have changed their strides."""
-        if self.picked is None and all(map(operator.is_, per_token, self.per_token)):
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Call:
+        """The call with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
+        given = self.target, self.token_scale, self.token_cap, self.token_weight
+        if self.picked is None and not self.features and all(map(operator.is_, tensors, given)):
             return self
-        target, scale, cap, weight, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
-        picked = self.picked
+        target, scale, cap, weight, ids, offsets, *others = [t if t is None else t.contiguous() for t in tensors]
+        picked, features = self.picked, []
         if picked is not None and ids is not None:
             picked = PickedIds(ids, offsets, picked.tokens)
-        return self.replaced(target=target, token_scale=scale, token_cap=cap, token_weight=weight, picked=picked)
+        for feature in self.features:
+            count = len(feature.tensors)
+            features.append(feature.with_tensors(others[:count]))
+            del others[:count]
+        return self.replaced(
+            target=target,
+            token_scale=scale,
+            token_cap=cap,
+            token_weight=weight,
+            picked=picked,
+            features=tuple(features),
+        )
+
+    def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
+        """:meth:`with_tensors` of the first ``saved`` tensors, and the other ones."""
+        count = len(self.tensors)
+        return self.with_tensors(saved[:count]), saved[count:]
 
     @property
     def softcap(self) -> float | Tensor | None:

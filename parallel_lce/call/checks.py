@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import (
     FLOATS,
@@ -28,7 +29,6 @@ from parallel_lce.core.options import (
     as_int64,
     in_python,
     is_number,
-    unfiltered,
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
@@ -178,14 +178,15 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         value = getattr(tensors, name)
         if value is not None:
             _check_per_token(name, value, tokens)
-    _check_selected(tensors, tokens)
-    if options.gradient_filter is not None and tensors.picked is not None:
-        raise ValueError(unfiltered(options, "selected"))
+    _check_picks(tensors, tokens)
     sums = accumulation_dtype(input.dtype)
     if options.reduce_dtype not in (None, input.dtype, sums):
         given = f"{sums} or the input's {input.dtype}, got {options.reduce_dtype!r}"
         raise ValueError(f"reduce_dtype must be None, {given}")
     _check_shard(options, tensors, layout)
+    vocab_size = known_vocab_size(rows, layout, options.vocab_start, options.vocab_size)
+    for feature in features_of(options, tensors):
+        feature.check(options, tensors, vocab_size)
     return tokens
 
 
@@ -277,24 +278,27 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
         raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
 
 
-def _check_selected(a: Tensors, tokens: torch.Size) -> None:
-    for name, ids in (("selected", a.picked), ("offsets of selected", a.picked_offsets)):
+def _check_picks(a: Tensors, tokens: torch.Size) -> None:
+    for field in ("picked", "picked_offsets"):
+        ids = getattr(a, field)
         if ids is not None and ids.dtype not in INTEGERS:
-            raise ValueError(f"{name} must be of an integer dtype, got {ids.dtype}")
+            raise ValueError(f"{SPOKEN[field]} must be of an integer dtype, got {ids.dtype}")
     if a.picked is not None and a.picked_offsets is None and (not a.picked.dim() or a.picked.shape[:-1] != tokens):
         raise ValueError(
-            f"selected must be ids of shape [..., K] for tokens of shape {list(tokens)}, got {list(a.picked.shape)}; "
-            "or a pair of ids [E] and offsets [N + 1]"
+            f"{SPOKEN['picked']} must be ids of shape [..., K] for tokens of shape {list(tokens)}, got "
+            f"{list(a.picked.shape)}; or a pair of ids [E] and offsets [N + 1]"
         )
     if a.picked_offsets is not None and a.picked is not None:
         expected = tokens.numel() + 1
         if a.picked.dim() != 1 or a.picked_offsets.shape != (expected,):
             raise ValueError(
-                f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
+                f"{SPOKEN['picked']} must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
                 f"{list(a.picked.shape)} and {list(a.picked_offsets.shape)}"
             )
         if expected == 1 and a.picked.numel():
-            raise ValueError(f"selected has {a.picked.numel()} ids, and there is no token that could have them")
+            raise ValueError(
+                f"{SPOKEN['picked']} has {a.picked.numel()} ids, and there is no token that could have them"
+            )
 
 
 def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
@@ -305,9 +309,6 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
     first = layout.rank * rows if start is None else start
     if first + rows > LARGEST_VOCABULARY:
         raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
-    known = known_vocab_size(rows, layout, start, size)
-    if options.top_k is not None and known is not None and options.top_k > known:
-        raise ValueError(f"top_k={options.top_k} exceeds the {known} entries of the vocabulary")
     if layout.ranks == 1 and start:
         raise ValueError(
             f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"

@@ -20,6 +20,8 @@ from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
+from parallel_lce.call.picks import PickedIds
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
@@ -37,7 +39,6 @@ from parallel_lce.core.options import (
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode
-from parallel_lce.features.picks import PickedIds
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -81,7 +82,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    result = _with_tensors(known, tensors, layout, main_grad, options.sample_seed)  # may refuse a target
+    result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
     debug.state.awaited = False
     return result
 
@@ -147,15 +148,9 @@ def _signature(
             return None
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
-    key += _group_traits(layout, tensors.input)
+    if layout.ranks > 1:
+        key += layout.ranks, layout.rank, None if tensors.input.is_cuda else dist.get_backend(layout.group)
     return tuple(key)
-
-
-def _group_traits(layout: Layout, input: Tensor) -> tuple:
-    """The signature's entries for a process group."""
-    if layout.ranks == 1:
-        return ()
-    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
 
 
 def _planned(
@@ -168,7 +163,7 @@ def _planned(
     planned: bool,
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
-    weight = tensors.linear_weight
+    weight, kinds = tensors.linear_weight, features_of(options, tensors)
     backend = backend_of(weight)
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
     options = options._replace(logits_budget=budget)
@@ -187,8 +182,22 @@ def _planned(
     scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
+    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
     call = Call(
-        options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE, number=number
+        options,
+        backend,
+        shard,
+        columns,
+        its_plan,
+        shape,
+        needs,
+        scale,
+        cap,
+        dtype,
+        _ALONE,
+        feature_kinds=kinds,
+        readable_size=readable_size(options, weight, layout),
+        number=number,
     )
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
@@ -196,14 +205,15 @@ def _planned(
 
 
 def _with_tensors(
-    known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, seed: int | None
+    known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
 ) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, position = tensors
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, _ = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
-    check_readable_target(known.options, target, weight, layout)
+    if target is not None and known.readable_size is not None:
+        check_target(known.options, target, known.readable_size)
     softcap = None
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
@@ -221,8 +231,7 @@ def _with_tensors(
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        seed=seed,
-        position=position if position is None else position.flatten(),
+        features=tuple([kind(options, tensors) for kind in known.feature_kinds]),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -274,6 +283,7 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
+        and all([kind.allows_accumulation for kind in features_of(options, tensors)])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -303,7 +313,8 @@ def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None
     ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    return options.reduction is not None and adds and weight.dtype == torch.bfloat16
+    allowed = all([kind.allows_dense for kind in features_of(options, tensors)])
+    return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
@@ -367,13 +378,11 @@ def check_together(
     check_target(options, target, vocab_size, mask)
 
 
-def check_readable_target(
-    options: Options, target: Tensor | None, weight: Tensor, layout: Layout, mask: Tensor | None = None
-) -> None:
-    """:func:`check_target` where it is free: on a CPU, if this rank knows V."""
-    if target is not None and target.device.type == "cpu" and not is_meta_or_fake(target):
-        size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
-        check_target(options, target, size, mask)
+def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
+    """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
+    if weight.device.type != "cpu" or is_meta_or_fake(weight):
+        return None
+    return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
 
 def autocasted(tensors: Tensors) -> Tensors:

@@ -181,7 +181,7 @@ class Shard:
     # Of the arguments that all ranks must share: digest_of
     digest: int = 0
 
-    @property
+    @cached_property
     def real_rows(self) -> int:
         """Number of rows that are not padding. They come first."""
         if self.vocab_size is None:
@@ -245,24 +245,30 @@ class PartialsGather:
     each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
 
-    def __init__(
-        self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int | None = None
-    ) -> None:
+    def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int = 0) -> None:
         self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
         self._work: dist.Work | None = None
+        self._extra = extra
         dtype = accumulation_dtype(like.dtype)
         if layout.ranks == 1:
             self.local = like.new_empty(columns.count, rows, dtype=dtype)
-            self.extras = None if extra is None else like.new_empty(1, extra, dtype=dtype)
-            self.extra = self.extras
             return
         size = columns.count * rows
-        self._packed = like.new_empty(layout.ranks, size + (extra or 0) + TRAILER, dtype=dtype)
+        self._packed = like.new_empty(layout.ranks, size + extra + TRAILER, dtype=dtype)
         self._own = self._packed[layout.rank]
-        # [P, extra], and this rank's [1, extra]; None without extra elements
-        self.extras = None if extra is None else self._packed[:, size:-TRAILER]
-        self.extra = None if extra is None else self._own[size:-TRAILER].unsqueeze(0)
         self.local = self._own[:size].view(columns.count, rows)
+
+    @cached_property
+    def extras(self) -> Tensor:
+        """``[P, extra]``"""
+        if self._layout.ranks == 1:
+            return self.local.new_empty(1, self._extra)
+        return self._packed[:, self._columns.count * self._rows : -TRAILER]
+
+    @property
+    def extra(self) -> Tensor:
+        """This rank's ``[extra]``"""
+        return self.extras[self._layout.rank]
 
     def start(self, first: int | Tensor = 0) -> None:
         """``first``: as for :meth:`Shard.write_trailer`."""

@@ -46,6 +46,7 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    max_logit_penalty: float = 0.0
     # 1 if each token has a scale of its own.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -214,6 +215,7 @@ def _count_or_none(expected: str, first: int, end: float = math.inf) -> _Rule:
 
 
 _FLAG = _Rule("True or False", lambda value: isinstance(value, bool), as_bool)
+_FACTOR = _number("a finite Python number >= 0", lambda factor: factor >= 0)
 # A rule in the place of each value.
 _RULES = cast(Any, Options)(
     function=_Rule("a name"),
@@ -222,7 +224,8 @@ _RULES = cast(Any, Options)(
     outside_is_nan=_FLAG,
     token_weight_gradient=_FLAG,
     label_smoothing=_number("a Python number in [0, 1]", lambda eps: 0 <= eps <= 1),
-    z_loss=_number("a finite Python number >= 0", lambda factor: factor >= 0),
+    z_loss=_FACTOR,
+    max_logit_penalty=_FACTOR,
     logit_scale=_number("a finite Python number"),
     logit_softcap=_number_or_none("None or a positive Python number", lambda cap: cap >= _SMALLEST),
     temperature=_number("a number > 0, or one per token", lambda t: t >= 1 / LARGEST),
@@ -283,26 +286,6 @@ def check_options(options: Options) -> None:
     cap = _SMALLEST if logit_softcap is None else logit_softcap / temperature
     if not (is_number(logit_scale / temperature) and _SMALLEST <= cap <= LARGEST):
         raise ValueError(f"{logit_scale=} and {logit_softcap=} divided by {temperature=} are beyond fp32")
-    if options.gradient_filter is not None:
-        _check_filtered(options)
-
-
-def _check_filtered(options: Options) -> None:
-    if options.label_smoothing != 0:
-        raise ValueError(unfiltered(options, f"label_smoothing={options.label_smoothing}"))
-    names = {"mean_logit": "mean_logit", "expected_logit": "entropy", "sum_p_squared": "sum_p_squared"}
-    for field, name in names.items():
-        if getattr(options, field):
-            raise ValueError(unfiltered(options, name))
-
-
-def unfiltered(options: Options, name: str) -> str:
-    """Message that refuses ``gradient_filter`` together with the option ``name``, whose gradient of the logits is not
-    the probabilities times one number per token."""
-    return (
-        f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is large where "
-        "probabilities are small"
-    )
 
 
 def agreed(options: Options) -> dict[str, object]:

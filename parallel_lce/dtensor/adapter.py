@@ -22,6 +22,7 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, is_dtensor
+from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import SPOKEN, Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
@@ -104,7 +105,7 @@ class DTensorAdapter:
             for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
         }
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
-        if self.options.sample_seed is not None and (self.parts > 1 or self._gives_dtensors):
+        if (self.parts > 1 or self._gives_dtensors) and need_position(self.options, tensors):
             others["position"] = self._position()
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 

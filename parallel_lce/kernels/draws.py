@@ -1,8 +1,8 @@
 """Inverse transform sampling. A token's *place* is a random point in the running sum of its exponentials. First the
 window that contains the place is found, then the entry in that window.
 
-See :mod:`parallel_lce.call.draws`. A forward's window partials tell the window. One tile of logits per window and row
-block is then formed again, for tokens that are sorted by their windows.
+See :mod:`parallel_lce.features.draws`. A forward's window partials tell the window. One tile of logits per window and
+row block is then formed again, for tokens that are sorted by their windows.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Saved(NamedTuple):
     softmax_shift: torch.Tensor | None = None
     # [R] uint8: whether all windows of a token are relative to its softmax shift
     on_shift: torch.Tensor | None = None
-    # [windows, R] fp32: each window's sum of exponentials. None: a filtered backward cannot skip windows.
+    # [windows, R] fp32: each window's sum of exponentials; None: not kept
     sums: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None

@@ -64,11 +64,6 @@ class Measured:
     # dX's bytes lengthen recomputed slices up to this number of entries. Longer slices save at most 1 % of forward +
     # backward; slices of 4096 entries take 2 % longer.
     longest_slice: int = 8192
-    # Bytes of a slice in which only active windows are projected. A smaller slice has too few to fill the GPU.
-    windowed_bytes: int = 256 << 20
-    # Fewest flops of a slice's products that are filtered. For smaller slices, as at D=1024 with logits_budget=0, the
-    # host needs longer for a filtered backward than the GPU for an exact one.
-    smallest_filtered: float = 1e12
 
 
 MEASURED = Measured()
@@ -115,7 +110,7 @@ def _has_gluon() -> bool:
     warnings.warn(
         f"Triton {triton.__version__}: parallel_lce runs its plain mainloop on this GPU, since the one for Hopper "
         f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. The projection "
-        "takes up to 10 % longer, a product with a gradient_filter a third.",
+        "takes up to 10 % longer, a product of filtered gradients a third.",
         stacklevel=2,
     )
     return False

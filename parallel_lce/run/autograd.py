@@ -50,18 +50,11 @@ def first_order_only(backward: Callable) -> Callable:
 
 
 class _Kept(NamedTuple):
-    """The first saved tensors of :class:`Fused`. The tensors that the backend saves follow them."""
+    """The first saved tensors of :class:`Fused`. The tensors of the call and those that the backend saves follow."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    # Call.per_token
-    target: Tensor | None
-    token_scale: Tensor | None
-    token_cap: Tensor | None
-    token_weight: Tensor | None
-    ids: Tensor | None
-    offsets: Tensor | None
     # [C, N], merged
     partial: Tensor
     # The gathered hidden states [N, D], if the plan saves them.
@@ -72,7 +65,6 @@ class _Kept(NamedTuple):
     gamma: Tensor | None
     divisor: Tensor | None
     vocab_size: Tensor | None
-    selected_logits: Tensor | None
     inside: Tensor | None
     elsewhere: Tensor | None
 
@@ -92,8 +84,8 @@ class Fused(torch.autograd.Function):
         outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
         if save:
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-            kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
-            ctx.save_for_backward(*kept, *saved)
+            kept = hidden, weight, bias, merged.partial, gathered, *residuals
+            ctx.save_for_backward(*kept, *call.tensors, *saved)
             ctx.call, ctx.consumed = call, False
         if is_loss:
             return outputs[0]
@@ -103,18 +95,17 @@ class Fused(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
-        call = ctx.call.with_tensors(kept[3:9])
+        kept, (call, saved) = _Kept(*saved_tensors[:_NUM_KEPT]), ctx.call.with_saved(saved_tensors[_NUM_KEPT:])
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
-        needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
+        needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[5:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
             folded = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            folded = losses.coefficients(residuals, in_memory(upstream[0])), None
+            folded = losses.coefficients(residuals, in_memory(upstream[0]))
         consumed, ctx.consumed = ctx.consumed, True
-        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, *folded, needs, consumed)
+        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, folded, needs, consumed)
         if call.main_grad is not None and needs.weight:
             dweight = call.main_grad.placeholder()
         return dx, dweight, dbias, None
@@ -127,18 +118,18 @@ class AccumulatedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.call = call
         value, ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors)
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        inputs, per_token, call = saved[:3], saved[3:], ctx.call
+        inputs, tensors, call = saved[:3], saved[3:], ctx.call
         # The first backward scales the gradients in place and returns them: a copy would double the call's largest
         # buffer. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = accumulate(call.with_tensors(per_token), *inputs, needs=call.needs)
+            _, gradients = accumulate(call.with_tensors(tensors), *inputs, needs=call.needs)
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
             upstream = in_memory(upstream)

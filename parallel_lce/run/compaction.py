@@ -11,7 +11,9 @@ from torch import Tensor
 
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
-from parallel_lce.call.prepare import autocasted, check, check_readable_target, check_together
+from parallel_lce.call.checks import check_target
+from parallel_lce.call.prepare import autocasted, check, check_together, readable_size
+from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, in_python, is_count, shortened
@@ -93,8 +95,9 @@ def compacted(
     if debug.enabled() and not is_meta_or_fake(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        check_readable_target(options, tensors.target, tensors.linear_weight, layout, masks[0])
-    if options.sample_seed is not None and tensors.position is None:
+        size = readable_size(options, tensors.linear_weight, layout)
+        check_target(options, tensors.target, size, masks[0])
+    if tensors.position is None and need_position(options, tensors):
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
     if layout.sequence_parallel:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel_lce.call.call import Call, Needs, token_count
 from parallel_lce.call.prepare import needs_of, prepare
+from parallel_lce.call.seam import Shapes, features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
@@ -162,18 +163,17 @@ def _forward(*arguments):
 def _(*arguments):
     given, _ = _split(arguments)
     options, tensors = given.options(), given.tensors
-    hidden, ids = tensors.input, tensors.picked
+    hidden = tensors.input
     tokens = token_count(hidden, Layout.of(given.process_group, options.sequence_parallel))
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
     if options.reduction is not None:
         shape = (tokens,) if options.token_weight_gradient or options.reduction == "none" else ()
         return [hidden.new_empty(shape, dtype=dtype)], handle
-    shapes = {"vocab_size": (), "top_logits": (tokens, options.top_k), "top_ids": (tokens, options.top_k)}
-    if ids is not None:
-        shapes["selected_log_prob"] = (tokens, ids.shape[-1]) if tensors.picked_offsets is None else ids.shape
-    dtypes: dict[str, torch.dtype] = dict.fromkeys(("vocab_size", "argmax", "top_ids", "sampled_id"), torch.int64)
-    names = present(options, tensors)
-    return [hidden.new_empty(shapes.get(n, (tokens,)), dtype=dtypes.get(n, dtype)) for n in names], handle
+    shapes: Shapes = {"vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
+    for feature in features_of(options, tensors):
+        shapes |= feature.shapes(options, tensors, tokens)
+    given = [shapes.get(name, ((tokens,), dtype)) for name in present(options, tensors)]
+    return [hidden.new_empty(shape, dtype=each or dtype) for shape, each in given], handle
 
 
 def _save(ctx, inputs, output) -> None:

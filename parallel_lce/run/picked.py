@@ -1,4 +1,4 @@
-"""The logits of picked entries alone, their log-softmax over each token's entries, and the gradients of both.
+"""The logits of picked entries alone, or their log-softmax over each token's entries.
 
 No logit of another entry is computed, so there is no plan and no schedule.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.interface import PickedGradient
-from parallel_lce.call.call import Call, flattened
+from parallel_lce.call.call import Call, Inputs, flattened
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
@@ -31,47 +31,62 @@ def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | 
         check(options, autocasted(tensors), group)
         return without_values(tensors.picked.shape, tensors.input, weight, tensors.linear_bias), len(weight)
     call, inputs = prepare(options, tensors, group, planned=False)
-    log_probs, vocab_size = _SetLogProbs.apply(*inputs, call)
+    log_probs, vocab_size = _Picked.apply(*inputs, call, True, None)
     return log_probs.view(tensors.picked.shape), vocab_size
 
 
-class _SetLogProbs(torch.autograd.Function):
+def logits_of(call: Call, inputs: Inputs, more_ids: Tensor) -> tuple[Tensor, Tensor | int]:
+    """The logits ``[E]`` of the call's picked entries, 0 for ids outside the vocabulary, and V. The logits are NaN if
+    shards are invalid, or the ranks' ids or ``more_ids`` differ."""
+    return _Picked.apply(*inputs, call, False, more_ids)
+
+
+class _Picked(torch.autograd.Function):
+    """Log-softmax, or else logits, and V."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
-        assert call.picked is not None
-        packed, broken, vocab_size = gathered_logits(call, hidden, weight, bias)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        normalized: bool,
+        more_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor | int]:
+        picked, log_probs = call.picked, None
+        assert picked is not None
+        packed, broken, vocab_size = _gathered_logits(call, hidden, weight, bias, more_ids)
         with device_without_autocast(weight):
-            log_probs, logits = call.backend.set_log_probs(packed, call.picked, broken, vocab_size)
+            if normalized:
+                log_probs, logits = call.backend.set_log_probs(packed, picked, broken, vocab_size)
+            else:
+                logits = packed[:, : picked.count].sum(0)
+                logits = logits if broken is None else logits.masked_fill_(broken, torch.nan)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
         if isinstance(vocab_size, Tensor):
             ctx.mark_non_differentiable(vocab_size)
-        return log_probs, vocab_size
+        return logits if log_probs is None else log_probs, vocab_size
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
-        (hidden, weight, bias, *per_token, log_probs, logits), needs = saved, ctx.needs_input_grad
-        call = ctx.call.with_tensors(per_token)
-        upstream = in_memory(upstream)
-        values = _gradient_of_logits(call, log_probs, logits, upstream)
-        return *gradients_of_logits(call, hidden, weight, bias, values, needs), None
-
-
-def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream: Tensor) -> Tensor:
-    """The gradient ``[E]`` of the projection's output at the picked entries."""
-    picked = call.picked
-    assert picked is not None
-    with device_without_autocast(logits):
-        return call.before_softcap(call.backend.set_gradient(log_probs, upstream, picked), logits)
+        hidden, weight, bias, *tensors, log_probs, logits = saved
+        call, gradient = ctx.call.with_tensors(tensors), in_memory(upstream).contiguous()
+        with device_without_autocast(weight):
+            if log_probs is not None:
+                gradient = call.backend.set_gradient(log_probs, gradient, call.picked)
+            values = call.before_softcap(gradient, logits)
+        return *_gradients(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None, None
 
 
 def _whole(call: Call) -> Block:
     return Block(0, call.shape.numel() // call.layout.sp_size, 0)
 
 
-def gathered_logits(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, more_ids: Tensor | None = None
+def _gathered_logits(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, more_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | int]:
     """All ranks' logits of the picked entries ``[P, >= E]``, 0 for other ranks' ids; a 0-dimensional flag, or None,
     that is true if shards or offsets are invalid, or if the ranks' ids, offsets or ``more_ids`` differ; and V."""
@@ -92,7 +107,7 @@ def gathered_logits(
         return packed, broken, vocab_size
 
 
-def gradients_of_logits(
+def _gradients(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX, dW and dbias from the gradients ``values [E]`` of the projection's output."""

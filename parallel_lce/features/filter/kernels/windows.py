@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.features.filter.kernels.tiles import TILE, new_masses
 from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
-from parallel_lce.kernels.filter.tiles import TILE, new_masses
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.token_gradients import Targets

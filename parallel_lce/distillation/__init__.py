@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends import is_meta_or_fake
-from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import INTEGERS, described, public, renamed
@@ -36,8 +35,9 @@ from parallel_lce.core.options import (
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
+from parallel_lce.distillation.blocks import Divergence, divergences
+from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor.adapter import adapted
-from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.run.fused_loss import fused_statistics
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator, without_values

@@ -135,8 +135,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_float(value: Any) -> Any:
-    """As :func:`as_number`, with integers as floats. An integer too large for fp32 is returned unchanged; the checks
-    refuse it."""
+    """As :func:`as_number`, with integers as floats, but those too large for fp32, which the checks refuse."""
     value = as_number(value)
     return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value
 

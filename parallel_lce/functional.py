@@ -238,11 +238,11 @@ def token_statistics(
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits (:mod:`parallel_lce.features.draws`). The random number depends on the
-            seed and on the token's position in ``[...]``; for DTensors, in the global tensor. So each step, and with
-            plain tensors each data-parallel rank, needs another seed. Except where a rounding decides, the id does not
-            depend on the number of ranks, the shards, the budget or the backend. Probabilities are exact to 1e-7 of the
-            sum of a window. docs/usage.md says what it costs.
+            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.features.draws`).
+            The random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
+            tensor. So each step, and with plain tensors each data-parallel rank, needs another seed. Except where a
+            rounding decides, the id does not depend on the number of ranks, the shards, the budget or the backend.
+            Probabilities are exact to 1e-7 of the sum of a window. docs/usage.md says what it costs.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are

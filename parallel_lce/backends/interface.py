@@ -245,7 +245,7 @@ class ForwardTask(NamedTuple):
     save_window_partials: bool = False
     # Picked entries, and memory for their logits.
     picked: PickedLogits | None = None
-    # A list to which the backend appends the window partials that its ``sampled_ids`` reads; None: nothing is sampled.
+    # A list to which the backend appends the partials of the windows; None: it keeps none.
     windows: list[Any] | None = None
 
 

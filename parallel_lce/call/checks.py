@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
 
@@ -149,6 +149,11 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
     # Importing torch.distributed.tensor takes a second. Before, there are no DTensors.
     tensor = getattr(dist, "tensor", None)
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def has_dtensor(values: Iterable[object]) -> bool:
+    tensor = getattr(dist, "tensor", None)
+    return tensor is not None and any([isinstance(value, tensor.DTensor) for value in values])
 
 
 def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.Size:

@@ -134,8 +134,7 @@ def _signature(
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
-    if type(seed := options.sample_seed) is int and 0 <= seed < 2**63:
-        options = options._replace(sample_seed=0)  # each step has another seed
+    options = options.of_every_step()
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
     key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
@@ -148,9 +147,15 @@ def _signature(
             return None
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
-    if layout.ranks > 1:
-        key += layout.ranks, layout.rank, None if tensors.input.is_cuda else dist.get_backend(layout.group)
+    key += _group_traits(layout, tensors.input)
     return tuple(key)
+
+
+def _group_traits(layout: Layout, input: Tensor) -> tuple:
+    """The signature's entries for a process group."""
+    if layout.ranks == 1:
+        return ()
+    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
 
 
 def _planned(
@@ -231,7 +236,7 @@ def _with_tensors(
         token_cap=softcap,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind(options, tensors) for kind in known.feature_kinds]),
+        features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -244,11 +249,11 @@ def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
 
 
 def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Of what all ranks must share for the loss. Without the seed, which differs from call to call, without the budget,
-    which may depend on a rank's memory, and without settings of the gradients, which a rank may not form."""
+    """Digest of the arguments that must be equal on all ranks. Not in it: what differs from step to step, the budget,
+    which may depend on a rank's memory, and options of gradients, which a rank may not form."""
     start = options.vocab_start if options.vocab_size is None else None
-    shared = dict(sample_seed=None, logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
-    values = agreed(options._replace(vocab_start=start, **shared))
+    others = dict(logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
+    values = agreed(options.of_every_step()._replace(vocab_start=start, **others))
     values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
     per_token = tensors.logit_scale is not None, tensors.temperature is not None
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)

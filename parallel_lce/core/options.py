@@ -75,6 +75,11 @@ class Options(NamedTuple):
         2.11 cannot trace ``locals()``."""
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
+    def of_every_step(self) -> Options:
+        """The same without the value of an option that has another value in each step."""
+        seed = self.sample_seed
+        return self._replace(sample_seed=0) if type(seed) is int and 0 <= seed < 2**63 else self
+
     @property
     def columns(self) -> Columns:
         """The columns of partials that the call needs."""
@@ -108,8 +113,12 @@ class Tensors(NamedTuple):
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
     def with_int64_ids(self) -> Tensors:
-        names = "target", "picked", "picked_offsets"
-        return self._replace(**{name: as_int64(getattr(self, name)) for name in names})
+        changed = {}
+        for name in ("target", "picked", "picked_offsets"):
+            ids = getattr(self, name)
+            if ids is not None and getattr(ids, "dtype", None) is not torch.int64:
+                changed[name] = as_int64(ids)
+        return self._replace(**changed) if changed else self
 
 
 def as_int64(ids: Any) -> Any:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import as_group, is_dtensor
+from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import SPOKEN, Options, Tensors, as_bool, as_number, check_option, is_count
@@ -43,8 +43,10 @@ def adapted(
     ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
     ``ValueError`` for a group, placements or shapes that are not supported."""
     group, tensors = as_group(group), tensors.with_int64_ids()
-    check_option("sequence_dim", sequence_dim := as_number(options.sequence_dim))
-    if not sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
+    sequence_dim = options.sequence_dim
+    if type(sequence_dim) is not int or sequence_dim != 0:
+        check_option("sequence_dim", sequence_dim := as_number(sequence_dim))
+    if not sequence_dim and not has_dtensor((*tensors, also)):
         return options, tensors, group, None
     adapter = DTensorAdapter(options, group, reduction or options.reduction)
     plain = adapter.enter(tensors)

@@ -67,8 +67,8 @@ class Gathers:
     def ready(self) -> IncomingHidden:
         """The oldest block's hidden states, complete. Starts the gather of the next block."""
         incoming = self.next()
-        incoming.wait()
         if self.sequence_parallel:
+            incoming.wait()
             self.start()
         return incoming
 
@@ -86,7 +86,7 @@ def forward(
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets, tokens = call.local_targets(), token_count(hidden, layout)
-        sizes = [feature.message_size(call) for feature in features]
+        sizes = [feature.message_size(call) for feature in features] if features else []
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
             feature.begin(call, message)

@@ -17,7 +17,7 @@ from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
-from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks
+from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
@@ -97,7 +97,7 @@ def _lazy_class(base: type) -> type:
             passed = named.get("weight", given[1] if len(given) > 1 else None)
             if (reason := _unsupported(self, base)) is not None:
                 warn_of_logits(self, reason)
-                keep_autograd_gradient(passed if passed is not None else self._parameters.get("weight"))
+                keep_autograd_gradient(passed if passed is not None else parameters_of(self).get("weight"))
                 return base.forward(self, *given, **named)
             used = self.weight if passed is None else passed
             if (reason := _why_logits(self, used, passed is None)) is not None:
@@ -162,7 +162,7 @@ def _unsupported(layer: Any, base: type) -> str | None:
         kind = getattr(layers, name)
         # A Function's apply is inherited.
         parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
-    if "parametrizations" in layer._modules:
+    if "parametrizations" in submodules_of(layer):
         return (
             "the output layer has parametrizations, which may give another weight each time; fold them into the weight"
         )

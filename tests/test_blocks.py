@@ -27,7 +27,8 @@ from parallel_lce.backends.interface import GradBuffers, HiddenGrad, Projection,
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.partials import SUM_EXP, TARGET, Coefficients, Columns, integer_view
 from parallel_lce.kernels import projection as mainloop
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, logit_above, slope_at, softcapped
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, logit_above
+from parallel_lce.kernels.logit_map import slope_at, softcapped
 from tools import chosen_backend, shrunk, small
 
 pytestmark = pytest.mark.usefixtures("kernels")

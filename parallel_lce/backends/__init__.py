@@ -52,7 +52,6 @@ def named(name: str) -> Backend:
     return torch_backend
 
 
-@functools.cache
 def part(package: str, backend: Backend) -> ModuleType:
     """The module of a feature's package for a backend: its ``torch_part`` or ``triton_part``, with the same names."""
     return importlib.import_module(f"{package}.{backend.NAME}_part")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import Coefficients, Columns, accumulation_dtype
 
 Backend = ModuleType
@@ -22,10 +23,7 @@ Backend = ModuleType
 
 @dataclass(frozen=True)
 class Projection:
-    """``z = softcap(scale * token_scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
-
-    ``softcap(u) = cap * tanh(u / cap)``.
-    """
+    """``z = logit_map(x @ weight.T + bias)`` for the real rows of a vocabulary shard."""
 
     # [V/P, D]
     weight: Tensor
@@ -35,18 +33,14 @@ class Projection:
     start: int
     # number of rows that are not padding; they come first
     real_rows: int
-    scale: float = 1.0
-    # One number, or [R] in the statistics' dtype.
-    softcap: float | Tensor | None = None
-    # [R] in the statistics' dtype: each token's factor beside ``scale``; None: 1
-    token_scale: Tensor | None = None
+    logit_map: LogitMap = LogitMap()
     # Dtype of statistics and sums: torch.float64 for a weight of that dtype.
     dtype: torch.dtype = torch.float32
 
     def of_rows(self, rows: slice | Tensor) -> Projection:
         """The projection of some tokens."""
-        each = {n: v[rows] for n in ("token_scale", "softcap") if isinstance(v := getattr(self, n), Tensor)}
-        return replace(self, **each) if each else self
+        logit_map = self.logit_map.of_rows(rows)
+        return self if logit_map is self.logit_map else replace(self, logit_map=logit_map)
 
 
 class Saved(Protocol):
@@ -184,11 +178,6 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
-    """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
-    return (z / cap).square_().neg_().add_(1.0)
-
-
 def differences_recovered(dtype: torch.dtype) -> bool:
     """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from what is saved.
 
@@ -207,14 +196,15 @@ def power_of_two_scale(
     affect the others. ``coefficients``: without a factor. Gradients that are differences may be far smaller than their
     coefficients: with them, no p counts as more than ``1 / sum_exp [R]``.
     """
-    scale, (alpha, beta, gamma, delta, epsilon, _) = projection.token_scale, coefficients
+    logit_map, (alpha, beta, gamma, delta, epsilon, _) = projection.logit_map, coefficients
     if any(c is not None for c in (gamma, delta, epsilon)):
         alpha, delta, epsilon = (c if c is None else c / sum_exp for c in (alpha, delta, epsilon))
         epsilon = epsilon if epsilon is None else epsilon / sum_exp
     terms = [c for c in (alpha, beta, gamma, delta, epsilon) if c is not None]
-    scaled = [c.abs() if scale is None else (c * scale).abs() for c in terms]
+    token_scale = logit_map.token_scale
+    scaled = [c.abs() if token_scale is None else (c * token_scale).abs() for c in terms]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
-    largest = sum(others, start=first) * abs(projection.scale)
+    largest = sum(others, start=first) * abs(logit_map.scale)
     if picked is not None and len(picked.values):
         largest = largest + picked.values.abs().nan_to_num(0.0, 0.0).amax()
     return power_of_two_near(largest)

@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
-from parallel_lce.backends.interface import (
-    BackwardTask,
-    ForwardTask,
-    Projection,
-    Scratch,
-    power_of_two_scale,
-    savable,
-    softcap_slope,
-)
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch, power_of_two_scale, savable
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
     logits_gradient,
@@ -187,7 +179,7 @@ class BlockBackward:
         coefficients = coefficients.folded()
         alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
-        temporaries = projection.softcap is not None or coefficients.delta is not None
+        temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None or self._has_logits
         width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
         self._windows = [
@@ -207,9 +199,9 @@ class BlockBackward:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
             slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
-        factor: Tensor | float = projection.scale
-        if projection.token_scale is not None:
-            factor = factor * projection.token_scale
+        factor: Tensor | float = projection.logit_map.scale
+        if projection.logit_map.token_scale is not None:
+            factor = factor * projection.logit_map.token_scale
         # fp16 operands are multiplied by a power of two. None: 1
         self._fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
@@ -226,9 +218,10 @@ class BlockBackward:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:
             self._epsilon = self._epsilon / sum_exp.square()
-        if self._beta is not None and projection.softcap is not None:
-            # Uses the target's fp32 logit, not a stored exponential.
-            self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
+        if self._beta is not None:
+            # Of the target's fp32 logit, not of a stored exponential.
+            slope = projection.logit_map.slope(partial[TARGET])
+            self._beta = self._beta if slope is None else self._beta * slope
 
     def hidden_grad(self) -> None:
         """Form dX, and dW and dbias of all tiles but the last."""
@@ -301,11 +294,10 @@ class BlockBackward:
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
         packed = saved_logits(stored) if self._has_logits else None
-        cap, slope = self._projection.softcap, None
-        if cap is not None:
-            cap = cap[rows] if isinstance(cap, Tensor) else cap
+        logit_map, slope = self._projection.logit_map.of_rows(rows), None
+        if logit_map.softcap is not None:
             z = torch.log(stored.to(maximum.dtype) * scale).add_(maximum)
-            slope = softcap_slope(cap, z if packed is None else torch.where(*packed, z))
+            slope = logit_map.slope(z if packed is None else torch.where(*packed, z))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
         if self._delta is None and self._epsilon is None and packed is None:
             return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
@@ -323,7 +315,7 @@ class BlockBackward:
         projection = self._projection.of_rows(rows)
         out = borrowed(self._scratch, rows, window, projection.dtype)
         z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
-        slope = None if projection.softcap is None else softcap_slope(projection.softcap, z)
+        slope = projection.logit_map.slope(z)
         z.sub_(self._maximum[rows])
         if self._slack is None:
             z.clamp_(max=0.0)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Picked, PickedGradient, Projection
-from parallel_lce.backends.torch_tiles import finished
 from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype, tile_partial
 
 # Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have the same shape.
@@ -37,8 +36,9 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor
     for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
-        bias = None if projection.bias is None else projection.bias[at]
-        finished(z, projection.of_rows(of_entry), bias)
+        if projection.bias is not None:
+            z += projection.bias[at]
+        z = projection.logit_map.of_rows(of_entry).apply(z)
         out[some] = z.where(hit[some], out[some])
 
 

@@ -50,21 +50,9 @@ def logits(projection: Projection, x: Tensor, weight: Tensor, window: slice, out
     """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as
     operands."""
     accumulate_nt(out, weight, x, overwrite=True)
-    return finished(out, projection, None if projection.bias is None else projection.bias[window, None])
-
-
-def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
-    """Logits from products ``z [entries, rows]``, in place: adds the bias, then applies scales and soft-cap. ``bias``
-    and the tokens' scales and caps broadcast against z."""
-    if bias is not None:
-        z += bias
-    if projection.scale != 1.0:
-        z *= projection.scale
-    if projection.token_scale is not None:
-        z *= projection.token_scale
-    if projection.softcap is not None:
-        z.div_(projection.softcap).tanh_().mul_(projection.softcap)
-    return z
+    if projection.bias is not None:
+        out += projection.bias[window, None]
+    return projection.logit_map.apply(out)
 
 
 def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient,
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
@@ -115,7 +116,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             # Under a soft-cap every row is rewritten, as those of flat tokens are.
             flat = torch.ones_like(shift)
         # Under a soft-cap the shift is 0.
-        sampled = shift if projection.softcap is None else None
+        sampled = shift if projection.logit_map.softcap is None else None
     if target is None:
         partial[TARGET].zero_()
     if target is not None or sampled is not None:
@@ -157,7 +158,7 @@ def _new_softmax_shift(product: Product) -> Tensor | None:
     x = product.x
     if x.dtype == torch.float16:
         return None
-    new = x.new_empty if product.softcap is None else x.new_zeros
+    new = x.new_empty if product.logit_map.softcap is None else x.new_zeros
     return new(x.shape[0], dtype=torch.float32)
 
 

@@ -124,7 +124,7 @@ class Piece:
             self.fp16_unscale = 1 / self._fp16_scale
         contiguous = [c.contiguous() for c in coefficients.present]
         self._coefficients = coefficients.replaced(contiguous, coefficients.factor)
-        self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection)
+        self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
         form, picked = self._task.form, self._task.picked

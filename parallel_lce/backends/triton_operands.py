@@ -24,7 +24,7 @@ def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Prod
     """The product of ``x`` with the shard's rows ``[start, stop)``."""
     bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
     weight = some_rows(projection.weight, start, stop)
-    return Product(x, weight, bias, projection.scale, projection.softcap, projection.token_scale)
+    return Product(x, weight, bias, projection.logit_map)
 
 
 def dense(x: Tensor) -> Tensor:

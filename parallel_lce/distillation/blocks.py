@@ -66,6 +66,20 @@ class Divergence:
         rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
         return cls(student, teacher, beta, blocks_within(options.logits_budget or 0, rows, row_bytes, fewest), entropy)
 
+    @property
+    def of_tokens(self) -> tuple[Tensor | None, ...]:
+        """The tokens' scales and soft-caps, the student's and the teacher's."""
+        return *self.student.logit_map.tensors, *self.teacher.logit_map.tensors
+
+    def with_tensors(self, of_tokens: Sequence[Tensor | None]) -> Divergence:
+        """The same with these as :attr:`of_tokens`. Saved-tensor hooks may have changed their strides."""
+        tensors = [t if t is None else t.contiguous() for t in of_tokens]
+        student, teacher = [
+            call.replaced(logit_map=call.logit_map.with_tensors(*some))
+            for call, some in ((self.student, tensors[:2]), (self.teacher, tensors[2:]))
+        ]
+        return replace(self, student=student, teacher=teacher)
+
 
 class _Pass:
     """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5 or 6, N]``. With the ``numbers`` of an earlier
@@ -108,7 +122,7 @@ class _Pass:
         pair = Pair(*logits, numbers[:2], numbers[2:], task.beta)
         if sums is not None:
             out = aligned(x, len(x), projection.real_rows, sums.dtype)
-            gradient = LogitsGradient(out, layout.take(sums.factor, block).contiguous(), None, projection.softcap)
+            gradient = LogitsGradient(out, layout.take(sums.factor, block).contiguous(), None, projection.logit_map)
         if self.known is None:
             # The gradient of KL(teacher || student) needs no sum: one pass computes both.
             self._sum(pair, block, gradient if task.beta == 0 else None)
@@ -155,10 +169,11 @@ def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Te
 
 def _output_factor(task: Divergence, factor: Tensor) -> Tensor:
     """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences."""
-    factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
-    if task.student.token_scale is not None:
+    logit_map = task.student.logit_map
+    factor = factor * (logit_map.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
+    if logit_map.token_scale is not None:
         # An ignored token has no gradient, whatever its scale is.
-        factor = (factor * task.student.token_scale).masked_fill_(factor == 0, 0.0)
+        factor = (factor * logit_map.token_scale).masked_fill_(factor == 0, 0.0)
     return factor
 
 

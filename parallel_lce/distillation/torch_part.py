@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
-from parallel_lce.backends.interface import Projection, softcap_slope
+from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.torch_logits import tiles_of_rows
-from parallel_lce.backends.torch_tiles import finished
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns, empty_partial
 
 # Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
@@ -41,14 +41,14 @@ class LogitsGradient(NamedTuple):
     factor: Tensor
     # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
     student_mean: Tensor | None
-    # The student's soft-cap: one number, or [R].
-    softcap: float | Tensor | None
+    # The student's
+    logit_map: LogitMap
 
 
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose target
     column is 0. On CUDA rows are :func:`aligned`."""
-    real, bias = projection.real_rows, projection.bias
+    real = projection.real_rows
     partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
     if x.is_cuda:
         z = aligned(x, len(x), real, projection.dtype)
@@ -57,7 +57,9 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
         z = matmul_nt(x, projection.weight[:real])
     if real == 0:
         return z, partial
-    finished(z.t(), projection, None if bias is None else bias[:real, None])
+    if projection.bias is not None:
+        z += projection.bias[:real]
+    projection.logit_map.apply(z.t())
     for rows in tiles_of_rows(*z.shape, itemsize=z.element_size()):
         maximum = torch.amax(z[rows], 1, out=partial[MAX, rows])
         # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.
@@ -89,9 +91,9 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
                 g = p - q
             else:
                 g = (p * (of_p - gradient.student_mean[rows, None])).masked_fill_(p == 0, 0.0)
-            if gradient.softcap is not None:
-                cap = gradient.softcap
-                g *= softcap_slope(cap[rows, None] if isinstance(cap, Tensor) else cap, pair.student[rows])
+            slope = gradient.logit_map.of_rows(rows).slope(pair.student[rows].t())
+            if slope is not None:
+                g *= slope.t()
             factor = gradient.factor[rows, None]
             gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
 

@@ -10,7 +10,7 @@ from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_operands import dense, product_of, stride_of
 from parallel_lce.core.partials import Columns, empty_partial
 from parallel_lce.distillation.torch_part import LogitsGradient, Pair
-from parallel_lce.kernels.arithmetic import slope_at
+from parallel_lce.kernels.logit_map import caps_of, slope_at
 from parallel_lce.kernels.partials import merge_windows
 from parallel_lce.kernels.projection import ForwardEpilogue, new_window_partials
 from parallel_lce.kernels.relaunch import Relaunched
@@ -52,18 +52,16 @@ def lce_backward_divergence(
     rest,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
-    CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
     contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
-    ``gradient``: memory, row stride, factor, student_mean, and the soft-cap per token or of all. ``CAPPED``: the
-    student's logits are soft-capped. ``ENTROPY``: ``sums`` has a third row."""
+    ``gradient``: memory, row stride, factor, student_mean, and the student's logit_map. ``ENTROPY``: ``sums`` has a
+    third row."""
     row = tl.program_id(0).to(tl.int64)
     if gradient is not None:
-        out, out_stride, factor, student_mean, token_cap, cap = gradient
-        if token_cap is not None:
-            cap = tl.load(token_cap + row)
+        out, out_stride, factor, student_mean, logit_map = gradient
+        cap = caps_of(logit_map, row, True)
     of_teacher = 0.0
     of_student = 0.0
     of_entropy = 0.0
@@ -97,7 +95,7 @@ def lce_backward_divergence(
                 g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
             else:
                 g = p - q
-            if CAPPED:
+            if logit_map.softcap is not None:
                 z = tl.load(student[0] + row * student[1] + column, mask=valid, other=0.0)
                 g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
@@ -113,11 +111,7 @@ def lce_backward_divergence(
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     student, teacher, student_normalizer, teacher_normalizer, beta = pair
     rows, entries = student.shape
-    softcap, to_gradient = None, None
-    if gradient is not None:
-        out, *numbers, softcap = gradient
-        caps = (softcap, 1.0) if isinstance(softcap, Tensor) else (None, 1.0 if softcap is None else softcap)
-        to_gradient = out, out.stride(0), *numbers, *caps
+    to_gradient = None if gradient is None else (gradient.out, gradient.out.stride(0), *gradient[1:])
     if rows:
         lce_backward_divergence.launch(
             (rows,),
@@ -131,7 +125,6 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
             1 - beta,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
-            CAPPED=softcap is not None,
             ENTROPY=sums is not None and len(sums) > 2,
             num_warps=8,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import BackwardTask, Picked, PickedGradient, softcap_slope
+from parallel_lce.backends.interface import BackwardTask, Picked, PickedGradient
 from parallel_lce.call.seam import Feature
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, SUM_EXP, integer_view
@@ -40,18 +40,9 @@ class MaxLogitPenalty(Feature):
         of_target = ids == task.target
         coefficients = coefficients._replace(beta=coefficients.beta - gradient.where(of_target, 0.0))
         entry = torch.arange(len(ids) + 1, device=ids.device)
-        gradient = _before(task.projection, gradient.masked_fill(of_target, 0.0), top)
+        gradient = task.projection.logit_map.before(gradient.masked_fill(of_target, 0.0), top)
         picked = PickedGradient(Picked(ids, entry[:-1], entry[1:]), gradient, top.contiguous())
         return task._replace(coefficients=coefficients, picked=picked)
-
-
-def _before(p, gradient, z):
-    gradient = gradient * p.scale
-    if p.token_scale is not None:
-        gradient = gradient * p.token_scale
-    if p.softcap is not None:
-        gradient = gradient * softcap_slope(p.softcap, z)
-    return gradient
 
 
 def _weighted(call: Any, alpha: Tensor, partial: Tensor, values: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Selected(Feature):
             beta = coefficients.beta - picked.sums(given.where(of_target, 0.0))
             coefficients, given = coefficients._replace(beta=beta), given.masked_fill(of_target, 0.0)
         self.logits = self.logits.contiguous()
-        self._gradient = call.before_softcap(given, self.logits)
+        self._gradient = call.logit_map.each(picked.spread).before(given, self.logits)
         return coefficients
 
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:

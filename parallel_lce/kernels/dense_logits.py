@@ -14,15 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import (
-    exact_logit,
-    exponential,
-    exponential_from,
-    finite_base,
-    scaled,
-    slope_at,
-    softcapped,
-)
+from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponential_from, finite_base
+from parallel_lce.kernels.logit_map import caps_of, row_logits, scales_of, slope_at
 from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -31,25 +25,12 @@ _ENTRIES, _WARPS = 2048, 8
 
 
 @triton.jit
-def _scale_and_cap(token_scale, token_cap, scale, cap, row):
-    """A token's scale and soft-cap."""
-    if token_scale is not None:
-        scale *= tl.load(token_scale + row)
-    if token_cap is not None:
-        cap = tl.load(token_cap + row)
-    return scale, cap
-
-
-@triton.jit
-def _logits(products, column, inside, bias, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def _logits(products, column, inside, bias, logit_map, scale, cap, SCALED: tl.constexpr):
     """The logits of some columns of a token's row; -inf outside."""
     z = tl.load(products + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         z += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if SCALED:
-        z = scaled(z, scale)
-    if CAPPED:
-        z = softcapped(z, cap)
+    z = row_logits(z, logit_map, scale, cap, SCALED)
     return tl.where(inside, z, -float("inf"))
 
 
@@ -62,17 +43,13 @@ def lce_forward_dense(
     target,
     token_weight,
     bias,
-    token_scale,
-    token_cap,
+    logit_map,
     rows,
     entries,
     stride,
-    scale,
-    cap,
     terms,
     SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -80,7 +57,7 @@ def lce_forward_dense(
     beta and, with ``SHIFTED``, gamma then follow the partial. ``target``: relative to the first entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
+    scale, cap = scales_of(logit_map, row, True), caps_of(logit_map, row, True)
     # Per lane: the maximum, and the sum of the other exponentials relative to it. The maximum's own exponential, 1, is
     # added last: small exponentials, added to it one by one, would be rounded away.
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -88,7 +65,7 @@ def lce_forward_dense(
     lane = tl.arange(0, BLOCK)
     for first in range(0, entries, BLOCK):
         column = first + lane
-        z = _logits(products, column, column < entries, bias, scale, cap, SCALED, CAPPED)
+        z = _logits(products, column, column < entries, bias, logit_map, scale, cap, SCALED)
         is_larger = z > maxima
         # -inf - -inf is NaN.
         e = tl.where(z == -float("inf"), 0.0, exponential(-tl.abs(z - maxima)))
@@ -104,7 +81,7 @@ def lce_forward_dense(
         for first in range(0, entries, BLOCK):
             column = first + lane
             inside = column < entries
-            z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
+            z = _logits(products, column, inside, bias, logit_map, scale, cap, SCALED)
             shifted += tl.where(inside, z - base, 0.0)
     # With an infinite maximum the sum is NaN: inf - inf.
     sum_exp = tl.where(top == float("inf"), float("nan"), sum_exp)
@@ -112,8 +89,8 @@ def lce_forward_dense(
     top = tl.where((sum_exp != sum_exp) & (top != float("inf")), float("nan"), top)
     wanted = tl.load(target + row)
     inside = (wanted >= 0) & (wanted < entries)
-    logit = _logits(products, wanted, inside, bias, scale, cap, SCALED, CAPPED)
-    if CAPPED:
+    logit = _logits(products, wanted, inside, bias, logit_map, scale, cap, SCALED)
+    if logit_map.softcap is not None:
         # The loop may have soft-capped this logit with other instructions.
         logit = exact_logit(logit, top, sum_exp, 0.0)
     logit = tl.where(inside, logit, 0.0)
@@ -148,18 +125,14 @@ def lce_backward_dense(
     divisor,
     target,
     bias,
-    token_scale,
-    token_cap,
+    logit_map,
     rows,
     entries,
     stride,
     gradient_stride,
     factor_stride,
-    scale,
-    cap,
     SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -169,7 +142,7 @@ def lce_backward_dense(
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradient += row * gradient_stride
-    scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
+    scale, cap = scales_of(logit_map, row, True), caps_of(logit_map, row, True)
     upstream = scale
     if factor is not None:
         upstream *= tl.load(factor + row * factor_stride)
@@ -188,7 +161,7 @@ def lce_backward_dense(
     for first in range(begin, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < end
-        z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
+        z = _logits(products, column, inside, bias, logit_map, scale, cap, SCALED)
         if IN_PLACE:
             # The stores overwrite these and earlier products: all threads must have read them.
             tl.debug_barrier()
@@ -197,7 +170,7 @@ def lce_backward_dense(
         g = p * alpha - tl.where(column == wanted, beta, 0.0)
         if SHIFTED:
             g -= tl.load(coefficients + 2 * rows + row)
-        if CAPPED:
+        if logit_map.softcap is not None:
             g *= slope_at(z, cap)
         tl.store(gradient + column, (g * upstream).to(gradient.dtype.element_ty), mask=inside)
 
@@ -209,9 +182,9 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
     """
     rows, entries = logits.shape
     if rows:
-        numbers = rows, entries, logits.stride(0), 1.0, 0.0, LossTerms()
-        tensors = logits, partial, None, target, None, None, None, None
-        options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, OUTSIDE_NAN=False)
+        numbers = rows, entries, logits.stride(0), LossTerms()
+        tensors = logits, partial, None, target, None, None, LogitMap()
+        options = dict(SHIFTED=shifted, SCALED=False, OUTSIDE_NAN=False)
         lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=_ENTRIES, num_warps=_WARPS)
 
 
@@ -222,7 +195,7 @@ def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.T
     """
     rows, entries = logits.shape
     if rows and entries:
-        tensors = logits, gradient, partial, None, None, target, None, None, None
-        numbers = rows, entries, logits.stride(0), gradient.stride(0), 0, 1.0, 0.0
-        options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=_ENTRIES, BLOCK=_ENTRIES)
+        tensors = logits, gradient, partial, None, None, target, None, LogitMap()
+        numbers = rows, entries, logits.stride(0), gradient.stride(0), 0
+        options = dict(SHIFTED=True, SCALED=False, IN_PLACE=False, SPAN=_ENTRIES, BLOCK=_ENTRIES)
         lce_backward_dense.launch((rows, -(-entries // _ENTRIES)), *tensors, *numbers, **options, num_warps=_WARPS)

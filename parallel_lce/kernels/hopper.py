@@ -122,7 +122,7 @@ def _consume(
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
 ):
-    ring, out, staged, listed, sizes, bias, scaling, epilogue = operands
+    ring, out, staged, listed, sizes, bias, logit_map, epilogue = operands
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
@@ -138,12 +138,12 @@ def _consume(
         first = window * BLOCK_N
         r = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
+        row_values = tile_rows(epilogue, logit_map, r, rows, GRADIENT)
         z = gl.zeros((HALF, BLOCK_N), gl.float32, layout)
         z = multiply(z, ring, count, steps, WARPGROUP * HALF, False, True, False)
         count += steps
         position = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        z = finish_tile(z, row_values, epilogue, bias, logit_map, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             tma.store_wait(0)
             staged.index(WARPGROUP).store(z.to(out.dtype))
@@ -160,7 +160,7 @@ def projection(
     weight,
     out,
     bias,
-    scaling,
+    logit_map,
     epilogue,
     listed,
     rows,
@@ -182,7 +182,7 @@ def projection(
         HALVES: gl.constexpr = [2] + out.block_type.shape
         staged = gl.allocate_shared_memory(x.dtype, HALVES, out.layout)
     sizes = (rows, entries, k_size, first_block, num_blocks)
-    operands = (ring, out, staged, listed, sizes, bias, scaling, epilogue)
+    operands = (ring, out, staged, listed, sizes, bias, logit_map, epilogue)
     gl.warp_specialize(
         [
             (_consume, (operands, 0, GRADIENT, SCALED, MASKED, SAVED_SCALE)),

@@ -19,11 +19,9 @@ from parallel_lce.kernels.arithmetic import (
     exponential_from,
     finite_base,
     gradient_of_entry,
-    logit_of,
-    scales_of,
-    softcap_slope,
     window_shift,
 )
+from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
@@ -53,7 +51,7 @@ def lce_forward_picked_logits(
     x,
     weight,
     bias,
-    scaling,
+    logit_map,
     windows,
     picked,
     logits,
@@ -85,7 +83,7 @@ def lce_forward_picked_logits(
             b = tl.load(weight_rows + c, mask=hit[:, None] & (c < k_size), other=0.0)
             z = add_product(a, b.T, z)
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
-        logit = logit_of(logit, bias, wanted, hit, scaling, token, True)
+        logit = entry_logits(logit, bias, wanted, hit, logit_map, token, True)
         if maxima is not None:
             here = (wanted // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
@@ -108,7 +106,7 @@ def lce_backward_place_picked(gradient, picked, values, logits, target, terms, r
     unit = 1.0
     if terms.fp16_scale is not None:
         unit = tl.load(terms.fp16_scale)
-    grad_scale = scales_of(terms.scaling, token, True)
+    grad_scale = scales_of(terms.logit_map, token, True)
     if coefficients.factor is not None:
         grad_scale *= tl.load(coefficients.factor + token * terms.factor_stride)
     base = finite_base(tl.load(partial + token))
@@ -135,7 +133,7 @@ def lce_backward_place_picked(gradient, picked, values, logits, target, terms, r
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, token, True, 1.0) * grad_scale
-        entry = (entry * softcap_slope(logit, terms.scaling, token, True) + total) * unit
+        entry = (entry * slope_of(logit, terms.logit_map, token, True) + total) * unit
         tl.store(row + wanted, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 
 
@@ -201,7 +199,7 @@ def picked_logits(
         x,
         weight,
         product.bias,
-        product.scaling,
+        product.logit_map,
         windows or (None, None, None),
         picked,
         logits,

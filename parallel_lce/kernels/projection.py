@@ -28,22 +28,19 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
     SAVED_FP16_SCALE,
-    Scaling,
     add_product,
-    caps_of,
     exponential_from,
     finite_base,
     flattened,
     loaded,
-    scaled,
-    slope_at,
-    softcapped,
 )
 from parallel_lce.kernels.draws import Draw, store_draw
+from parallel_lce.kernels.logit_map import slope_at, tile_caps, tile_logits
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import Tile, addressable, blocks_per_launch, descriptor, num_sms, tile_of
@@ -97,14 +94,14 @@ def tile_start(listed, number, first_block, num_blocks, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(epilogue, scaling, r, rows, GRADIENT: tl.constexpr):
+def tile_rows(epilogue, logit_map, r, rows, GRADIENT: tl.constexpr):
     """Values of the tile's tokens for :func:`finish_tile`. The first are the tokens' scales."""
     valid = r < rows
     if GRADIENT:
-        return _gradient_rows(epilogue, scaling, loaded(scaling.of_token, r, valid, 1.0), r, valid)
+        return _gradient_rows(epilogue, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), r, valid)
     else:
         return (
-            loaded(scaling.of_token, r, valid, 1.0),
+            loaded(logit_map.token_scale, r, valid, 1.0),
             loaded(epilogue.softmax_shift, r, valid, 1.0),
             loaded(epilogue.flat, r, valid, 1.0),
         )
@@ -116,7 +113,7 @@ def finish_tile(
     row_values,
     epilogue,
     bias,
-    scaling,
+    logit_map,
     position,
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -128,18 +125,10 @@ def finish_tile(
     r, c, window, rows, entries = position
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
-    if SCALED:
-        z = scaled(z, scaling.scale)
-    if scaling.of_token is not None:
-        z = scaled(z, row_values[0][:, None])
-    caps = None
-    if scaling.cap is not None:
-        caps = caps_of(scaling, r, r < rows)
-        if scaling.token_cap is not None:
-            caps = caps[:, None]
-        z = softcapped(z, caps)
+    caps = tile_caps(logit_map, r, r < rows)
+    z = tile_logits(z, logit_map, row_values[0], caps, SCALED)
     if GRADIENT:
-        return _gradient(z, row_values, epilogue, caps)
+        return _gradient(z, row_values, epilogue, logit_map, caps)
     elif epilogue.draw is not None:
         store_draw(z, position, epilogue.draw, MASKED)
         return z
@@ -155,16 +144,16 @@ def finish_tile(
 
 
 @triton.jit
-def _gradient_rows(epilogue, scaling, token_scales, r, valid):
+def _gradient_rows(epilogue, logit_map, token_scales, r, valid):
     """Values per token: scale, maximum, factor of the exponentials, alpha, delta, epsilon, gamma.
 
     The factor contains 1 / sum_exp and, without delta and epsilon, alpha. Factor and gamma contain the scales and
     ``fp16_scale``. Epsilon contains 1 / sum_exp.
     """
     base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
-    grad_scale = scaling.scale
-    if scaling.of_token is not None:
-        grad_scale = token_scales * scaling.scale
+    grad_scale = logit_map.scale
+    if logit_map.token_scale is not None:
+        grad_scale = token_scales * logit_map.scale
     if epilogue.fp16_scale is not None:
         grad_scale *= tl.load(epilogue.fp16_scale)
     to_p = 1.0 / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
@@ -177,7 +166,7 @@ def _gradient_rows(epilogue, scaling, token_scales, r, valid):
 
 
 @triton.jit
-def _gradient(z, row_values, epilogue, cap):
+def _gradient(z, row_values, epilogue, logit_map, cap):
     _, base, factor, alpha, delta, epsilon, gamma = row_values
     e = exponential_from(z, base[:, None])
     g = e * factor[:, None]
@@ -191,7 +180,7 @@ def _gradient(z, row_values, epilogue, cap):
         g *= terms
     if epilogue.gamma is not None:
         g -= gamma[:, None]
-    if cap is not None:
+    if logit_map.softcap is not None:
         g *= slope_at(z, cap)
     return g
 
@@ -235,7 +224,7 @@ def _projection(
     weight,
     out,
     bias,
-    scaling,
+    logit_map,
     epilogue,
     listed,
     rows,
@@ -265,14 +254,14 @@ def _projection(
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
-        row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
+        row_values = tile_rows(epilogue, logit_map, r, rows, GRADIENT)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, k_size, BLOCK_K):
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
             b = _load(weight, first, k, entries, k_size, weight_stride, BLOCK_N, BLOCK_K, TMA)
             z = add_product(a, b.T, z)
         position = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        z = finish_tile(z, row_values, epilogue, bias, logit_map, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             if first < out_entries:
                 _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)
@@ -280,7 +269,7 @@ def _projection(
 
 @dataclass(frozen=True)
 class Product:
-    """``softcap(scale * token_scale * (x @ weight.T + bias))``. The K dimension is contiguous in both operands."""
+    """``logit_map(x @ weight.T + bias)``. The K dimension is contiguous in both operands."""
 
     # [R, D]
     x: torch.Tensor
@@ -288,20 +277,10 @@ class Product:
     weight: torch.Tensor
     # [V]
     bias: torch.Tensor | None = None
-    scale: float = 1.0
-    # One number, or [R] fp32.
-    softcap: float | torch.Tensor | None = None
-    # [R] fp32; None: 1
-    token_scale: torch.Tensor | None = None
+    logit_map: LogitMap = LogitMap()
 
     def of_rows(self, rows: slice) -> Product:
-        token_scale = self.token_scale if self.token_scale is None else self.token_scale[rows]
-        softcap = self.softcap[rows] if isinstance(self.softcap, torch.Tensor) else self.softcap
-        return replace(self, x=self.x[rows], token_scale=token_scale, softcap=softcap)
-
-    @cached_property
-    def scaling(self) -> Scaling:
-        return Scaling.of(self)
+        return replace(self, x=self.x[rows], logit_map=self.logit_map.of_rows(rows))
 
     @cached_property
     def tma(self) -> bool:
@@ -330,7 +309,7 @@ class Product:
         saves_fp16 = not gradient and out is not None and out.dtype == torch.float16
         options = {
             "GRADIENT": gradient,
-            "SCALED": self.scale != 1.0,
+            "SCALED": self.logit_map.scale != 1.0,
             "MASKED": entries % tile.entries != 0,
             "SAVED_SCALE": SAVED_FP16_SCALE if saves_fp16 else 1.0,
             "num_warps": tile.warps,
@@ -370,7 +349,7 @@ class Product:
                 weight,
                 destination,
                 self.bias,
-                self.scaling,
+                self.logit_map,
                 epilogue,
                 listed,
                 rows,

@@ -142,7 +142,7 @@ class DenseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         layout, dense, options, backend = call.layout, call.dense, call.options, call.backend
-        target, scales, caps, weights = call.target, call.token_scale, call.token_cap, call.token_weight
+        target, logit_map, weights = call.target, call.logit_map, call.token_weight
         gathered = divisor = None
         with device_without_autocast(weight):
             x = hidden if hidden.dim() == 2 else flattened(hidden)
@@ -151,10 +151,10 @@ class DenseLoss(torch.autograd.Function):
                 gathered = x if call.plan.saves_hidden else None
             products = dense.products(x, weight)
             if layout.ranks == 1:
-                value, stacked = dense.losses(products, (target, weights, bias, scales, caps))
+                value, stacked = dense.losses(products, (target, weights, bias, logit_map))
             else:
                 gather = PartialsGather(x, len(x), call.shard, call.columns, layout)
-                dense.partial(products, gather.local, (call.local_targets(), None, bias, scales, caps))
+                dense.partial(products, gather.local, (call.local_targets(), None, bias, logit_map))
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
                 value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
@@ -163,7 +163,7 @@ class DenseLoss(torch.autograd.Function):
                 value, divisor = dense.mean(value, target, weights)
             elif options.reduction == "sum":
                 value = value.sum()
-        ctx.save_for_backward(hidden, weight, bias, target, scales, caps, stacked, divisor, gathered, products)
+        ctx.save_for_backward(hidden, weight, bias, target, *logit_map.tensors, stacked, divisor, gathered, products)
         ctx.call, ctx.consumed = call, False
         return value
 
@@ -175,6 +175,7 @@ class DenseLoss(torch.autograd.Function):
         contiguous: list[Any] = [t if t is None or t.is_contiguous() else t.contiguous() for t in others]
         bias, target, scales, caps, stacked, divisor, gathered, products = contiguous
         call, (needs_hidden, needs_weight, *_) = ctx.call, ctx.needs_input_grad
+        logit_map = call.logit_map.with_tensors(scales, caps)
         layout, dense, real = call.layout, call.dense, call.dense.entries
         consumed, ctx.consumed = ctx.consumed, True
         dx = dweight = reduction = incoming = None
@@ -192,7 +193,7 @@ class DenseLoss(torch.autograd.Function):
                 dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start
-            gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, scales, caps))
+            gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, logit_map))
             if needs_hidden and layout.ranks > 1 and call.reduced_over.ranks > 1:
                 block, reduction = call.plan.blocks[0], call.hidden_reduction(flattened(hidden))
                 local = reduction.open_block(block)

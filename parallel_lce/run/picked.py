@@ -77,7 +77,7 @@ class _Picked(torch.autograd.Function):
         with device_without_autocast(weight):
             if log_probs is not None:
                 gradient = call.backend.set_gradient(log_probs, gradient, call.picked)
-            values = call.before_softcap(gradient, logits)
+            values = call.logit_map.each(call.picked.spread).before(gradient, logits)
         return *_gradients(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None, None
 
 

@@ -72,14 +72,14 @@ class _Share:
         self.ids = pad(samples.ids, padded, value=-1)[part]
         # [m]: bias and offset of a column; -inf for an id outside the vocabulary.
         bias_of, exists = columns.unbind(1)
-        offsets = call.scale * bias_of + pad(offsets, padded)[part]
+        offsets = call.logit_map.scale * bias_of + pad(offsets, padded)[part]
         self.offsets = offsets.masked_fill(exists == 0, -torch.inf)
         row_bytes = 8 * layout.sp_size * size
         self.blocks = blocks_within(default_budget(weight.device), len(self.target) // layout.sp_size, row_bytes)
 
     def logits(self, block: Block, x: Tensor) -> Tensor:
         """``[R, m]`` of a block's hidden states ``x [R, D]``; -inf for samples that are left out."""
-        logits = matmul_nt(x, self.rows).mul_(self.call.scale).add_(self.offsets)
+        logits = matmul_nt(x, self.rows).mul_(self.call.logit_map.scale).add_(self.offsets)
         if self.remove:
             target = self.call.layout.take(self.target, block)
             logits.masked_fill_(self.ids == target.unsqueeze(1), -torch.inf)
@@ -104,7 +104,7 @@ class _Share:
         call, layout, flat = self.call, self.call.layout, flattened(hidden).contiguous()
         projection = Projection(self.rows, None, 0, len(self.rows), dtype=call.dtype)
         needs = Needs(needs_hidden, True, False)
-        largest = abs(call.scale)
+        largest = abs(call.logit_map.scale)
         sums = OutputGradients(call, flat, projection, needs, len(self.blocks), upstream, largest, call.dtype)
         doffsets = torch.zeros_like(self.offsets)
         # A token without a sample has no gradient.
@@ -115,7 +115,11 @@ class _Share:
             gradient = self.logits(block, x).sub_(layout.take(lse, block).unsqueeze(1)).exp_()
             gradient = gradient.mul_(layout.take(factor, block).unsqueeze(1))
             doffsets += gradient.sum(0)
-            sums.add(block, x, (gradient if call.scale == 1 else gradient.mul_(call.scale)).to(sums.dtype))
+            sums.add(
+                block,
+                x,
+                (gradient if call.logit_map.scale == 1 else gradient.mul_(call.logit_map.scale)).to(sums.dtype),
+            )
         dx, drows, _ = sums.deliver(hidden.shape)
         return dx, drows, sums.unscaled(doffsets)
 
@@ -168,5 +172,5 @@ def _to_rows(
     dweight = whole.new_zeros(shape[0] + 1, shape[1], dtype=dtype)
     of_bias = whole.new_zeros(shape[0] + 1, dtype=dtype)
     place = local.masked_fill(local == call.shard.real_rows, shape[0])
-    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.scale).to(dtype)
+    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.logit_map.scale).to(dtype)
     return dweight[:-1], of_bias[:-1], whole[:count, -1]

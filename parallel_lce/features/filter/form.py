@@ -45,8 +45,9 @@ def worth_filtering(multiplications: int) -> bool:
 
 def units_of(rows: Rows) -> Tensor:
     """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
-    units = rows.coefficients.alpha * rows.projection.scale
-    for factor in (rows.coefficients.factor, rows.projection.token_scale, rows.fp16_scale):
+    logit_map = rows.projection.logit_map
+    units = rows.coefficients.alpha * logit_map.scale
+    for factor in (rows.coefficients.factor, logit_map.token_scale, rows.fp16_scale):
         if factor is not None:
             units *= factor
     return units
@@ -137,7 +138,7 @@ def with_window_partials(task: ForwardTask) -> ForwardTask:
     """The task, which also saves the partials of windows if a backward could recompute fewer windows. Not under a
     soft-cap, whose slope changes the gradients of a window, so that their sum is not the window's mass."""
     (rows, hidden_size), projection, real = task.x.shape, task.projection, task.projection.real_rows
-    if real == 0 or projection.softcap is not None or not fills_sample(rows):
+    if real == 0 or projection.logit_map.softcap is not None or not fills_sample(rows):
         return task
     x = dense(task.x)
     tile = product_of(projection, x, 0, real).tile
@@ -164,8 +165,7 @@ class ActiveWindows:
         sample = sample_tokens(len(rows.x))
         assert sample is not None, "windows are given to rows that fill a sample"
         self._sample = sample
-        if projection.token_scale is not None:
-            projection = replace(projection, token_scale=sample.of(projection.token_scale))
+        projection = replace(projection, logit_map=projection.logit_map.each(sample.of))
         # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
         alpha = alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE
         self._sampled = Rows(
@@ -206,10 +206,10 @@ def _mean_logits(rows: Rows, first: int) -> Tensor:
     """Mean logits, fp32, of the shard's entries from ``first`` on, over the tokens with a gradient."""
     projection, counted = rows.projection, rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)
-    if projection.token_scale is not None:
-        weights = weights * projection.token_scale
+    if projection.logit_map.token_scale is not None:
+        weights = weights * projection.logit_map.token_scale
     mean, of_bias = torch.mv(rows.x.t(), weights.to(rows.x.dtype)), weights.sum()
     result = matmul_nt(mean[None], some_rows(projection.weight, first, projection.real_rows))[0]
     if projection.bias is not None:
         result += some_rows(projection.bias, first, projection.real_rows) * of_bias
-    return result.mul_(projection.scale)
+    return result.mul_(projection.logit_map.scale)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
@@ -231,7 +231,7 @@ def token_statistics(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    _, number, _, each = apart(1.0, temperature)
+    _, number, _, each = split_per_token(1.0, temperature)
     options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
     statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)

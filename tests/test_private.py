@@ -237,6 +237,7 @@ def test_trees_of_tensors():
     leaves, spec = private.pytree.tree_flatten(((1, [2]), {"a": 3}))
     assert leaves == [1, 2, 3] and private.pytree.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": 6})
     assert private.pytree.tree_leaves(((1, [2]), {"a": 3})) == leaves
+    assert private.pytree.treespec_loads(private.pytree.treespec_dumps(spec)) == spec
     assert private.pytree.tree_map_only(int, str, [1, 2.0, (3,)]) == ["1", 2.0, ("3",)]
 
 

@@ -58,7 +58,7 @@ def explain_break(function: Callable, reason: str) -> None:
     function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def without_graphs(function: F) -> F:
+def without_graphs(function: Callable) -> Any:
     """The function, in which torch.compile does not run. Before torch._dynamo is imported, it runs nowhere."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 

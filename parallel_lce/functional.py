@@ -147,8 +147,8 @@ def linear_cross_entropy(
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
     no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
-    for targets out of range, and for arguments that one rank refuses; it synchronises the host with the device. Meta
-    and fake tensors give the shapes of results.
+    for equal shards, for targets out of range, and for arguments that one rank refuses; it synchronises the host with
+    the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message

@@ -28,13 +28,17 @@ from torch.distributed.tensor import DTensor
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import (
+    FSDP_MODULES,
     DeviceContext,
     fsdp_output_dtype,
     function_modes,
     hooks,
     in_forward_mode,
     linear,
+    module_calls,
     must_be_one_graph,
+    parameters_of,
+    submodules_of,
     transforming,
 )
 from parallel_lce.functional import linear_cross_entropy, token_statistics
@@ -42,7 +46,6 @@ from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimiz
 from parallel_lce.modules import LinearCrossEntropy
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
@@ -67,7 +70,7 @@ class _LazyLogits(RecordedLogits):
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
         weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
-        trainable = any([p is not None and p.requires_grad for p in layer._parameters.values()])
+        trainable = any([p is not None and p.requires_grad for p in parameters_of(layer).values()])
         self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
         self.watch.weight = own = layer.weight
         vars(self).update(vocabulary=own.shape[0], kind=(own.dtype, own.device))
@@ -88,7 +91,7 @@ class _LazyLogits(RecordedLogits):
         elif type(weight) is not DTensor:
             if not transforming() and weight.numel() > 0 and weight.untyped_storage().size() == 0:
                 after = "FSDP has taken back the output layer's weight"
-        elif self.layer._parameters.get("weight", weight) is not weight:
+        elif parameters_of(self.layer).get("weight", weight) is not weight:
             after = "the output layer got another weight"
         if after:
             remedy = "use output.logits before, evaluate in eval mode, or call unpatch(model)"
@@ -126,7 +129,7 @@ class _LazyLogits(RecordedLogits):
 
     def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:
         """The loss has no logits in its graph: its own hook gets their gradient, of the model's own loss."""
-        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_FSDP):
+        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(FSDP_MODULES):
             vars(self)["hooks"] = (*self.hooks, hook)  # FSDP puts one on each output, and needs one of them
             return
         node, own = self.origin.loss
@@ -180,11 +183,11 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
     forward = hooks(layer, "forward", "forward_pre")
-    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
+    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(FSDP_MODULES)]
     if others or hooks(layer, "backward", "backward_pre"):
         return "its output layer has hooks"
-    calls = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
-    if not all(map(_is_torchs, calls, _CALLS)) or nn.functional.linear is not linear:
+    calls = {"Linear.forward": nn.Linear.forward, **module_calls()}
+    if not all(map(_is_torchs, calls.values(), calls)) or nn.functional.linear is not linear:
         return "nn.Linear, or what that calls, was replaced"
     modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
@@ -195,9 +198,6 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
-
-
-_CALLS = "Linear.forward", "Module._wrapped_call_impl", "Module._call_impl"
 
 
 def _is_torchs(function: Any, name: str) -> bool:
@@ -481,7 +481,7 @@ class _Door:
                 path = self.path = next((n for n, m in model.named_modules() if m is layer), "").split(".")
             modules: list[Any] = [model]
             for name in path:
-                modules.append(modules[-1]._modules.get(name) if modules[-1] is not None else None)
+                modules.append(submodules_of(modules[-1]).get(name) if modules[-1] is not None else None)
             if modules[-1] is layer:
                 return modules[1:-1]
         return []

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
-from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
+from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
@@ -97,7 +97,7 @@ def _lazy_class(base: type) -> type:
             passed = named.get("weight", given[1] if len(given) > 1 else None)
             if (reason := _unsupported(self, base)) is not None:
                 warn_of_logits(self, reason)
-                keep_autograd_gradient(passed if passed is not None else self._parameters.get("weight"))
+                keep_autograd_gradient(passed if passed is not None else parameters_of(self).get("weight"))
                 return base.forward(self, *given, **named)
             used = self.weight if passed is None else passed
             if (reason := _why_logits(self, used, passed is None)) is not None:
@@ -162,7 +162,7 @@ def _unsupported(layer: Any, base: type) -> str | None:
         kind = getattr(layers, name)
         # A Function's apply is inherited.
         parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
-    if "parametrizations" in layer._modules:
+    if "parametrizations" in submodules_of(layer):
         return (
             "the output layer has parametrizations, which may give another weight each time; fold them into the weight"
         )
@@ -231,7 +231,7 @@ def token_statistics(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    _, number, _, each = apart(1.0, temperature)
+    _, number, _, each = split_per_token(1.0, temperature)
     options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
     statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)

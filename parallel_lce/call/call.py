@@ -18,7 +18,6 @@ from parallel_lce.call.seam import Feature
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.memory import with_contiguous_rows
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
@@ -67,13 +66,15 @@ class Call:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The call's tensors of tokens, and those of its features. None of them needs a gradient."""
         ids, offsets = (None, None) if self.picked is None else self.picked.tensors
-        of_features = [tensor for feature in self.features for tensor in feature.tensors]
-        return self.target, *self.logit_map.tensors, self.token_weight, ids, offsets, *of_features
+        logit_map = self.logit_map
+        own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, ids, offsets
+        if not self.features:
+            return own
+        return *own, *[tensor for feature in self.features for tensor in feature.tensors]
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Call:
         """The call with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
-        given = self.target, *self.logit_map.tensors, self.token_weight
-        if self.picked is None and not self.features and all(map(operator.is_, tensors, given)):
+        if self.picked is None and not self.features and all(map(operator.is_, tensors, self.tensors)):
             return self
         target, scale, cap, weight, ids, offsets, *others = [t if t is None else t.contiguous() for t in tensors]
         picked, features = self.picked, []
@@ -99,18 +100,22 @@ class Call:
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
         # Kernels take rows contiguous in D. Saved-tensor hooks may have changed the strides.
-        weight, bias = with_contiguous_rows(weight), bias if bias is None else bias.contiguous()
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        bias = bias if bias is None else bias.contiguous()
         return Projection(weight, bias, shard.start, shard.real_rows, self.logit_map, self.dtype)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
-        """The ``projection`` with the scales and soft-caps of a block's tokens."""
+        """The ``projection`` with the logit map of a block's tokens."""
+        if self.logit_map.token_scale is None:  # with it a token may have a soft-cap of its own, too
+            return projection
         logit_map = self.logit_map.each(lambda t: self.layout.take(t, block))
         return projection if logit_map is self.logit_map else replace(projection, logit_map=logit_map)
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
-        if self.number is not None and self.reduced_over.ranks > 1:
+        layout = self.reduced_over
+        if self.number is not None and layout.ranks > 1:
             debug.agree_about_backward(self.layout, self.number)
-        return HiddenReduction(hidden, self.reduced_over, self.options.reduce_dtype)
+        return HiddenReduction(hidden, layout, self.options.reduce_dtype)
 
     @property
     def reduced_over(self) -> Layout:

@@ -337,7 +337,6 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
     the device. ``mask``: the tokens that count."""
     if target is None or vocab_size is None or options.ignore_index is None or not options.outside_is_nan:
         return
-    target = as_int64(target)
     low, high = map(int, target.aminmax()) if target.numel() else (0, 0)
     if 0 <= low and high < vocab_size:  # the usual case, at a third of the cost
         return

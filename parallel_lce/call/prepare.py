@@ -18,25 +18,17 @@ from torch import Tensor
 from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
 from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
+from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
 from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
-from parallel_lce.core.collectives import Layout, Shard, digest_of
+from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import (
-    SPOKEN,
-    Options,
-    Tensors,
-    agreed,
-    as_bool,
-    as_int64,
-    check_options,
-    with_python_numbers,
-)
+from parallel_lce.core.options import Options, Tensors, as_bool, as_int64, check_options, with_python_numbers
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode
@@ -46,8 +38,6 @@ KNOWN: dict[tuple, Call] = {}
 
 _MOST_KNOWN = 1024
 _ALONE = Layout()
-# Names in debug mode's messages, where they are not the names of the fields.
-_DEBUG_NAMES = {"logit_scale": "logit_scale of each token", "temperature": "temperature of each token", **SPOKEN}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
@@ -173,9 +163,9 @@ def _planned(
     backend = backend_of(weight)
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
     options = options._replace(logits_budget=budget)
-    shard = _shard(options, weight, layout)
+    shard = shard_of(options, weight, layout)
     if layout.ranks > 1:
-        shard = replace(shard, digest=_digest(options, tensors, shape))
+        shard = replace(shard, digest=digest(options, tensors, shape))
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     number = None
@@ -234,23 +224,6 @@ def _with_tensors(
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
-
-
-def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
-    rows = weight.shape[0]
-    start = layout.rank * rows if options.vocab_start is None else options.vocab_start
-    return Shard(start, rows, options.vocab_size)
-
-
-def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Digest of the arguments that must be equal on all ranks. Not in it: what differs from step to step, the budget,
-    which may depend on a rank's memory, and options of gradients, which a rank may not form."""
-    start = options.vocab_start if options.vocab_size is None else None
-    others = dict(logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
-    values = agreed(options.of_every_step()._replace(vocab_start=start, **others))
-    values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
-    per_token = tensors.logit_scale is not None, tensors.temperature is not None
-    return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
 
 
 def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
@@ -335,44 +308,6 @@ def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
     if options.logit_softcap is None or tensors.temperature is not None:
         return options.logit_softcap is None
     return backend.savable(tensors.linear_weight.dtype, LogitMap.of(options).softcap)
-
-
-def check_together(
-    options: Options, tensors: Tensors, layout: Layout, others: dict[str, object], mask: Tensor | None = None
-) -> None:
-    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments, the same ``others`` and, for
-    statistics, the same ``mask`` of the tokens that count; and for targets as :func:`check_target`."""
-    weight, shard = tensors.linear_weight, _shard(options, tensors.linear_weight, layout)
-    shards = [debug.Slice(shard.start, shard.rows, debug.fingerprint(weight[: shard.real_rows]))]
-    hidden, target = tensors.input, tensors.target
-    if layout.ranks > 1:
-        settings = agreed(options) | {
-            "tokens": (hidden.shape[0] * layout.sp_size, *hidden.shape[1:-1]) if hidden.dim() > 1 else (),
-            "hidden size": hidden.shape[-1],
-            "dtype": hidden.dtype,
-            **others,
-        }
-        for name in ("logit_scale", "temperature"):
-            if getattr(tensors, name) is not None:
-                settings[name] = "of each token"
-        if shard.rows:
-            settings["linear_bias given"] = tensors.linear_bias is not None
-        per_token = {
-            _DEBUG_NAMES.get(name, name): value
-            if value is None
-            else value.double()
-            if value.is_floating_point()
-            else as_int64(value).long()
-            for name, value in zip(Tensors._fields, tensors)
-            if name not in ("input", "linear_weight", "linear_bias")
-        }
-        if mask is not None and options.reduction is None:  # a loss makes it from the targets
-            per_token["mask"] = mask.long()
-        shards = debug.agree(layout, settings, per_token, shards[0])
-        if not layout.sequence_parallel:
-            debug.agree_about_hidden(layout, hidden)
-    vocab_size = debug.check_cover(shards, options.vocab_size)
-    check_target(options, target, vocab_size, mask)
 
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:

@@ -60,16 +60,12 @@ class LogitMap(NamedTuple):
             u *= self.scale
         if self.token_scale is not None:
             u *= self.token_scale
-        cap = self._cap
+        cap = self.softcap if self.token_softcap is None else self.token_softcap
         return u if cap is None else u.div_(cap).tanh_().mul_(cap)
-
-    @property
-    def _cap(self) -> float | Tensor | None:
-        return self.softcap if self.token_softcap is None else self.token_softcap
 
     def slope(self, z: Tensor) -> Tensor | None:
         """The soft-cap's derivative ``[..., R]`` where it returns ``z``: ``1 - (z / cap)^2``. None: 1"""
-        cap = self._cap
+        cap = self.softcap if self.token_softcap is None else self.token_softcap
         return None if cap is None else (z / cap).square_().neg_().add_(1.0)
 
     def before(self, gradient: Tensor, z: Tensor) -> Tensor:

@@ -66,10 +66,11 @@ class Gathers:
 
     def ready(self) -> IncomingHidden:
         """The oldest block's hidden states, complete. Starts the gather of the next block."""
-        incoming = self.next()
-        if self.sequence_parallel:
-            incoming.wait()
-            self.start()
+        if not self.sequence_parallel:
+            return self.next()
+        incoming = self._started.popleft()
+        incoming.wait()
+        self.start()
         return incoming
 
 

@@ -123,9 +123,9 @@ def configure() -> None:
 
         form.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
-        from parallel_lce.kernels import tuning
+        from parallel_lce.kernels.mainloops import choice
 
-        tuning._has_gluon = lambda: False
+        choice._has_gluon = lambda: False
 
 
 def forkserver():

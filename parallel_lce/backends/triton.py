@@ -2,7 +2,7 @@
 """The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
 A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
-for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits
+for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.epilogue`). The gradient of the logits
 is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
 the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
 
@@ -21,13 +21,13 @@ from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient,
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
-from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
+from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
-from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
+from parallel_lce.kernels.product import Product, new_window_partials
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.core.memory import some_rows
-from parallel_lce.kernels.projection import Product, logits_gradient
+from parallel_lce.kernels.product import Product, logits_gradient
 from parallel_lce.kernels.token_gradients import Targets, place_targets
 
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.

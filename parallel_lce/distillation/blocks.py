@@ -66,20 +66,6 @@ class Divergence:
         rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
         return cls(student, teacher, beta, blocks_within(options.logits_budget or 0, rows, row_bytes, fewest), entropy)
 
-    @property
-    def of_tokens(self) -> tuple[Tensor | None, ...]:
-        """The tokens' scales and soft-caps, the student's and the teacher's."""
-        return *self.student.logit_map.tensors, *self.teacher.logit_map.tensors
-
-    def with_tensors(self, of_tokens: Sequence[Tensor | None]) -> Divergence:
-        """The same with these as :attr:`of_tokens`. Saved-tensor hooks may have changed their strides."""
-        tensors = [t if t is None else t.contiguous() for t in of_tokens]
-        student, teacher = [
-            call.replaced(logit_map=call.logit_map.with_tensors(*some))
-            for call, some in ((self.student, tensors[:2]), (self.teacher, tensors[2:]))
-        ]
-        return replace(self, student=student, teacher=teacher)
-
 
 class _Pass:
     """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5 or 6, N]``. With the ``numbers`` of an earlier

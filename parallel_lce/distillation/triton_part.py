@@ -10,9 +10,10 @@ from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_operands import dense, product_of, stride_of
 from parallel_lce.core.partials import Columns, empty_partial
 from parallel_lce.distillation.torch_part import LogitsGradient, Pair
+from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 from parallel_lce.kernels.partials import merge_windows
-from parallel_lce.kernels.projection import ForwardEpilogue, new_window_partials
+from parallel_lce.kernels.product import new_window_partials
 from parallel_lce.kernels.relaunch import Relaunched
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from parallel_lce.core.partials import ALONE, NEAR
-from parallel_lce.kernels.tuning import interpreted
+from parallel_lce.kernels.device import interpreted
 
 REACH = 32.0
 """Largest distance, in nats, of a window's maximum from the token's softmax shift. bf16 has fp32's exponent range:

@@ -23,7 +23,7 @@ from parallel_lce.kernels.arithmetic import (
 )
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.projection import Product
+from parallel_lce.kernels.product import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.token_gradients import GradientTerms
 

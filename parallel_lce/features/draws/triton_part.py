@@ -8,9 +8,8 @@ from torch import Tensor
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_operands import product_of
 from parallel_lce.core.partials import MAX
-from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
+from parallel_lce.kernels.draws import DrawEpilogue, find_windows, list_tiles
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.projection import ForwardEpilogue
 
 
 def entries_at(
@@ -30,6 +29,5 @@ def entries_at(
     window, order = window.sort(stable=True)
     product = product_of(projection.of_rows(order), x.index_select(0, order), 0, real)
     listed = list_tiles(window, product.row_blocks, product.tile.rows, product.windows)
-    draw = Draw(window, order, within, ids, projection.start)
-    product.launch(None, ForwardEpilogue(None, None, draw=draw), listed)
+    product.launch(None, DrawEpilogue(window, order, within, ids, projection.start), listed)
     return ids

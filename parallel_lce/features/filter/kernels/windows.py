@@ -167,7 +167,7 @@ def window_masses(
 
 
 def list_active_windows(largest: torch.Tensor, eps: float) -> torch.Tensor:
-    """The list, for :meth:`parallel_lce.kernels.projection.Product.launch`, of the windows whose bound exceeds ``eps``.
+    """The list, for :meth:`parallel_lce.kernels.product.Product.launch`, of the windows whose bound exceeds ``eps``.
     ``largest``: the bounds of :func:`window_masses`."""
     row_blocks, windows = largest.shape
     numbers = torch.arange(largest.numel(), device=largest.device).view(windows, row_blocks)

@@ -24,19 +24,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as _modules
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
+from parallel_lce.core.private import (
+    FSDP_MODULES,
+    DeviceContext,
+    fsdp_output_dtype,
+    function_modes,
+    hooks,
+    in_forward_mode,
+    linear,
+    module_calls,
+    must_be_one_graph,
+    parameters_of,
+    submodules_of,
+    transforming,
+)
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.run.transforms import transforming
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
@@ -61,7 +70,7 @@ class _LazyLogits(RecordedLogits):
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
         weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
-        trainable = any([p is not None and p.requires_grad for p in layer._parameters.values()])
+        trainable = any([p is not None and p.requires_grad for p in parameters_of(layer).values()])
         self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
         self.watch.weight = own = layer.weight
         vars(self).update(vocabulary=own.shape[0], kind=(own.dtype, own.device))
@@ -82,7 +91,7 @@ class _LazyLogits(RecordedLogits):
         elif type(weight) is not DTensor:
             if not transforming() and weight.numel() > 0 and weight.untyped_storage().size() == 0:
                 after = "FSDP has taken back the output layer's weight"
-        elif self.layer._parameters.get("weight", weight) is not weight:
+        elif parameters_of(self.layer).get("weight", weight) is not weight:
             after = "the output layer got another weight"
         if after:
             remedy = "use output.logits before, evaluate in eval mode, or call unpatch(model)"
@@ -103,7 +112,7 @@ class _LazyLogits(RecordedLogits):
         layer = self.layer
         if self.weight is None and self.origin.has_loss:  # FSDP2's hooks, which cast, run within the forward alone
             logits = nn.functional.linear(self.hidden.to(layer.weight.dtype), layer.weight, layer.bias)
-            return logits.to(layer._get_fsdp_state()._mp_policy.output_dtype or logits.dtype)
+            return logits.to(fsdp_output_dtype(layer) or logits.dtype)
         if self.weight is None or _is_sharded_by_plan(self.layer):
             return nn.Module.__call__(self.layer, self.hidden)
         return nn.functional.linear(self.hidden, self.weight, self.bias)
@@ -120,7 +129,7 @@ class _LazyLogits(RecordedLogits):
 
     def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:
         """The loss has no logits in its graph: its own hook gets their gradient, of the model's own loss."""
-        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_FSDP):
+        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(FSDP_MODULES):
             vars(self)["hooks"] = (*self.hooks, hook)  # FSDP puts one on each output, and needs one of them
             return
         node, own = self.origin.loss
@@ -171,19 +180,16 @@ def _lazy(layer: Any, hidden: Tensor) -> Any:
 
 def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     """Why this call of the output layer must make real logits; None if it need not."""
-    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
-    hooks += [*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
-    if hooks or _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
+    forward = hooks(layer, "forward", "forward_pre")
+    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(FSDP_MODULES)]
+    if others or hooks(layer, "backward", "backward_pre"):
         return "its output layer has hooks"
-    if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
-        return "its output layer has hooks"
-    calls = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
-    if not all(map(_is_torchs, calls, _CALLS)) or nn.functional.linear is not torch._C._nn.linear:
+    calls = {"Linear.forward": nn.Linear.forward, **module_calls()}
+    if not all(map(_is_torchs, calls.values(), calls)) or nn.functional.linear is not linear:
         return "nn.Linear, or what that calls, was replaced"
-    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
         return f"a mode of torch functions is active, {others[-1]}"
     weight = layer.weight
@@ -192,9 +198,6 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
-
-
-_CALLS = "Linear.forward", "Module._wrapped_call_impl", "Module._call_impl"
 
 
 def _is_torchs(function: Any, name: str) -> bool:
@@ -460,7 +463,7 @@ class _Door:
             return "the weight or bias of its output layer is parametrized"
         if transforming():
             return "a transform of torch.func runs"
-        if torch.autograd.forward_ad._current_level >= 0:
+        if in_forward_mode():
             return "forward-mode gradients are computed"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             around = [type(module).__name__ for module in self._around(model, layer) if _is_unit(module)]
@@ -478,7 +481,7 @@ class _Door:
                 path = self.path = next((n for n, m in model.named_modules() if m is layer), "").split(".")
             modules: list[Any] = [model]
             for name in path:
-                modules.append(modules[-1]._modules.get(name) if modules[-1] is not None else None)
+                modules.append(submodules_of(modules[-1]).get(name) if modules[-1] is not None else None)
             if modules[-1] is layer:
                 return modules[1:-1]
         return []
@@ -487,10 +490,7 @@ class _Door:
 @torch.compiler.assume_constant_result
 def _is_one_graph() -> bool:
     """Within Dynamo: whether it must not break the graph. Says so, since the traced forward cannot."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    tracer = InstructionTranslator.current_tx()
-    if found := bool(tracer.one_graph or tracer.error_on_graph_break):
+    if found := must_be_one_graph():
         said = "a model compiled with fullgraph=True computes its own loss, of all logits: leave it at False to fuse it"
         warnings.warn(f"parallel_lce: {said}", LogitsWarning, stacklevel=2)
     return found

@@ -20,9 +20,10 @@ from parallel_lce.call.prepare import autocasted, prepare
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import Options, Tensors, as_number, check_option
 from parallel_lce.core.plan import DEFAULT_BUDGET
+from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
+from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
-from parallel_lce.run.divergence import Divergence, divergences
 
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -64,6 +65,7 @@ class _Function:
         return self.own.apply(*arguments)
 
 
+@constant_in_graphs
 def _is_stock(home: str, name: str) -> bool:
     """Whether all of TRL's function was written where TRL has it. (A wrapper would have taken its name, too.)"""
     module = sys.modules[home]
@@ -71,10 +73,6 @@ def _is_stock(home: str, name: str) -> bool:
     own = held.own if isinstance(held, _Function) else held
     written = [getattr(each, "__globals__", None) for each in (own.forward, own.backward)]
     return "apply" not in vars(own) and all([each is vars(module) for each in written])
-
-
-# torch.compile calls it while it traces.
-_is_stock._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _log_probs(
@@ -112,6 +110,7 @@ def _log_probs(
     return log_probs, entropy, squares, mean, top
 
 
+@outside_graphs
 def _divergence(
     student_hidden,
     student_weight,
@@ -149,10 +148,6 @@ def _divergence(
     losses, entropy = divergences(task, inputs, others)
     assert entropy is not None  # wanted
     return losses.float(), entropy.float()
-
-
-# Graphs of torch.compile break here, as at distillation.divergence.
-_divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensors:

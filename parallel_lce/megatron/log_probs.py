@@ -97,7 +97,7 @@ def token_log_probs(
     """
     inner = _language_model(model)
     of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
-    debug.state().group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
+    debug.state.group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
     for name in _REFUSED:
         if forward_arguments.get(name) is not None:
             raise ValueError(f"{_FUNCTION} takes no {name}: it gives no logits")
@@ -133,10 +133,10 @@ def token_log_probs(
 
 def _nobody_refuses() -> None:
     """Debug mode: raise ``ValueError`` if another rank has refused its arguments, before the model's collectives."""
-    layout = Layout.of(debug.state().group, False)
+    layout = Layout.of(debug.state.group, False)
     if debug.enabled() and layout.ranks > 1:
         debug.agree(layout, {"function": _FUNCTION}, {})
-    debug.state().awaited = False
+    debug.state.awaited = False
 
 
 def _answering(

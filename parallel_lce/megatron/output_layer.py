@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules import module as modules
 
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
+from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
@@ -97,7 +97,7 @@ def _lazy_class(base: type) -> type:
             passed = named.get("weight", given[1] if len(given) > 1 else None)
             if (reason := _unsupported(self, base)) is not None:
                 warn_of_logits(self, reason)
-                keep_autograd_gradient(passed if passed is not None else self._parameters.get("weight"))
+                keep_autograd_gradient(passed if passed is not None else parameters_of(self).get("weight"))
                 return base.forward(self, *given, **named)
             used = self.weight if passed is None else passed
             if (reason := _why_logits(self, used, passed is None)) is not None:
@@ -162,7 +162,7 @@ def _unsupported(layer: Any, base: type) -> str | None:
         kind = getattr(layers, name)
         # A Function's apply is inherited.
         parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
-    if "parametrizations" in layer._modules:
+    if "parametrizations" in submodules_of(layer):
         return (
             "the output layer has parametrizations, which may give another weight each time; fold them into the weight"
         )
@@ -179,7 +179,7 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     refused = hasattr(layer, "logits_refused_by")
     if not refused:
         name = replaced_on_the_way(sys._getframe(2))  # above this function and the layer's forward
-        if name is None and torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again
+        if name is None and backward_id() != -1:  # a checkpoint runs the layer again
             name = vars(layer).get("_parallel_lce_replaced")
         vars(layer)["_parallel_lce_replaced"] = name
         if name:
@@ -204,10 +204,9 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
-    if not refused and (layer._forward_hooks or modules._global_forward_hooks):
+    if not refused and hooks(layer, "forward"):
         return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
-    # Both functions include global module hooks.
-    if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
+    if hooks(layer, "backward", "backward_pre"):
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None
 
@@ -232,7 +231,7 @@ def token_statistics(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    _, number, _, each = apart(1.0, temperature)
+    _, number, _, each = split_per_token(1.0, temperature)
     options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
     statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
@@ -292,7 +291,7 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
     def in_backward(weight_node: Any) -> Tensor | None:
         if fusion:
             weight.main_grad = tensor  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
-        elif weight._backward_hooks or weight._post_accumulate_grad_hooks or not _accumulates(weight_node):
+        elif has_hooks(weight) or not accumulates(weight_node):
             return None
         return weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -303,11 +302,3 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
         return torch.zeros_like(weight) if added else torch.empty_like(weight)
 
     return MainGrad(tensor, placeholder, in_backward)
-
-
-def _accumulates(weight_node: Any) -> bool:
-    """Whether the running backward accumulates the gradient of the leaf of this node."""
-    try:
-        return torch._C._will_engine_execute_node(weight_node)
-    except RuntimeError:  # torch.autograd.grad captures it
-        return False

@@ -1,0 +1,258 @@
+"""Active tiles of a slice of G, and estimates of the other tiles. :mod:`parallel_lce.features.filter` defines both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.token_gradients import Targets
+
+TILE = 128
+"""Tokens and entries of a tile."""
+
+_TILE = tl.constexpr(TILE)
+# Largest fp32 number, in place of 1 / 0. Smallest fp32 number of full precision.
+_FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
+# Scan: row blocks per program, rows per step, stages of the loads, warps.
+_SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
+# Lists: most tiles per step.
+_LISTED = 1024
+# Blocks of hidden elements of a product that are formed together, so that the tiles of G they share stay in the L2
+# cache.
+_TOGETHER = tl.constexpr(4)
+# Centroids: hidden elements per program, rows of the weight per step.
+_HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
+
+
+class TileLists(NamedTuple):
+    """For each block of 128 rows of a product's result, the tiles of the first operand to multiply."""
+
+    # [blocks, places] int32: the tiles' numbers, ascending; undefined from ``counts`` on
+    numbers: torch.Tensor
+    # [blocks] int32: the number of tiles
+    counts: torch.Tensor
+
+    def of_blocks(self, rows: slice) -> TileLists:
+        """The lists of the blocks that contain ``rows``, which begin at a multiple of 128."""
+        blocks = slice(rows.start // TILE, -(-rows.stop // TILE))
+        return TileLists(self.numbers[blocks], self.counts[blocks])
+
+
+class ActiveTiles(NamedTuple):
+    """The active tiles of a gradient, and the estimates of the others. A *window* is the unit that is skipped: one tile
+    or, if logits are recomputed, the one or two tiles of a window of the forward."""
+
+    # For each row block, the active tiles.
+    of_rows: TileLists
+    # For each block of entries, the row blocks in which its tile is active.
+    of_entries: TileLists
+    # [windows, R], rows 16 bytes aligned: m, 0 where the window is active
+    masses: torch.Tensor
+    # [windows * width] fp32: q for dX, and for dW
+    of_hidden: torch.Tensor
+    of_weight: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """Entries of a window."""
+        return len(self.of_hidden) // len(self.masses)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "blocks", "first_entry"])
+def lce_backward_scan(
+    gradient,
+    inverse_units,
+    largest,
+    masses,
+    column_sums,
+    targets,
+    eps,
+    rows,
+    entries,
+    stride,
+    masses_stride,
+    blocks,
+    first_entry,
+    MASKED: tl.constexpr,
+):
+    """One program scans a block of entries in several row blocks. ``MASKED``: the last block of entries is not full."""
+    target, _, unshared = targets
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    c = tile * _TILE + tl.arange(0, _TILE)
+    first = tl.program_id(1) * _SCANNED
+    for block in range(first, tl.minimum(first + _SCANNED, blocks)):
+        of_tile = masses + tile.to(tl.int64) * masses_stride + block * _TILE
+        # Elementwise over some rows at a time: fewer reductions across threads.
+        tops = tl.zeros((_CHUNK, _TILE), tl.float32)
+        sums = tl.zeros((_CHUNK, _TILE), tl.float32)
+        marked = tl.zeros((_CHUNK,), tl.int32)
+        for start in tl.range(0, _TILE, _CHUNK, num_stages=_STAGES):
+            lane = start + tl.arange(0, _CHUNK)
+            r = block * _TILE + lane
+            # Reads up to the end of the last entry's 16-byte granule, so that all loads are of whole granules.
+            inside = (r < rows)[:, None] & (c < tl.cdiv(entries, 8) * 8)[None, :]
+            g = tl.load(gradient + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
+            if MASKED:
+                g = tl.where((c < entries)[None, :], g, 0.0)
+            g = g.to(tl.float32)
+            inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
+            relative = tl.abs(g) * inverse[:, None]
+            tops = tl.maximum(tops, relative)
+            # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it.
+            sums += tl.where(relative > eps, 0.0, relative)
+            if target is not None:
+                column = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
+                is_shared = tl.load(unshared + r, mask=r < rows, other=1) == 0
+                # A token whose coefficient is 0 has no unit. Its shared target does not make the tile active.
+                has_unit = (inverse > 0.0) & (inverse < _FINITE)
+                marked = tl.maximum(marked, ((column >= 0) & (column < _TILE) & is_shared & has_unit).to(tl.int32))
+            tl.store(of_tile + lane, tl.sum(g, 1).to(masses.dtype.element_ty), mask=r < rows)
+        of_entries = tl.sum(sums, 0)
+        total = tl.sum(of_entries, 0)
+        is_known = (total == total) & (tl.max(marked, 0) == 0)
+        top = tl.where(is_known, tl.max(tl.max(tops, 0), 0), float("inf"))
+        tl.store(largest + block * tiles + tile, top)
+        of_entries = tl.where(top > eps, 0.0, of_entries)
+        tl.store(column_sums + block * (tiles.to(tl.int64) * _TILE) + c, of_entries)
+        if top > eps:
+            tl.debug_barrier()
+            lane = tl.arange(0, _TILE)
+            zero = tl.zeros((_TILE,), masses.dtype.element_ty)
+            tl.store(of_tile + lane, zero, mask=block * _TILE + lane < rows)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["row_blocks", "tiles", "windows"])
+def lce_backward_list_tiles(
+    largest, of_rows, of_entries, eps, row_blocks, tiles, windows, TILES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program fills the list of a row block, or of a block of entries. A window has ``TILES`` tiles."""
+    number = tl.program_id(0)
+    if number < row_blocks:
+        _list_active(largest + number * windows, 1, TILES, of_rows, number, tiles, eps, BLOCK)
+    else:
+        number -= row_blocks
+        _list_active(largest + number // TILES, windows, 1, of_entries, number, row_blocks, eps, BLOCK)
+
+
+@triton.jit
+def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps, BLOCK: tl.constexpr):
+    """Fill a block's list. ``EACH`` neighbouring tiles share an element of ``largest``."""
+    count = 0
+    for start in range(0, places, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        value = tl.load(largest + number // EACH * stride, mask=number < places, other=0.0)
+        is_active = (value > eps).to(tl.int32)
+        position = count + tl.cumsum(is_active, 0) - 1
+        tl.store(lists.numbers + block * places + position, number, mask=is_active != 0)
+        count += tl.sum(is_active, 0)
+    tl.store(lists.counts + block, count)
+
+
+@triton.jit
+def grouped_tile(number, order, blocks, hidden_blocks):
+    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
+    first = number // (blocks * _TOGETHER) * _TOGETHER
+    width = tl.minimum(hidden_blocks - first, _TOGETHER)
+    within = number % (blocks * _TOGETHER)
+    return tl.load(order + within // width).to(tl.int32), first + within % width
+
+
+@Relaunched
+@triton.jit
+def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weight_stride, WIDTH: tl.constexpr):
+    window = tl.program_id(0)
+    h = tl.program_id(1) * _HIDDEN + tl.arange(0, _HIDDEN)
+    total = tl.zeros((_HIDDEN,), tl.float32)
+    for first in tl.static_range(0, WIDTH, _STRIP):
+        c = window * WIDTH + first + tl.arange(0, _STRIP)
+        share = tl.load(shares + c)
+        # The shares of windows that are never skipped are 0: no loads.
+        if tl.sum(share, 0) != 0.0:
+            inside = (c < entries)[:, None] & (h < hidden_size)[None, :]
+            w = tl.load(weight + c.to(tl.int64)[:, None] * weight_stride + h[None, :], mask=inside, other=0.0)
+            total += tl.sum(w.to(tl.float32) * share[:, None], 0)
+    here = centroids + window.to(tl.int64) * hidden_size + h
+    tl.store(here, total.to(centroids.dtype.element_ty), mask=h < hidden_size)
+
+
+def entry_shares(sums: torch.Tensor, width: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """q ``[windows * width]`` fp32 from ``sums [*, C]``, which omit tokens whose window is active. A window whose sums
+    are 0 gets ``otherwise [windows * width]``, or 0."""
+    total = sums.sum(0)
+    if len(total) % width:
+        total = torch.nn.functional.pad(total, (0, -len(total) % width))
+    windows = total.view(-1, width)
+    shares = torch.nn.functional.normalize(windows, p=1.0, dim=1, eps=_TINY)
+    if otherwise is not None:
+        shares = torch.where(windows.any(1, keepdim=True), shares, otherwise.view(-1, width))
+    return shares.flatten()
+
+
+def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TILE) -> tuple[TileLists, TileLists]:
+    """The active tiles of each row block, and of each block of entries: the tiles of windows of ``width`` entries whose
+    ``largest [row blocks, windows]`` exceeds ``eps``. ``entries``: the number of entries of all windows."""
+    (row_blocks, windows), tiles = largest.shape, -(-entries // TILE)
+    lists = [
+        TileLists(largest.new_empty(shape, dtype=torch.int32), largest.new_empty(shape[0], dtype=torch.int32))
+        for shape in ((row_blocks, tiles), (tiles, row_blocks))
+    ]
+    grid, sizes = (row_blocks + tiles,), (row_blocks, tiles, windows)
+    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
+    lce_backward_list_tiles.launch(grid, largest, *lists, float(eps), *sizes, TILES=width // TILE, BLOCK=block)
+    return lists[0], lists[1]
+
+
+def find_active_tiles(
+    gradient: torch.Tensor, inverse_units: torch.Tensor, eps: float, targets: Targets | None = None, first: int = 0
+) -> ActiveTiles:
+    """The tiles of ``gradient [R, C]`` whose largest probability exceeds ``eps``, and the estimates of the others.
+
+    A probability is ``|gradient| * inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit.
+    The row stride of ``gradient`` is a multiple of 8 elements. ``first``: the id of the first entry. Tiles with NaN, or
+    with the shared target of a token that has a unit, are active.
+    """
+    (rows, entries), row_blocks, tiles = gradient.shape, -(-len(gradient) // TILE), -(-gradient.shape[1] // TILE)
+    largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
+    # Sums of |G| u over the tokens of a row block, 0 where the tile is active.
+    column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
+    masses = new_masses(tiles, rows, gradient, gradient.dtype)
+    lce_backward_scan.launch(
+        (tiles, -(-row_blocks // _SCANNED.value)),
+        gradient,
+        inverse_units,
+        largest,
+        masses,
+        column_sums,
+        targets or (None, None, None),
+        float(eps),
+        rows,
+        entries,
+        gradient.stride(0),
+        masses.stride(0),
+        row_blocks,
+        first,
+        MASKED=entries % TILE != 0,
+        num_warps=_WARPS,
+    )
+    shares = entry_shares(column_sums, TILE)
+    return ActiveTiles(*list_tiles(largest, eps, entries), masses, shares, shares)
+
+
+def new_masses(windows: int, rows: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised masses ``[windows, rows]``."""
+    return like.new_empty(windows, -(-rows // 8) * 8, dtype=dtype)[:, :rows]
+
+
+def centroids(weight: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
+    """``c [windows, D]``: each window's mean row of ``weight [C, D]``, weighted by ``shares [windows * width]``."""
+    (entries, hidden_size), windows = weight.shape, len(shares) // width
+    result = weight.new_empty(windows, hidden_size)
+    grid, sizes = (windows, -(-hidden_size // _HIDDEN.value)), (entries, hidden_size, weight.stride(0))
+    lce_backward_centroids.launch(grid, weight, shares, result, *sizes, WIDTH=width, num_warps=2)
+    return result

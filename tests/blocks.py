@@ -60,7 +60,7 @@ class Launch:
     @property
     def of_gradient(self) -> bool:
         """Whether it projects in order to have the logits' gradient, in backward."""
-        return self.projects and bool(self.given["GRADIENT"])
+        return self.projects and self.given["KIND"] == "backward"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from parallel_lce import features as _features  # noqa: F401  (fills call.seam.F
 from parallel_lce.core.budget import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.run.losses import entropy, log_prob
+from parallel_lce.run.loss_results import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.sampled import sampled_linear_cross_entropy
 from parallel_lce.selected_log_probs import selected_log_probs

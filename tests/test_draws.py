@@ -1,5 +1,5 @@
 """``sampled_id``: frequencies against the softmax, and the same ids however the call is spread. The fuzz compares every
-id with the token's place among the probabilities in float64."""
+id with the token's draw point among the probabilities in float64."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_uniform_numbers():
     assert u.histc(20, 0, 1).sub(5000).square().div(5000).sum() < 44
 
 
-def place_in(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
-    """The entries at the tokens' places."""
-    place = uniforms(seed, torch.arange(len(probabilities), device=probabilities.device))
-    return (probabilities.cumsum(1) <= place[:, None]).sum(1)
+def entries_at(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
+    """The entries at the tokens' draw points."""
+    draw_point = uniforms(seed, torch.arange(len(probabilities), device=probabilities.device))
+    return (probabilities.cumsum(1) <= draw_point[:, None]).sum(1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_same_ids_for_every_split(member, split, options):
         z = cap * torch.tanh(z / cap)
     if (temperature := options.get("temperature")) is not None:
         z, options["temperature"] = z / temperature[:, None], temperature.to(member.device)
-    expected = place_in(z.softmax(1), seed)
+    expected = entries_at(z.softmax(1), seed)
     bounds = [V * r // ranks for r in range(ranks + 1)]
     if options.pop("uneven", False):
         bounds = [0, 0, 40, 41, V]
@@ -117,7 +117,7 @@ def test_ids_beside_saved_exponentials(backend, device):
     """The kernels' sums of windows are then relative to an estimate. Some tokens have a logit far above it."""
     x, weight = normal(N, D).bfloat16(), normal(600, D, seed=2).bfloat16()
     weight[333] = 8 * x[5]
-    expected = place_in((x.double() @ weight.double().t()).softmax(1), 3)
+    expected = entries_at((x.double() @ weight.double().t()).softmax(1), 3)
     x, weight = x.to(device).requires_grad_(), weight.to(device)
     found = parallel_lce.token_statistics(x, weight, None, sample_seed=3)
     assert torch.equal(found.sampled_id.cpu(), expected) and found.lse.requires_grad

@@ -17,7 +17,7 @@ from parallel_lce.backends.interface import Scratch
 from parallel_lce.features.filter import form
 from parallel_lce.features.filter.kernels import products, windows
 from parallel_lce.features.filter.kernels.products import sparse_product
-from parallel_lce.features.filter.kernels.tiles import TILE, list_tiles
+from parallel_lce.features.filter.kernels.tiles import TILE, active_tile_lists
 from tools import chosen_backend, on_ranks, results_of, shrunk, unchecked
 
 EPS = 2**-7
@@ -141,7 +141,7 @@ def test_products_of_listed_tiles(kind, dtype, device, monkeypatch):
     gradient = gradient[:, :C]
     largest = (normal(-(-R // TILE), -(-C // options["width"]), seed=3) > 0).float().to(device)
     largest[1::3], largest[:, 2] = 0.0, 0.0
-    listed = list_tiles(largest, 0.5, C, options["width"])[options["transposed"]]
+    listed = active_tile_lists(largest, 0.5, C, options["width"])[options["transposed"]]
     active = largest.repeat_interleave(TILE, 0).repeat_interleave(options["width"], 1)[:R, :C]
     g, other = gradient.double() * active, weight
     if options["transposed"]:

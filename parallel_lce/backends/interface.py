@@ -78,7 +78,7 @@ class Picked(NamedTuple):
         """Which ids lie in ``[start, stop)``, ``[E]``."""
         return (self.ids >= start) & (self.ids < stop)
 
-    def places(self) -> tuple[Tensor, Tensor]:
+    def owners(self) -> tuple[Tensor, Tensor]:
         """The block's token of each entry ``[E]``, and whether it has one."""
         entry = torch.arange(len(self.ids), device=self.ids.device)
         if len(self.begin) == 0:
@@ -113,7 +113,7 @@ class PickedLogits(NamedTuple):
 
 class HiddenGrad:
     """Memory for a block's dX. ``new``: allocates it, when it is first asked for. ``last``: nothing waits for dX, so it
-    may be formed after dW. Until then the backend may use as many bytes more for logits."""
+    may be formed after dW. Before that the backend may use dX's bytes for logits."""
 
     def __init__(self, new: Callable[[], Tensor], last: bool = False) -> None:
         self._new, self.last = new, last
@@ -246,7 +246,8 @@ class SliceProducts(Protocol):
 
 class SliceForm(Protocol):
     """How the backward of one block forms slices of the gradient of the logits, and multiplies them, if not whole. The
-    slices are those of :class:`parallel_lce.backends.triton_gradient.Piece`; its ``Rows`` are a piece's operands."""
+    slices are those of :class:`parallel_lce.backends.triton_slices.Piece`; its ``GradientOperands`` are a piece's
+    operands."""
 
     def begin(self, task: BackwardTask) -> int:
         """Called once, before the block is cut into pieces and slices, with a dense ``x``. Returns the bytes that a

@@ -38,6 +38,8 @@ class Backend(Protocol):
     REUSES_SAVED: bool
     # Most flops of the three products for which a loss makes fp32 logits; 0: never.
     DENSE_FLOPS: float
+    # Class of the tensors that a block saves, a NamedTuple: see interface.Saved.
+    Saved: Any
     # Class of the work on dense logits, one instance for each signature: parallel_lce.backends.triton_dense.
     Dense: Any
 
@@ -65,13 +67,13 @@ class Backend(Protocol):
     def token_losses(
         self, partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """:func:`parallel_lce.backends.loss.token_losses`"""
+        """:func:`parallel_lce.backends.loss_formula.token_losses`"""
         ...
 
     def mean_loss(
         self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
     ) -> tuple[Tensor, Tensor]:
-        """:func:`parallel_lce.backends.loss.mean_loss`"""
+        """:func:`parallel_lce.backends.loss_formula.mean_loss`"""
         ...
 
     def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +95,7 @@ class Backend(Protocol):
         """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not picked. ``owner [E]``: the row of
         ``x [R, D]`` of each entry."""
 
-    def set_log_probs(
+    def log_softmax_of_sets(
         self, packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
     ) -> tuple[Tensor, Tensor]:
         """Log-softmax ``[E]`` over each token's picked entries, and their logits ``[E]``; -inf and 0 for ids outside
@@ -104,8 +106,8 @@ class Backend(Protocol):
         """
         ...
 
-    def set_gradient(self, log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
-        """The gradient ``[E]`` of the logits of :meth:`set_log_probs`."""
+    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+        """The gradient ``[E]`` of the logits of :meth:`log_softmax_of_sets`."""
         ...
 
     # --- logits that exist ---

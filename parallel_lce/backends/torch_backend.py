@@ -21,15 +21,15 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch, power_of_two_scale
-from parallel_lce.backends.loss import mean_loss, token_losses
+from parallel_lce.backends.loss_formula import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
+    gradient_of_sets,
+    log_softmax_of_sets,
     logits_gradient,
     logits_partial,
     picked_hidden_gradient,
     picked_logits,
     picked_weight_gradient,
-    set_gradient,
-    set_log_probs,
 )
 from parallel_lce.backends.torch_tiles import (
     add_picked,
@@ -47,10 +47,10 @@ from parallel_lce.backends.torch_tiles import (
 )
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import (
-    ALONE,
     LOWEST_SHIFT,
     MAX,
     NEAR,
+    ONE_LARGE_ENTRY,
     SUM_EXP,
     TARGET,
     empty_partial,
@@ -66,9 +66,12 @@ __all__ = [
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
     "Dense",
+    "Saved",
     "allocate_saved",
     "block_backward",
     "block_forward",
+    "gradient_of_sets",
+    "log_softmax_of_sets",
     "logits_gradient",
     "logits_partial",
     "mean_loss",
@@ -77,8 +80,6 @@ __all__ = [
     "picked_logits",
     "picked_weight_gradient",
     "scaled",
-    "set_gradient",
-    "set_log_probs",
     "token_losses",
 ]
 
@@ -188,7 +189,7 @@ class BlockBackward:
             self._saved = saved
             self._save = saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // saved.maxima.shape[0])
-        coefficients = task.coefficients.folded()
+        coefficients = task.coefficients.with_factor()
         alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
@@ -209,7 +210,7 @@ class BlockBackward:
         self._slack: Tensor | None = None
         if self._save < real:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
-            slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
+            slack.clamp_(min=0.0).clamp_(min=(sum_exp < ONE_LARGE_ENTRY) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
         factor: Tensor | float = projection.logit_map.scale
         if projection.logit_map.token_scale is not None:
@@ -314,13 +315,13 @@ class BlockBackward:
         if self._delta is None and self._epsilon is None and packed is None:
             return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
         e = torch.mul(stored, rebase, out=out)
-        moved = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
+        below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
         if packed is not None:
             near, logit = packed
             below = (logit - self._maximum[rows]).clamp_(max=0.0)
-            moved = moved if moved is None else torch.where(near, below, moved)
+            below_max = below_max if below_max is None else torch.where(near, below, below_max)
             e = torch.where(near, exponential_(below), e)
-        return self._softmax_gradient(e, moved, rows), slope
+        return self._softmax_gradient(e, below_max, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """As :meth:`_from_saved`, from logits that are projected again."""
@@ -333,15 +334,16 @@ class BlockBackward:
             z.clamp_(max=0.0)
         else:
             z.masked_fill_(z > -self._slack[rows], 0.0)
-        moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
-        return self._softmax_gradient(exponential_(z), moved, rows), slope
+        below_max = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
+        return self._softmax_gradient(exponential_(z), below_max, rows), slope
 
-    def _softmax_gradient(self, e: Tensor, moved: Tensor | None, rows: slice) -> Tensor:
-        """``e (alpha + delta moved + epsilon e)``. ``e``: exp(z - M). ``moved``: z - M. Both are overwritten."""
+    def _softmax_gradient(self, e: Tensor, below_max: Tensor | None, rows: slice) -> Tensor:
+        """``e (alpha + delta below_max + epsilon e)``. ``e``: exp(z - M). ``below_max``: z - M. Both are
+        overwritten."""
         alpha = self._alpha[rows]
         if self._delta is None and self._epsilon is None:
             return e.mul_(alpha)
-        factor = alpha if self._delta is None or moved is None else moved.mul_(self._delta[rows]).add_(alpha)
+        factor = alpha if self._delta is None or below_max is None else below_max.mul_(self._delta[rows]).add_(alpha)
         if self._epsilon is not None:
             factor = torch.addcmul(factor, e, self._epsilon[rows])
         return e.mul_(factor)

@@ -27,7 +27,7 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
-    row, hit = picked.places()
+    row, hit = picked.owners()
     hit &= picked.inside(0, projection.real_rows)
     ids = picked.ids.where(hit, 0)
     if projection.real_rows == 0 or len(x) == 0:
@@ -42,7 +42,7 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor
 
 
 def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
-    row, hit = gradient.entries.places()
+    row, hit = gradient.entries.owners()
     hit &= gradient.entries.inside(0, len(weight))
     if len(weight):
         ids, values = gradient.entries.ids.where(hit, 0), gradient.values.where(hit, 0.0)
@@ -109,7 +109,9 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
+def log_softmax_of_sets(
+    packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
+) -> tuple[Tensor, Tensor]:
     logits = packed[:, : len(sets.ids)].sum(0)
     outside = (sets.ids < 0) | (sets.ids >= vocab_size)
     logits.masked_fill_(outside, -torch.inf)
@@ -127,7 +129,7 @@ def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: 
     return log_probs, logits.masked_fill_(outside, 0.0)
 
 
-def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+def gradient_of_sets(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     upstream = upstream.where(log_probs != -torch.inf, 0.0)
     # u - p sum(u), without the difference where p is near 1.

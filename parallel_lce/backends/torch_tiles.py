@@ -121,7 +121,7 @@ def add_picked(tile: Tensor, picked: PickedGradient, rows: slice, window: slice)
 
 def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
     """Positions of the picked entries ``[E]`` in a flattened tile, and which of them lie in it."""
-    row, hit = picked.of_rows(rows).places()
+    row, hit = picked.of_rows(rows).owners()
     hit &= picked.inside(window.start, window.stop)
     height = rows.stop - rows.start
     return ((picked.ids - window.start) * height + row).where(hit, 0), hit

@@ -17,16 +17,16 @@ from parallel_lce.backends import torch_backend
 from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
-from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
+from parallel_lce.backends.triton_operands import ALIGNED, aligned_contiguous, product_of, stride_of
 from parallel_lce.core.partials import TARGET, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.epilogue import ForwardEpilogue
-from parallel_lce.kernels.losses import mean_loss, token_losses
+from parallel_lce.kernels.loss_kernels import mean_loss, token_losses
 from parallel_lce.kernels.partials import WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.product import Product, new_window_partials
+from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
-from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
@@ -35,9 +35,12 @@ __all__ = [
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
     "Dense",
+    "Saved",
     "allocate_saved",
     "block_backward",
     "block_forward",
+    "gradient_of_sets",
+    "log_softmax_of_sets",
     "logits_gradient",
     "logits_partial",
     "mean_loss",
@@ -46,8 +49,6 @@ __all__ = [
     "picked_logits",
     "picked_weight_gradient",
     "scaled",
-    "set_gradient",
-    "set_log_probs",
     "token_losses",
 ]
 
@@ -64,7 +65,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
-    kernels.picked_logits(product_of(projection, dense(x), 0, projection.real_rows), picked, out)
+    kernels.picked_logits(product_of(projection, aligned_contiguous(x), 0, projection.real_rows), picked, out)
 
 
 def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
@@ -76,16 +77,18 @@ def picked_weight_gradient(
 ) -> None:
     if len(dweight) == 0:
         return
-    kernels.weight_gradient(dense(x), gradient.entries.ids, owner, gradient.values, dweight, dbias)
+    kernels.weight_gradient(aligned_contiguous(x), gradient.entries.ids, owner, gradient.values, dweight, dbias)
 
 
-def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
-    return kernels.set_log_probs(packed, sets.ids, sets.offsets, broken, vocab_size)
+def log_softmax_of_sets(
+    packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
+) -> tuple[Tensor, Tensor]:
+    return kernels.log_softmax_of_sets(packed, sets.ids, sets.offsets, broken, vocab_size)
 
 
-def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+def gradient_of_sets(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
     # Saved-tensor hooks may have changed strides.
-    return kernels.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
+    return kernels.gradient_of_sets(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,7 +124,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, task.out), ()
     partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if task.out is None else task.out
-    product = product_of(projection, dense(x), 0, real)
+    product = product_of(projection, aligned_contiguous(x), 0, real)
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
@@ -140,7 +143,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     if target is None:
         partial[TARGET].zero_()
     if target is not None or sampled is not None:
-        token_logits(product, target, partial[TARGET], sampled, flat)
+        target_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
     fitting = rows if save or task.save_window_partials else max(1, _PARTIAL_BYTES // row_bytes)

@@ -1,7 +1,7 @@
 """The backward of the triton backend: the two products of each slice of the gradient of the logits.
 
 With one coefficient c per token (1 where G was recomputed or rewritten), a slice G ``[R, C]``
-(:mod:`parallel_lce.backends.triton_gradient`) gives
+(:mod:`parallel_lce.backends.triton_slices`) gives
 
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import BackwardTask, HiddenGrad
-from parallel_lce.backends.triton_gradient import Piece, Slice, tiling
-from parallel_lce.backends.triton_operands import dense
+from parallel_lce.backends.triton_operands import aligned_contiguous
+from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
@@ -31,8 +31,8 @@ PRODUCT_BYTES = MEASURED.product_bytes
 
 class BlockBackward:
     """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
-    complete before the last slice's dW product starts. If nothing is saved and nothing waits for dX, it is formed last,
-    and recomputed slices may take its bytes, too. Peak memory beside the exponentials and ``scratch``: fp32 products of
+    complete before the last slice's dW product starts. If nothing is saved and nothing waits for dX, it is formed last
+    (``HiddenGrad``). Peak memory beside the exponentials and ``scratch``: fp32 products of
     at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. ``scratch`` grows to the bytes
     that the task's ``form`` asks for."""
 
@@ -58,12 +58,12 @@ class BlockBackward:
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
-        x, saved = dense(self._task.x), self._saved
+        x, saved = aligned_contiguous(self._task.x), self._saved
         task = self._task._replace(x=x)
         held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
         dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
-        wanted = 0 if task.form is None else task.form.begin(task)
-        capacity = max(capacity, wanted // x.element_size())
+        own_capacity = 0 if task.form is None else task.form.begin(task)
+        capacity = max(capacity, own_capacity // x.element_size())
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
 
         def cut_for(capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
@@ -72,7 +72,7 @@ class BlockBackward:
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
-        if dx is not None and dx.last and summed and held == 0 and not wanted and not task.scratch.allocated:
+        if dx is not None and dx.last and summed and held == 0 and not own_capacity and not task.scratch.allocated:
             longest = len(x) * MEASURED.longest_slice
             wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
             self._dx_last = len(wider[0]) > 1
@@ -80,7 +80,7 @@ class BlockBackward:
         pieces = []
         for rows in cut:
             some = task if len(cut) == 1 else task.of_rows(rows)
-            pieces.append(Piece(some._replace(x=dense(some.x)), rows))
+            pieces.append(Piece(some._replace(x=aligned_contiguous(some.x)), rows))
         return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
 
     def hidden_grad(self) -> None:

@@ -13,7 +13,7 @@ from parallel_lce.backends.gemm import product
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.options import Options
 from parallel_lce.kernels.dense_logits import lce_backward_dense, lce_forward_dense
-from parallel_lce.kernels.losses import LossTerms, lce_forward_mean
+from parallel_lce.kernels.loss_kernels import LossTerms, lce_forward_mean
 from parallel_lce.kernels.relaunch import Bound
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -58,7 +58,7 @@ class Dense:
         return losses, stacked
 
     def mean(self, losses: Tensor, target: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As :func:`parallel_lce.kernels.losses.mean_loss`."""
+        """As :func:`parallel_lce.kernels.loss_kernels.mean_loss`."""
         mean, divisor = losses.new_empty(()), losses.new_empty(())
         self._mean(losses, target, weights, mean, divisor)
         return mean, divisor

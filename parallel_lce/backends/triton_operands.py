@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.product import Product, logits_gradient
-from parallel_lce.kernels.token_gradients import Targets, place_targets
+from parallel_lce.kernels.token_gradients import Targets, write_targets
 
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
@@ -27,13 +27,13 @@ def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Prod
     return Product(x, weight, bias, projection.logit_map)
 
 
-def dense(x: Tensor) -> Tensor:
+def aligned_contiguous(x: Tensor) -> Tensor:
     """``x`` contiguous and aligned to 16 bytes, a copy if it is not. A copy of this size costs little."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-class Rows(NamedTuple):
+class GradientOperands(NamedTuple):
     """Some tokens, and the tensors from which their rows of G are formed."""
 
     # [R, D]
@@ -45,13 +45,13 @@ class Rows(NamedTuple):
     coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None
-    # None: no targets are placed
+    # None: no targets are written
     targets: Targets | None
 
-    def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
-        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or the ``listed``
-        tiles."""
+    def form(self, start: int, stop: int, gradient: Tensor, tile_list: Tensor | None = None) -> None:
+        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those of the
+        ``tile_list``."""
         product = product_of(self.projection, self.x, start, stop)
-        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, listed)
+        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, tile_list)
         if self.targets is not None:
-            place_targets(gradient, start, self.targets, self.fp16_scale)
+            write_targets(gradient, start, self.targets, self.fp16_scale)

@@ -38,7 +38,7 @@ KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
 
 _MOST_KNOWN = 1024
-_ALONE = Layout()
+_ONE_RANK = Layout()
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
@@ -60,7 +60,7 @@ def prepare(
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
     produce; by default the gradients of tensors that require one. ``planned``: whether the call has a plan.
     """
-    tensors, layout = autocasted(tensors), _ALONE if group is None else _layout(options, group)
+    tensors, layout = autocasted(tensors), _ONE_RANK if group is None else _layout(options, group)
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
     known = None if key is None else KNOWN.get(key)
     if known is None:
@@ -89,7 +89,7 @@ def check(
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the
     tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
     tokens' shape, to check further arguments."""
-    layout = _ALONE if group is None else _layout(options, group)
+    layout = _ONE_RANK if group is None else _layout(options, group)
     warn_of_unknown_variables()
     options = with_python_numbers(options)
     check_options(options)
@@ -188,7 +188,7 @@ def _planned(
         needs,
         logit_map,
         dtype,
-        _ALONE,
+        _ONE_RANK,
         feature_kinds=kinds,
         readable_size=readable_size(options, weight, layout),
         number=number,

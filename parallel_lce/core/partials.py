@@ -37,7 +37,7 @@ MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
 """Row of the first requestable column, if a partial has it. Rows of the others: ``Columns.__getitem__``."""
 
-NOBODY = 2**31 - 1
+NO_ENTRY = 2**31 - 1
 """Sentinel: the id of no entry. Ids have 31 bits."""
 
 LOWEST_SHIFT = -1e4
@@ -52,13 +52,13 @@ def exponential_(z: Tensor) -> Tensor:
     return z.exp_() if z.is_cuda else z.mul_(LOG2_E).exp2_()
 
 
-ALONE = 1.5
+ONE_LARGE_ENTRY = 1.5
 """If the sum of exponentials relative to the maximum is below this, only one entry is near the maximum: all others lie
 more than ln 2 below it."""
 
 NEAR = 0.3
-"""With a sum below ``ALONE``, a recomputed logit closer than this to the maximum belongs to the largest entry. Its
-exact value is the maximum."""
+"""With a sum below ``ONE_LARGE_ENTRY``, a recomputed logit closer than this to the maximum belongs to the largest
+entry. Its exact value is the maximum."""
 
 NEAR_ZERO = 0.5
 """Of saved exponentials a logit below this in magnitude takes the place if a gradient may be a small difference
@@ -148,7 +148,7 @@ class Coefficients(NamedTuple):
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
         return self.replaced([c[rows] for c in self.present], factor)
 
-    def folded(self) -> Coefficients:
+    def with_factor(self) -> Coefficients:
         """The same gradient without a factor: one launch multiplies the factor into the coefficients."""
         if self.factor is None:
             return self
@@ -186,13 +186,13 @@ def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> No
     z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
     if columns.shifted:
         torch.sum(z, 0, out=partial[columns["shifted"]])
-    moved = z.clamp(min=LOWEST_SHIFT) if columns.weighted else None
+    below_max = z.clamp(min=LOWEST_SHIFT) if columns.weighted else None
     e = exponential_(z)
     torch.sum(e, 0, out=partial[SUM_EXP])
     if columns.squared:
         torch.sum(e * e, 0, out=partial[columns["squared"]])
-    if moved is not None:
-        torch.sum(moved.mul_(e), 0, out=partial[columns["weighted"]])
+    if below_max is not None:
+        torch.sum(below_max.mul_(e), 0, out=partial[columns["weighted"]])
 
 
 def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
@@ -215,8 +215,8 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
         torch.sum(partials[:, row], 0, out=merged[row])
     if columns.weighted:
         row = columns["weighted"]
-        moved = shift.clamp(min=LOWEST_SHIFT)
-        torch.sum((partials[:, row] + partials[:, SUM_EXP] * moved) * factor, 0, out=merged[row])
+        below_max = shift.clamp(min=LOWEST_SHIFT)
+        torch.sum((partials[:, row] + partials[:, SUM_EXP] * below_max) * factor, 0, out=merged[row])
     if columns.squared:
         row = columns["squared"]
         torch.sum(partials[:, row] * factor.square(), 0, out=merged[row])

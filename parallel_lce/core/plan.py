@@ -16,8 +16,7 @@ DEFAULT_BUDGET = 1 << 30
 """Bytes per rank and call for ``logits_budget=None`` on a CPU (:mod:`.budget`)."""
 
 SMALLEST_BLOCK = 64 << 20
-"""Bytes of a block of logits that a call may use even if its budget is smaller, kernels' own tiles not counted. If dX
-is not summed over ranks, the Triton backend's recomputed slices may take its bytes, too, before it is allocated."""
+"""Smallest working block, in bytes, whatever the budget. Kernels' tiles are not counted."""
 
 GATHERED_BYTES = 256 << 20
 """Most bytes of hidden states in one gather of the forward, for a block that saves nothing."""

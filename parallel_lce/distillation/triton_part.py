@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_lce.backends.interface import Projection
-from parallel_lce.backends.triton_operands import dense, product_of, stride_of
+from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
 from parallel_lce.core.partials import Columns, empty_partial
 from parallel_lce.distillation.torch_part import LogitsGradient, Pair
 from parallel_lce.kernels.epilogue import ForwardEpilogue
@@ -22,7 +22,7 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
     partial = empty_partial(columns, rows, projection.dtype, x.device)
     if rows and real:
-        product = product_of(projection, dense(x), 0, real)
+        product = product_of(projection, aligned_contiguous(x), 0, real)
         windows = new_window_partials(product, columns)
         product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
         width = product.tile.entries

@@ -33,7 +33,7 @@ class MaxLogitPenalty(Feature):
         return losses + _weighted(call, alpha, partial, partial[MAX].square())
 
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
-        partial, coefficients = task.partial, task.coefficients.folded()
+        partial, coefficients = task.partial, task.coefficients.with_factor()
         top, ids = partial[MAX], integer_view(partial[call.columns["argmax"]]).long() - call.shard.start
         gradient = _weighted(call, coefficients.alpha, partial, 2 * top)
         # The term of a target belongs to beta, because gradients of targets are never rounded.

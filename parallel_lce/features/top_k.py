@@ -17,7 +17,7 @@ from parallel_lce.backends.interface import ForwardTask, Projection
 from parallel_lce.backends.torch_tiles import projected_tiles
 from parallel_lce.call.seam import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
-from parallel_lce.core.partials import MAX, NOBODY, Merged, integer_view
+from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view
 from parallel_lce.core.plan import Block
 
 # Tokens and entries of a tile of logits.
@@ -71,15 +71,15 @@ class TopK(Feature):
         nowhere = merged.partial[MAX].isnan().unsqueeze(1)
         return {
             "top_logits": logits.masked_fill(nowhere, torch.nan),
-            "top_ids": ids.masked_fill(nowhere | (ids == NOBODY), -1),
+            "top_ids": ids.masked_fill(nowhere | (ids == NO_ENTRY), -1),
         }
 
 
 def _of_block(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest logits ``[R, k]`` of each token in the shard, and their ids in the whole vocabulary, int64: the
-    largest first, and the lowest id first among equals. Where the shard has fewer entries, -inf and ``NOBODY``."""
+    largest first, and the lowest id first among equals. Where the shard has fewer entries, -inf and ``NO_ENTRY``."""
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
-    ids = torch.full((len(x), k), NOBODY, device=x.device)
+    ids = torch.full((len(x), k), NO_ENTRY, device=x.device)
     for rows, window, z in projected_tiles(projection, x, _TILE[0], max(k, _TILE[1])):
         here = torch.arange(window.start, window.stop, device=x.device) + projection.start
         of_window = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
@@ -96,8 +96,8 @@ def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values[:, :k], ids.gather(1, order)[:, :k]
     # One integer for both: bits that are ordered as the values, then the negated id. Adding 0.0 turns -0.0 into 0.0.
     bits = (values + 0.0).view(torch.int32).long()
-    keys = (bits ^ (bits >> 63 & 0x7FFFFFFF)) << 32 | (NOBODY - ids)
+    keys = (bits ^ (bits >> 63 & 0x7FFFFFFF)) << 32 | (NO_ENTRY - ids)
     keys = keys.topk(k, 1).values
     bits = keys >> 32
     bits = (bits ^ (bits >> 63 & 0x7FFFFFFF)).int()
-    return bits.view(torch.float32), NOBODY - (keys & 0xFFFFFFFF)
+    return bits.view(torch.float32), NO_ENTRY - (keys & 0xFFFFFFFF)

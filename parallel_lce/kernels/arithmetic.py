@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from parallel_lce.core.partials import ALONE, NEAR
+from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY
 from parallel_lce.kernels.device import interpreted
 
 REACH = 32.0
@@ -22,7 +22,7 @@ SAVED_FP16_SCALE = 2.0**15
 
 # Relative error of a logit that is summed in another order.
 _ROUNDINGS = tl.constexpr(2.0**-20)
-_ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
+_ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 _REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**126)
 INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
@@ -97,24 +97,24 @@ def unflattened(saved, flat):
 
 @triton.jit
 def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
-    """The maximum ``top`` if ``logit`` can only belong to the largest entry (:data:`ALONE`), else ``logit``.
+    """The maximum ``top`` if ``logit`` can only belong to the largest entry (:data:`ONE_LARGE_ENTRY`), else ``logit``.
 
     ``logit`` and the logits in ``sum_exp`` come from different operations. They differ by at most ``ROUNDINGS |top|``.
     For p near 1 this difference would be an error of 1 - p.
     """
     near = tl.maximum(_NEAR, tl.abs(top) * ROUNDINGS)
-    return tl.where((sum_exp < _ALONE) & (logit > top - near), top, logit)
+    return tl.where((sum_exp < _ONE_LARGE_ENTRY) & (logit > top - near), top, logit)
 
 
 @triton.jit
-def gradient_of(p, moved, values, coefficients):
-    """``p (alpha + delta moved + epsilon p) - gamma``, with ``moved = z - M``. ``values``: alpha, gamma, delta and
-    epsilon. The last three are read only if ``coefficients`` has them."""
+def gradient_of(p, below_max, values, coefficients):
+    """``p (alpha + delta below_max + epsilon p) - gamma``, with ``below_max = z - M``. ``values``: alpha, gamma, delta
+    and epsilon. The last three are read only if ``coefficients`` has them."""
     alpha, gamma, delta, epsilon = values
     # Summed before the product with p: the terms nearly cancel where z is near the expected logit.
     factor = alpha
     if coefficients.delta is not None:
-        factor += delta * moved
+        factor += delta * below_max
     if coefficients.epsilon is not None:
         factor += epsilon * p
     g = p * factor
@@ -128,14 +128,14 @@ def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upst
     """:func:`gradient_of` for an fp32 ``logit``. gamma, delta and epsilon of the tokens ``row`` are loaded and
     multiplied by ``upstream``; ``alpha`` already is."""
     # A huge logit may exceed the maximum by a rounding.
-    moved = tl.minimum(logit - base, 0.0)
+    below_max = tl.minimum(logit - base, 0.0)
     values = (
         alpha,
         loaded(coefficients.gamma, row, mask, upstream),
         loaded(coefficients.delta, row, mask, upstream),
         loaded(coefficients.epsilon, row, mask, upstream),
     )
-    return gradient_of(tl.exp(moved) / sum_exp, tl.maximum(moved, LOWEST_SHIFT), values, coefficients)
+    return gradient_of(tl.exp(below_max) / sum_exp, tl.maximum(below_max, LOWEST_SHIFT), values, coefficients)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponential_from, finite_base
 from parallel_lce.kernels.logit_map import caps_of, row_logits, scales_of, slope_at
-from parallel_lce.kernels.losses import LossTerms, loss_of
+from parallel_lce.kernels.loss_kernels import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Columns per step, and warps, for a user's logits.
@@ -87,9 +87,9 @@ def lce_forward_dense(
     sum_exp = tl.where(top == float("inf"), float("nan"), sum_exp)
     # tl.max ignores NaN, a sum does not.
     top = tl.where((sum_exp != sum_exp) & (top != float("inf")), float("nan"), top)
-    wanted = tl.load(target + row)
-    inside = (wanted >= 0) & (wanted < entries)
-    logit = _logits(products, wanted, inside, bias, logit_map, scale, cap, SCALED)
+    target_id = tl.load(target + row)
+    inside = (target_id >= 0) & (target_id < entries)
+    logit = _logits(products, target_id, inside, bias, logit_map, scale, cap, SCALED)
     if logit_map.softcap is not None:
         # The loop may have soft-capped this logit with other instructions.
         logit = exact_logit(logit, top, sum_exp, 0.0)
@@ -105,7 +105,7 @@ def lce_forward_dense(
         if token_weight is not None:
             weight = tl.load(token_weight + row)
         loss, alpha, beta, gamma = loss_of(
-            top, tl.log(sum_exp), logit, of_shift, wanted, weight, entries, terms, SHIFTED, OUTSIDE_NAN
+            top, tl.log(sum_exp), logit, of_shift, target_id, weight, entries, terms, SHIFTED, OUTSIDE_NAN
         )
         tl.store(losses + row, loss)
         coefficients = partial + (3 + SHIFTED) * rows
@@ -153,7 +153,7 @@ def lce_backward_dense(
     coefficients = partial + (3 + SHIFTED) * rows
     alpha = tl.load(coefficients + row)
     beta = tl.load(coefficients + rows + row)
-    wanted = tl.load(target + row)
+    target_id = tl.load(target + row)
     begin = tl.program_id(1) * SPAN
     end = entries
     if not IN_PLACE:
@@ -167,7 +167,7 @@ def lce_backward_dense(
             tl.debug_barrier()
         # A huge logit may exceed the maximum by a rounding.
         p = exponential(tl.minimum(z - base, 0.0)) * over_sum
-        g = p * alpha - tl.where(column == wanted, beta, 0.0)
+        g = p * alpha - tl.where(column == target_id, beta, 0.0)
         if SHIFTED:
             g -= tl.load(coefficients + 2 * rows + row)
         if logit_map.softcap is not None:

@@ -1,5 +1,5 @@
-"""Inverse transform sampling. A token's *place* is a random point in the running sum of its exponentials. First the
-window that contains the place is found, then the entry in that window.
+"""Inverse transform sampling. A token's *draw point* is a random point in the running sum of its exponentials. First
+the window that contains the draw point is found, then the entry in that window.
 
 See :mod:`parallel_lce.features.draws`. A forward's window partials tell the window. One tile of logits per window and
 row block is then formed again, for tokens that are sorted by their windows.
@@ -24,15 +24,15 @@ _LISTED = tl.constexpr(4096)
 
 
 class DrawEpilogue(NamedTuple):
-    """Stores the sampled entries of tokens that are sorted by the window in which their place lies."""
+    """Stores the sampled entries of tokens that are sorted by the window in which their draw point lies."""
 
     KIND = "draw"
-    # [R] int32; the number of windows for a token whose place lies in none
+    # [R] int32; the number of windows for a token whose draw point lies in none
     window: torch.Tensor
     # [R] int64, the number of each sorted token before it was sorted. The other tensors are not sorted.
     order: torch.Tensor
     # [R] fp32, in units of the window's sum of exponentials
-    place: torch.Tensor
+    draw_point: torch.Tensor
     # [R] int64, an output: the entry's global id
     id: torch.Tensor
     # Global id of the shard's first entry.
@@ -49,15 +49,15 @@ def store_draw(z, position, draw, MASKED: tl.constexpr):
         z = tl.where((c < entries)[None, :], z, -float("inf"))
     e = exponential_from(z, finite_base(tl.max(z, 1))[:, None])
     token = tl.load(draw.order + r, mask=valid, other=0)
-    wanted = tl.load(draw.place + token, mask=valid, other=0.0) * tl.sum(e, 1)
-    # Bisection: the first entry up to which the sum exceeds the place.
+    threshold = tl.load(draw.draw_point + token, mask=valid, other=0.0) * tl.sum(e, 1)
+    # Bisection: the first entry up to which the sum exceeds the draw point.
     size = z.shape[1]
     low = r * 0 + window * size
     high = low + size - 1
     step = size
     while step > 1:
         middle = (low + high) // 2
-        reached = tl.sum(tl.where(c[None, :] <= middle[:, None], e, 0.0), 1) > wanted
+        reached = tl.sum(tl.where(c[None, :] <= middle[:, None], e, 0.0), 1) > threshold
         high = tl.where(reached, middle, high)
         low = tl.where(reached, low, middle + 1)
         step = step // 2
@@ -80,25 +80,25 @@ def _masses(windows, w, r, inside, shift, base, rows):
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "num_windows"])
 def lce_forward_find_windows(
-    windows, maximum, place, owned, window, within, rows, num_windows, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
+    windows, maximum, draw_point, owned, window, within, rows, num_windows, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """Each token's window, and its place in units of the window's sum. ``maximum``: of all windows."""
+    """Each token's window, and its draw point in units of the window's sum. ``maximum``: of all windows."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
     base = finite_base(tl.load(maximum + r, mask=valid, other=0.0))
     shift = base
     if windows.softmax_shift is not None:
         shift = tl.load(windows.softmax_shift + r, mask=valid, other=0.0)
-    # The same sums, in the same order, as in the second loop: a merged sum is rounded, and a place behind the last
+    # The same sums, in the same order, as in the second loop: a merged sum is rounded, and a draw point behind the last
     # window would go to the entries at the end of the vocabulary.
     total = tl.zeros((BLOCK_R,), tl.float64)
     for first in range(0, num_windows, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_windows)[:, None] & valid[None, :]
         total = tl.max(total[None, :] + tl.cumsum(_masses(windows, w, r, inside, shift, base, rows), 0), 0)
-    wanted = total * tl.load(place + r, mask=valid, other=0.5)
+    threshold = total * tl.load(draw_point + r, mask=valid, other=0.5)
     total = tl.zeros((BLOCK_R,), tl.float64)
-    # Number and end of the windows that end before the place; end of the place's window.
+    # Number and end of the windows that end before the draw point; end of the draw point's window.
     passed = tl.zeros((BLOCK_R,), tl.int32)
     before = total
     end = total
@@ -106,14 +106,14 @@ def lce_forward_find_windows(
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_windows)[:, None] & valid[None, :]
         ends = total[None, :] + tl.cumsum(_masses(windows, w, r, inside, shift, base, rows), 0)
-        ended = ends <= wanted[None, :]
+        ended = ends <= threshold[None, :]
         passed += tl.sum((ended & inside).to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(ended, ends, 0.0), 0))
         later = tl.min(tl.where(ended, float("inf"), ends), 0)
         end = tl.where((end == 0.0) & (later < float("inf")), later, end)
         total = tl.max(ends, 0)
     # Below 1, so that the entry exists.
-    share = ((wanted - before) / (end - before)).to(tl.float32)
+    share = ((threshold - before) / (end - before)).to(tl.float32)
     tl.store(within + r, tl.minimum(share, 1.0 - 2.0**-23), mask=valid)
     # Without a finite sum nothing is found.
     passed = tl.minimum(passed, num_windows - 1)
@@ -123,18 +123,18 @@ def lce_forward_find_windows(
 
 
 def find_windows(
-    ranges: list[WindowPartials], maximum: torch.Tensor, place: torch.Tensor, owned: torch.Tensor | None
+    ranges: list[WindowPartials], maximum: torch.Tensor, draw_point: torch.Tensor, owned: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The window ``[R]`` int32 of each token's ``place [R]`` fp64, and the place in units of the window's sum, ``[R]``
-    fp32. The window of a token that is not ``owned [R]`` bool is the number of windows. ``ranges``: the partials of
-    consecutive tokens. ``maximum [R]`` fp32: of the shard."""
-    window, within = torch.empty_like(place, dtype=torch.int32), torch.empty_like(place, dtype=torch.float32)
+    """The window ``[R]`` int32 of each token's ``draw_point [R]`` fp64, and the draw point in units of the window's
+    sum, ``[R]`` fp32. The window of a token that is not ``owned [R]`` bool is the number of windows. ``ranges``: the
+    partials of consecutive tokens. ``maximum [R]`` fp32: of the shard."""
+    window, within = torch.empty_like(draw_point, dtype=torch.int32), torch.empty_like(draw_point, dtype=torch.float32)
     owned = owned if owned is None else owned.view(torch.uint8)
     first = 0
     for partials in ranges:
         num_windows, rows = partials.max.shape
         some = slice(first, first + rows)
-        tensors = maximum[some], place[some], owned if owned is None else owned[some], window[some], within[some]
+        tensors = maximum[some], draw_point[some], owned if owned is None else owned[some], window[some], within[some]
         grid, sizes = (-(-rows // _ROWS),), dict(BLOCK_R=_ROWS, BLOCK_W=_WINDOWS)
         lce_forward_find_windows.launch(grid, partials, *tensors, rows, num_windows, **sizes)
         first += rows
@@ -143,7 +143,7 @@ def find_windows(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_windows"])
-def lce_forward_list_tiles(window, listed, rows, row_blocks, num_windows, BLOCK_M: tl.constexpr):
+def lce_forward_tiles_of_draws(window, tile_list, rows, row_blocks, num_windows, BLOCK_M: tl.constexpr):
     """One program. ``window``: sorted. Each tile is listed where its first token stands before those of other tiles."""
     number = 0
     for first in range(0, rows, _LISTED):
@@ -152,15 +152,15 @@ def lce_forward_list_tiles(window, listed, rows, row_blocks, num_windows, BLOCK_
         tile = own * row_blocks + r // BLOCK_M
         before = tl.load(window + r - 1, mask=(r > 0) & (r < rows), other=-1) * row_blocks + (r - 1) // BLOCK_M
         starts = (own < num_windows) & ((tile != before) | (r == 0))
-        place = number + tl.cumsum(starts.to(tl.int32), 0)
-        tl.store(listed + place, tile, mask=starts)
+        slot = number + tl.cumsum(starts.to(tl.int32), 0)
+        tl.store(tile_list + slot, tile, mask=starts)
         number += tl.sum(starts.to(tl.int32), 0)
-    tl.store(listed, number)
+    tl.store(tile_list, number)
 
 
-def list_tiles(window: torch.Tensor, row_blocks: int, block_rows: int, num_windows: int) -> torch.Tensor:
+def tiles_of_draws(window: torch.Tensor, row_blocks: int, block_rows: int, num_windows: int) -> torch.Tensor:
     """The tiles of sorted tokens that have a ``window [R]``, ``[1 + R]`` int32, for ``Product.launch``."""
-    listed = window.new_empty(len(window) + 1)
-    arguments = window, listed, len(window), row_blocks, num_windows
-    lce_forward_list_tiles.launch((1,), *arguments, BLOCK_M=block_rows, num_warps=8)
-    return listed
+    tile_list = window.new_empty(len(window) + 1)
+    arguments = window, tile_list, len(window), row_blocks, num_windows
+    lce_forward_tiles_of_draws.launch((1,), *arguments, BLOCK_M=block_rows, num_warps=8)
+    return tile_list

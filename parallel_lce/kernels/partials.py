@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
-from parallel_lce.core.partials import NOBODY, TRAILER
+from parallel_lce.core.partials import NO_ENTRY, TRAILER
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
-_NOBODY = tl.constexpr(NOBODY)
+_NO_ENTRY = tl.constexpr(NO_ENTRY)
 # Merge of windows: tokens per program (whole 64-byte sectors, and enough programs for few tokens), windows per step.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
 # Merge of ranks: most elements of a tile, and most tokens of a tile.
@@ -75,7 +75,7 @@ def store_partials(z, position, shift, partials, MASKED: tl.constexpr, HAS_SHIFT
     base = finite_base(top)
     tl.store(partials.max + here, top, mask=valid)
     if partials.argmax is not None:
-        ids = tl.min(tl.where(z == top[:, None], c[None, :], _NOBODY), 1)
+        ids = tl.min(tl.where(z == top[:, None], c[None, :], _NO_ENTRY), 1)
         tl.store(partials.argmax + here, ids.to(tl.float32, bitcast=True), mask=valid)
     if partials.shifted is not None:
         shifted = tl.where(inside, z - base[:, None], 0.0)
@@ -128,7 +128,7 @@ def _merge_kernel(
     merged,
     softmax_shift,
     on_shift,
-    wanted,
+    targets,
     trailers,
     vocab_size,
     rows,
@@ -144,7 +144,7 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements between the columns of neighbouring slices. Windows: ``entries`` and ``start`` describe the
-    shard; ``wanted`` holds the targets, and ``merged`` their logits. Ranks: ``entries`` is V, or None; ``vocab_size``
+    shard; ``merged`` holds the logits of the ``targets``. Ranks: ``entries`` is V, or None; ``vocab_size``
     is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -169,7 +169,7 @@ def _merge_kernel(
     total = tl.zeros((BLOCK_R,), tl.float32)
     weighted = tl.zeros((BLOCK_R,), tl.float32)
     squared = tl.zeros((BLOCK_R,), tl.float32)
-    argmax = tl.full((BLOCK_R,), _NOBODY, tl.int32)
+    argmax = tl.full((BLOCK_R,), _NO_ENTRY, tl.int32)
     nan = 0.0
     if RANKS:
         real, matching = _shards(trailers, num_slices, stride, entries, BLOCK_W)
@@ -188,10 +188,10 @@ def _merge_kernel(
         m = tl.load(slices.max + here, mask=inside, other=-float("inf"))
         s = tl.load(slices.sum_exp + here, mask=inside, other=0.0)
         missing = m == -float("inf")
-        moved = tl.where(missing, 0.0, m - base[None, :])
+        below_max = tl.where(missing, 0.0, m - base[None, :])
         if RANKS:
             count = real.to(tl.float32)
-            factor = tl.exp(moved)
+            factor = tl.exp(below_max)
         else:
             count = tl.minimum(entries - w * WINDOW, WINDOW).to(tl.float32)
             reference = finite_base(m)
@@ -211,13 +211,13 @@ def _merge_kernel(
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
         if slices.shifted is not None:
             column = tl.load(slices.shifted + here, mask=inside, other=0.0)
-            shifted += tl.sum(tl.where(inside, column + count[:, None] * moved, 0.0), 0)
+            shifted += tl.sum(tl.where(inside, column + count[:, None] * below_max, 0.0), 0)
         if slices.total is not None:
             total += tl.sum(tl.load(slices.total + here, mask=inside, other=0.0), 0)
         if slices.weighted is not None:
             column = tl.load(slices.weighted + here, mask=inside, other=0.0)
             # Far below the maximum the factor is 0. The bound keeps the other operand finite.
-            weighted += tl.sum((column + s * tl.maximum(moved, LOWEST_SHIFT)) * factor, 0)
+            weighted += tl.sum((column + s * tl.maximum(below_max, LOWEST_SHIFT)) * factor, 0)
         if slices.squared is not None:
             column = tl.load(slices.squared + here, mask=inside, other=0.0)
             if not RANKS:
@@ -225,7 +225,7 @@ def _merge_kernel(
             squared += tl.sum(column * factor * factor, 0)
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-            ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
+            ids = tl.where(inside & (m == top[None, :]) & (ids != _NO_ENTRY), ids + start, _NO_ENTRY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
     # Relative to the maximum, each of the largest exponentials is 1.
     sum_exp += number
@@ -234,8 +234,8 @@ def _merge_kernel(
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
-    if wanted is not None:
-        target_id = tl.load(wanted + r, mask=valid, other=-1)
+    if targets is not None:
+        target_id = tl.load(targets + r, mask=valid, other=-1)
         valid_target = (target_id >= 0) & (target_id < entries)
         logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
         tl.store(merged.target + r, exact_logit(logit, top, sum_exp), mask=valid_target)
@@ -250,9 +250,9 @@ def _merge_kernel(
     if slices.squared is not None:
         tl.store(merged.squared + r, squared + nan, mask=valid)
     if slices.argmax is not None:
-        argmax = tl.where(broken, _NOBODY, argmax)
+        argmax = tl.where(broken, _NO_ENTRY, argmax)
         if RANKS:
-            argmax = tl.where(matching, argmax, _NOBODY)
+            argmax = tl.where(matching, argmax, _NO_ENTRY)
         tl.store(merged.argmax + r, argmax.to(tl.float32, bitcast=True), mask=valid)
     if softmax_shift is not None:
         tl.store(on_shift + r, (off_shift == 0).to(tl.uint8), mask=valid)

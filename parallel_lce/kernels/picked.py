@@ -33,7 +33,7 @@ _LOGITS = 16, 128, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token that a program writes into G per step.
-_PLACED = tl.constexpr(32)
+_WRITTEN = tl.constexpr(32)
 # ids [E], begin [R] and end [R]
 _Picked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -73,9 +73,9 @@ def lce_forward_picked_logits(
     x_rows = x + token.to(tl.int64) * x_stride + tl.zeros((ENTRIES,), tl.int64)[:, None]
     for first in range(tl.load(begin + token), stop, ENTRIES):
         e = first + lane
-        wanted = _columns(ids, e, stop, 0, entries)
-        hit = wanted >= 0
-        weight_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
+        entry_id = _columns(ids, e, stop, 0, entries)
+        hit = entry_id >= 0
+        weight_rows = weight + tl.where(hit, entry_id, 0)[:, None] * weight_stride
         z = tl.zeros((ENTRIES, ENTRIES), tl.float32)
         for k in range(0, k_size, BLOCK_K):
             c = (k + tl.arange(0, BLOCK_K))[None, :]
@@ -83,9 +83,9 @@ def lce_forward_picked_logits(
             b = tl.load(weight_rows + c, mask=hit[:, None] & (c < k_size), other=0.0)
             z = add_product(a, b.T, z)
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
-        logit = entry_logits(logit, bias, wanted, hit, logit_map, token, True)
+        logit = entry_logits(logit, bias, entry_id, hit, logit_map, token, True)
         if maxima is not None:
-            here = (wanted // WINDOW) * rows + token
+            here = (entry_id // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
             reference = finite_base(top)
             if softmax_shift is not None:
@@ -97,15 +97,15 @@ def lce_forward_picked_logits(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first", "slice_entries"])
-def lce_backward_place_picked(gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first):
+def lce_backward_write_picked(gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first):
     token = tl.program_id(0)
     ids, begin, end = picked
     coefficients, partial = terms.coefficients, terms.partial
     start, stop = tl.load(begin + token), tl.load(end + token)
     row = gradient + token.to(tl.int64) * stride
-    unit = 1.0
+    fp16_scale = 1.0
     if terms.fp16_scale is not None:
-        unit = tl.load(terms.fp16_scale)
+        fp16_scale = tl.load(terms.fp16_scale)
     grad_scale = scales_of(terms.logit_map, token, True)
     if coefficients.factor is not None:
         grad_scale *= tl.load(coefficients.factor + token * terms.factor_stride)
@@ -117,24 +117,24 @@ def lce_backward_place_picked(gradient, picked, values, logits, target, terms, r
     if target is not None:
         column = tl.load(target + token) - first
         target_column = tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
-    for here in range(start, stop, _PLACED):
-        e = here + tl.arange(0, _PLACED)
-        wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
-        hit = (wanted >= 0) & (wanted != target_column)
+    for here in range(start, stop, _WRITTEN):
+        e = here + tl.arange(0, _WRITTEN)
+        entry_id = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
+        hit = (entry_id >= 0) & (entry_id != target_column)
         # An id may be picked several times. Its first entry adds the values of all.
-        total = tl.zeros((_PLACED,), tl.float32)
-        earlier = tl.zeros((_PLACED,), tl.float32)
-        for there in range(start, stop, _PLACED):
-            other = there + tl.arange(0, _PLACED)
-            same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == wanted[:, None]
+        total = tl.zeros((_WRITTEN,), tl.float32)
+        earlier = tl.zeros((_WRITTEN,), tl.float32)
+        for there in range(start, stop, _WRITTEN):
+            other = there + tl.arange(0, _WRITTEN)
+            same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == entry_id[:, None]
             value = tl.load(values + other, mask=other < stop, other=0.0)
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
             before = same & (other[None, :] < e[:, None])
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, token, True, 1.0) * grad_scale
-        entry = (entry * slope_of(logit, terms.logit_map, token, True) + total) * unit
-        tl.store(row + wanted, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
+        entry = (entry * slope_of(logit, terms.logit_map, token, True) + total) * fp16_scale
+        tl.store(row + entry_id, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 
 
 @Relaunched
@@ -167,10 +167,10 @@ def lce_backward_picked_rows(
         inside = e < stop
         if order is not None:
             e = tl.load(order + e, mask=inside, other=0)
-        wanted = tl.load(ids + e, mask=inside, other=-1)
-        hit = (wanted >= 0) & (wanted < entries)
+        entry_id = tl.load(ids + e, mask=inside, other=-1)
+        hit = (entry_id >= 0) & (entry_id < entries)
         value = tl.load(values + e, mask=hit, other=0.0)
-        here = source + tl.where(hit, wanted, 0)[:, None] * source_stride + c[None, :]
+        here = source + tl.where(hit, entry_id, 0)[:, None] * source_stride + c[None, :]
         tile = tl.load(here, mask=hit[:, None] & (c < k_size)[None, :], other=0.0).to(tl.float32)
         total += tl.sum(tile * value[:, None], 0)
         sum_of_values += tl.sum(value, 0)
@@ -213,7 +213,7 @@ def picked_logits(
     )
 
 
-def place_picked(
+def write_picked(
     gradient: torch.Tensor,
     first: int,
     picked: _Picked,
@@ -229,7 +229,7 @@ def place_picked(
     ``logits [E]``, added to the value, and rounded once.
     """
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
-    lce_backward_place_picked.launch(
+    lce_backward_write_picked.launch(
         (rows,), gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first
     )
 
@@ -287,13 +287,13 @@ def _logits_of(packed, ids, e, stop, ranks, stride, vocab_size, BLOCK: tl.conste
     logit = tl.zeros((BLOCK,), tl.float32)
     for rank in range(0, ranks):
         logit += tl.load(packed + rank * stride + e, mask=e < stop, other=0.0)
-    wanted = tl.load(ids + e, mask=e < stop, other=-1)
-    return tl.where((wanted >= 0) & (wanted < vocab_size), logit, -float("inf"))
+    entry_id = tl.load(ids + e, mask=e < stop, other=-1)
+    return tl.where((entry_id >= 0) & (entry_id < vocab_size), logit, -float("inf"))
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["ranks", "stride", "entries"])
-def lce_forward_set_log_probs(
+def lce_forward_log_softmax_of_sets(
     packed, ids, offsets, broken, vocab_size, log_probs, logits, ranks, stride, entries, BLOCK: tl.constexpr
 ):
     """``vocab_size``: V in memory; None: V is ``entries``."""
@@ -336,7 +336,7 @@ def _log_probs_and_gradients(log_probs, upstream, e, stop):
 
 @Relaunched
 @triton.jit
-def lce_backward_set_log_probs(log_probs, upstream, offsets, gradient, BLOCK: tl.constexpr):
+def lce_backward_log_softmax_of_sets(log_probs, upstream, offsets, gradient, BLOCK: tl.constexpr):
     token = tl.program_id(0)
     first, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
     total = 0.0
@@ -350,7 +350,7 @@ def lce_backward_set_log_probs(log_probs, upstream, offsets, gradient, BLOCK: tl
         tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
 
 
-def set_log_probs(
+def log_softmax_of_sets(
     packed: torch.Tensor,
     ids: torch.Tensor,
     offsets: torch.Tensor,
@@ -367,7 +367,7 @@ def set_log_probs(
     log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
     known = isinstance(vocab_size, int)
     if len(offsets) > 1:
-        lce_forward_set_log_probs.launch(
+        lce_forward_log_softmax_of_sets.launch(
             (len(offsets) - 1,),
             packed,
             ids,
@@ -385,10 +385,10 @@ def set_log_probs(
     return log_probs, logits
 
 
-def set_gradient(log_probs: torch.Tensor, upstream: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """``[E]``: the gradient of the logits of :func:`set_log_probs`. ``upstream [E]`` fp32."""
+def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``[E]``: the gradient of the logits of :func:`log_softmax_of_sets`. ``upstream [E]`` fp32."""
     gradient = torch.full_like(log_probs, math.nan)  # for entries without a token
     arguments = log_probs, upstream, offsets, gradient
     if len(offsets) > 1:
-        lce_backward_set_log_probs.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
+        lce_backward_log_softmax_of_sets.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
     return gradient

@@ -57,9 +57,9 @@ class Product:
     def row_blocks(self) -> int:
         return -(-self.x.shape[0] // self.tile.rows)
 
-    def launch(self, out: torch.Tensor | None, epilogue: Epilogue, listed: torch.Tensor | None = None) -> None:
-        """Start the product with an epilogue. ``listed [1 + n]`` int32: n, then the numbers ``window * row_blocks + row
-        block`` of the only tiles to form; None: all."""
+    def launch(self, out: torch.Tensor | None, epilogue: Epilogue, tile_list: torch.Tensor | None = None) -> None:
+        """Start the product with an epilogue. ``tile_list [1 + n]`` int32: n, then the numbers ``window * row_blocks +
+        row block`` of the only tiles to form; None: all."""
         tile, mainloop = self.tile, mainloop_of(self.tile.mainloop)
         (rows, k_size), entries = self.x.shape, self.weight.shape[0]
         saves_fp16 = isinstance(epilogue, ForwardEpilogue) and out is not None and out.dtype == torch.float16
@@ -74,7 +74,7 @@ class Product:
         row_blocks, windows = self.row_blocks, self.windows
         programs = num_sms(self.x.device)
         step = blocks_per_launch(row_blocks, windows, programs, tile.rows * k_size * self.x.element_size())
-        step = step if listed is None else max(1, row_blocks)
+        step = step if tile_list is None else max(1, row_blocks)
         for first in range(0, row_blocks, step):
             number = min(step, row_blocks - first)
             mainloop.projection.launch(
@@ -83,7 +83,7 @@ class Product:
                 self.bias,
                 self.logit_map,
                 epilogue,
-                listed,
+                tile_list,
                 rows,
                 entries,
                 k_size,
@@ -99,8 +99,8 @@ def new_window_partials(product: Product, columns) -> PartialColumns:
     windows, rows = product.windows, product.x.shape[0]
     # One allocation per column: maxima may outlive the others.
     maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
-    sum_exp, wanted = torch.empty_like(maximum), columns.requested
-    others = [torch.empty_like(maximum) if name in wanted else None for name in PartialColumns._fields[3:]]
+    sum_exp, requested = torch.empty_like(maximum), columns.requested
+    others = [torch.empty_like(maximum) if name in requested else None for name in PartialColumns._fields[3:]]
     return PartialColumns(maximum, sum_exp, None, *others)
 
 
@@ -110,15 +110,15 @@ def logits_gradient(
     coefficients: Coefficients,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
-    listed: torch.Tensor | None = None,
+    tile_list: torch.Tensor | None = None,
 ) -> None:
     """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
     beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
-    last entry is overwritten up to the next boundary. ``listed``: as for :meth:`Product.launch`.
+    last entry is overwritten up to the next boundary. ``tile_list``: as for :meth:`Product.launch`.
     """
     alpha, _, gamma, delta, epsilon, factor = coefficients
     assert factor is None
     epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
-    product.launch(out, epilogue, listed=listed)
+    product.launch(out, epilogue, tile_list=tile_list)

@@ -54,7 +54,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.partials import ALONE, NEAR, Coefficients
+from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
     REACH,
     SAVED_FP16_SCALE,
@@ -71,7 +71,7 @@ from parallel_lce.kernels.arithmetic import (
 from parallel_lce.kernels.logit_map import scales_of, slope_at, slope_of
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-_REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
+_REACH, _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(REACH), tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens per program, whose rows are rewritten one by one; tokens per step of the search for shared targets.
@@ -79,7 +79,7 @@ _TOKENS, _COMPARED = tl.constexpr(16), tl.constexpr(512)
 # Rewriting: entries per program, and per step.
 _SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(2048)
 # Tokens per program: where targets are placed (one per thread), and where their terms are added to dW.
-_PLACED, _ADDED = tl.constexpr(128), tl.constexpr(4)
+_WRITTEN, _ADDED = tl.constexpr(128), tl.constexpr(4)
 # Hidden elements per program: of the terms added to dW, and of dX.
 _WIDTH, _HIDDEN = 2048, 4096
 
@@ -94,7 +94,7 @@ class Targets(NamedTuple):
 
 
 @triton.jit
-def place(gradient, row, column, stride, here, t, factor, unshared):
+def write_target(gradient, row, column, stride, here, t, factor, unshared):
     """Write the targets' entries, masked by ``here``. Returns the entries and ``t - factor * entry``."""
     entry = tl.where(unshared | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
     tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
@@ -104,25 +104,25 @@ def place(gradient, row, column, stride, here, t, factor, unshared):
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
-def lce_backward_place_targets(gradient, targets, fp16_scale, rows, slice_entries, stride, first):
-    row = tl.program_id(0) * _PLACED + tl.arange(0, _PLACED)
-    wanted = tl.load(targets.target + row, mask=row < rows, other=-1)
-    hit = (wanted >= first) & (wanted < first + slice_entries)
+def lce_backward_write_targets(gradient, targets, fp16_scale, rows, slice_entries, stride, first):
+    row = tl.program_id(0) * _WRITTEN + tl.arange(0, _WRITTEN)
+    target_id = tl.load(targets.target + row, mask=row < rows, other=-1)
+    hit = (target_id >= first) & (target_id < first + slice_entries)
     t = tl.load(targets.residual + row, mask=hit, other=0.0)
-    factor = tl.full((_PLACED,), 1.0, tl.float32)
+    factor = tl.full((_WRITTEN,), 1.0, tl.float32)
     if fp16_scale is not None:
         factor /= tl.load(fp16_scale)
     is_unshared = tl.load(targets.unshared + row, mask=hit, other=1) != 0
-    _, left = place(gradient, row, wanted - first, stride, hit, t, factor, is_unshared)
+    _, left = write_target(gradient, row, target_id - first, stride, hit, t, factor, is_unshared)
     tl.store(targets.residual + row, left, mask=hit)
 
 
-def place_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
+def write_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
     """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on:
     0 for ``unshared`` targets, else ``residual * fp16_scale``, rounded. Its ``residual`` becomes the rounding error."""
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
-    grid = (-(-rows // _PLACED.value),)
-    lce_backward_place_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)
+    grid = (-(-rows // _WRITTEN.value),)
+    lce_backward_write_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)
 
 
 @Relaunched
@@ -148,9 +148,9 @@ def lce_backward_scale_and_add_targets(
     if factor is not None:
         value *= tl.load(factor + row * factor_stride)
     if target is not None:
-        wanted = tl.load(target + row)
-        hit = (wanted >= 0) & (wanted < entries)
-        weight_row = weight + tl.where(hit, wanted, 0) * weight_stride + c
+        target_id = tl.load(target + row)
+        hit = (target_id >= 0) & (target_id < entries)
+        weight_row = weight + tl.where(hit, target_id, 0) * weight_stride + c
         value += tl.load(residual + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
     tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
 
@@ -195,10 +195,10 @@ def lce_backward_add_targets(
     inside = c < hidden_size
     for number in tl.static_range(_ADDED):
         row = tl.program_id(0) * _ADDED + number
-        wanted = tl.load(targets.target + row, mask=row < rows, other=-1)
+        target_id = tl.load(targets.target + row, mask=row < rows, other=-1)
         is_unshared = tl.load(targets.unshared + row, mask=row < rows, other=0) != 0
-        if (wanted >= first) & (wanted < first + slice_entries) & is_unshared:
-            here = total + (wanted - first) * row_stride + c.to(tl.int64) * column_stride
+        if (target_id >= first) & (target_id < first + slice_entries) & is_unshared:
+            here = total + (target_id - first) * row_stride + c.to(tl.int64) * column_stride
             x_row = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
             value = tl.load(targets.residual + row) * x_row.to(tl.float32)
             value += tl.load(here, mask=inside, other=0.0).to(tl.float32)
@@ -273,12 +273,12 @@ def rewrite_row(
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
     times the soft-cap's slope. ``token``: its maximum, softmax shift, sum of exponentials, and ``flat`` if there are
-    flat tokens. ``values``: as in :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
+    flat tokens. ``values``: as in :func:`gradient_of`, for ``exp(z - M)`` in write_target of p."""
     base, shift, sum_exp, flat = token
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
     # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
-    least = tl.where(sum_exp < _ALONE, 0.75, float("inf"))
+    least = tl.where(sum_exp < _ONE_LARGE_ENTRY, 0.75, float("inf"))
     for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
@@ -301,8 +301,8 @@ def rewrite_row(
         if HAS_FLAT:
             alone |= (stored == largest[:, None]) & (rebased > 0.9)
         rebased = tl.where(alone, 1.0, rebased)
-        moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
-        g = gradient_of(rebased, moved, values, terms.coefficients)
+        below_max = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
+        g = gradient_of(rebased, below_max, values, terms.coefficients)
         if terms.logit_map.softcap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
             g *= slope_at(z, terms.logit_map.softcap)
@@ -444,8 +444,8 @@ def lce_backward_token_gradients(
     grad_scale = scales_of(terms.logit_map, row, valid)
     t = tl.zeros((_TOKENS,), tl.float32)
     if target is not None:
-        wanted = _local_ids(target, row, rows, entries)
-        hit = wanted >= 0
+        target_id = _local_ids(target, row, rows, entries)
+        hit = target_id >= 0
         t = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
         unshared = hit
         if FIND_SHARED:
@@ -453,7 +453,7 @@ def lce_backward_token_gradients(
             shared = tl.zeros((_TOKENS,), tl.float32)
             for start in range(0, rows, _COMPARED):
                 other = start + tl.arange(0, _COMPARED)
-                same = _local_ids(target, other, rows, entries)[None, :] == wanted[:, None]
+                same = _local_ids(target, other, rows, entries)[None, :] == target_id[:, None]
                 same &= other[None, :] != row[:, None]
                 shared = tl.maximum(shared, tl.max(tl.where(same, 1.0, 0.0), 1))
             unshared &= shared == 0.0
@@ -476,7 +476,7 @@ def lce_backward_token_gradients(
         logit = tl.full((_TOKENS,), -float("inf"), tl.float32)
         if target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
-        keeps &= (sum_exp >= _ALONE) | (logit > base - _NEAR) | (coefficient == 0.0)
+        keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (coefficient == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
         # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.
@@ -507,8 +507,8 @@ def lce_backward_token_gradients(
         factor = c
         if fp16_scale is not None:
             factor /= tl.load(fp16_scale)
-        here = hit & (wanted >= first) & (wanted < first + slice_entries)
-        entry, left = place(gradient, row, wanted - first, stride, here, t, factor, unshared)
+        here = hit & (target_id >= first) & (target_id < first + slice_entries)
+        entry, left = write_target(gradient, row, target_id - first, stride, here, t, factor, unshared)
         tl.store(outputs.residual + row, left, mask=valid)
         tl.store(outputs.unshared + row, unshared.to(tl.uint8), mask=valid)
         if outputs.dw_factor is not None:

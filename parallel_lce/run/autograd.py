@@ -1,8 +1,8 @@
 """The autograd.Functions of a call. Autograd may run backward through one graph more than once.
 
-The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a loss (:mod:`parallel_lce.run.losses`).
-Both modules have ``outputs``, which makes the user's results from merged partials, and ``coefficients``, which folds
-upstream gradients into coefficients of the gradient of the logits.
+The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a loss
+(:mod:`parallel_lce.run.loss_results`). Both modules have ``outputs``, which makes the user's results from merged
+partials, and ``coefficients``, which folds upstream gradients into coefficients of the gradient of the logits.
 
 :class:`DenseLoss` makes fp32 logits, and saves them for a backward. The plan chooses it for problems so small that the
 host needs longer for the launches than the GPU for the work. To save host time it does not use
@@ -24,7 +24,7 @@ from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of, with_contiguous_rows
 from parallel_lce.core.private import transforming
-from parallel_lce.run import losses, statistics
+from parallel_lce.run import loss_results, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
 from parallel_lce.run.transforms import batched, first_order
@@ -81,7 +81,7 @@ class Fused(torch.autograd.Function):
         # Most statistics get no upstream gradient: autograd need not make zeros for them.
         ctx.set_materialize_grads(is_loss)
         merged, gathered, saved = forward(call, hidden, weight, bias, save)
-        outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
+        outputs, residuals = (loss_results if is_loss else statistics).outputs(call, merged)
         if save:
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
             kept = hidden, weight, bias, merged.partial, gathered, *residuals
@@ -101,11 +101,13 @@ class Fused(torch.autograd.Function):
         needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[5:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-            folded = statistics.coefficients(call, kept.partial, residuals, upstream)
+            coefficients = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            folded = losses.coefficients(residuals, in_memory(upstream[0]))
+            coefficients = loss_results.coefficients(residuals, in_memory(upstream[0]))
         consumed, ctx.consumed = ctx.consumed, True
-        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, folded, needs, consumed)
+        dx, dweight, dbias = backward(
+            call, *kept[:3], kept.partial, kept.gathered, saved, coefficients, needs, consumed
+        )
         if call.main_grad is not None and needs.weight:
             dweight = call.main_grad.placeholder()
         return dx, dweight, dbias, None

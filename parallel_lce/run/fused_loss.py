@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import is_meta_or_fake
-from parallel_lce.backends.loss import counted, mean_loss
+from parallel_lce.backends.loss_formula import counted, mean_loss
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64

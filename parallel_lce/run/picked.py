@@ -59,7 +59,7 @@ class _Picked(torch.autograd.Function):
         packed, broken, vocab_size = _gathered_logits(call, hidden, weight, bias, more_ids)
         with device_without_autocast(weight):
             if normalized:
-                log_probs, logits = call.backend.set_log_probs(packed, picked, broken, vocab_size)
+                log_probs, logits = call.backend.log_softmax_of_sets(packed, picked, broken, vocab_size)
             else:
                 logits = packed[:, : picked.count].sum(0)
                 logits = logits if broken is None else logits.masked_fill_(broken, torch.nan)
@@ -76,7 +76,7 @@ class _Picked(torch.autograd.Function):
         call, gradient = ctx.call.with_tensors(tensors), in_memory(upstream).contiguous()
         with device_without_autocast(weight):
             if log_probs is not None:
-                gradient = call.backend.set_gradient(log_probs, gradient, call.picked)
+                gradient = call.backend.gradient_of_sets(log_probs, gradient, call.picked)
             values = call.logit_map.each(call.picked.spread).before(gradient, logits)
         return *_gradients(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None, None
 

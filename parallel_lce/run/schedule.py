@@ -38,7 +38,7 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
-from parallel_lce.run import losses
+from parallel_lce.run import loss_results
 
 
 class Gathers:
@@ -245,7 +245,7 @@ def backward(
             kept = ()
         tokens = None
         if len(blocks) > 1:
-            coefficients = coefficients.folded()
+            coefficients = coefficients.with_factor()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
         # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
@@ -258,12 +258,12 @@ def backward(
                 if block.start:
                     x.wait()
                 source.start()
-            merged, folded = partial, coefficients
+            merged, block_coefficients = partial, coefficients
             if tokens is not None:
                 stacked = layout.take(tokens, block).contiguous()
                 merged, present = stacked[: len(partial)], stacked[len(partial) :]
-                folded = coefficients.replaced(present.unbind())
-            sums.add_block(block, x, merged, folded, kept)
+                block_coefficients = coefficients.replaced(present.unbind())
+            sums.add_block(block, x, merged, block_coefficients, kept)
             if len(blocks) > 1 and kept and kept.exponentials is not None:
                 sums.scratch.adopt(kept.exponentials)
             kept = ()
@@ -298,7 +298,7 @@ def accumulate(
         sums = _BlockGradients(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
         targets = call.local_targets()
-        divisor = losses.divisor_of(call)
+        divisor = loss_results.divisor_of(call)
         factor = None if divisor is None else 1 / divisor
 
         def complete(waiting: _Waiting) -> None:
@@ -306,7 +306,7 @@ def accumulate(
             merged = Merged(*waiting.partials.finish(backend.merge_ranks))
             target, token_weight = layout.take(call.target, block), layout.take(call.token_weight, block)
             assert target is not None  # a loss has targets
-            of_block, alpha, beta, gamma = losses.token_losses(call, merged, target, token_weight)
+            of_block, alpha, beta, gamma = loss_results.token_losses(call, merged, target, token_weight)
             layout.put(per_token, block, of_block)
             coefficients = Coefficients(alpha, beta, gamma, factor=factor)
             sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)

@@ -1,8 +1,8 @@
 """Per-token statistics of the logits: from merged partials, and back to the gradient of the logits.
 
 Any loss is plain PyTorch on the ``[N]`` statistics. Upstream gradients of the statistics are folded into five per-token
-coefficients of the gradient of the logits (:func:`folded`). With the maximum M, p = softmax(z) and the columns of
-:mod:`parallel_lce.core.partials`:
+coefficients of the gradient of the logits (:func:`coefficients_of`). With the maximum M, p = softmax(z) and the columns
+of :mod:`parallel_lce.core.partials`:
 
     lse               = M + log s                        d/dz_j = p_j
     target_logit      = t                                d/dz_j = [j = y]
@@ -149,7 +149,7 @@ def coefficients(
         if of_logit is not None:  # through lse: no rank has the logit of such a target
             elsewhere = residuals.elsewhere.masked_fill(residuals.inside | (of_logit == 0), 0.0)
             given["lse"] = elsewhere if given["lse"] is None else given["lse"] + elsewhere
-    result = folded(given, partial, vocab_size, call.columns)
+    result = coefficients_of(given, partial, vocab_size, call.columns)
     for feature in call.features:
         result = feature.coefficients(call, Merged(partial, vocab_size), given, result)
     return result
@@ -187,7 +187,9 @@ def finish_statistics(
     return values
 
 
-def folded(upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns) -> Coefficients:
+def coefficients_of(
+    upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns
+) -> Coefficients:
     """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the gradient of the logits."""
 
     def total(*terms: tuple[int, str]) -> Tensor | None:

@@ -133,11 +133,11 @@ def _rows_of(call: Call, weight: Tensor, bias: Tensor | None, ids: Tensor) -> tu
     columns = weight.new_zeros(layout.ranks * size, 2, dtype=call.dtype)
     mine = local < call.shard.real_rows
     if call.shard.real_rows:
-        place = local.clamp(max=call.shard.real_rows - 1)
-        rows[: len(ids)] = weight.index_select(0, place).masked_fill_(~mine.unsqueeze(1), 0.0)
+        row = local.clamp(max=call.shard.real_rows - 1)
+        rows[: len(ids)] = weight.index_select(0, row).masked_fill_(~mine.unsqueeze(1), 0.0)
         columns[: len(ids), 1] = mine.to(call.dtype)
         if bias is not None:
-            columns[: len(ids), 0] = bias.index_select(0, place).to(call.dtype).masked_fill_(~mine, 0.0)
+            columns[: len(ids), 0] = bias.index_select(0, row).to(call.dtype).masked_fill_(~mine, 0.0)
     if layout.ranks == 1:
         return rows, columns
     parts = rows.new_empty(size, rows.shape[1]), columns.new_empty(size, 2)
@@ -171,6 +171,6 @@ def _to_rows(
     sums = whole.new_zeros(count, whole.shape[1]).index_put_((group,), whole[:count][order], accumulate=True)[group]
     dweight = whole.new_zeros(shape[0] + 1, shape[1], dtype=dtype)
     of_bias = whole.new_zeros(shape[0] + 1, dtype=dtype)
-    place = local.masked_fill(local == call.shard.real_rows, shape[0])
-    dweight[place], of_bias[place] = sums[:, :-1].to(dtype), (sums[:, -1] * call.logit_map.scale).to(dtype)
+    row = local.masked_fill(local == call.shard.real_rows, shape[0])
+    dweight[row], of_bias[row] = sums[:, :-1].to(dtype), (sums[:, -1] * call.logit_map.scale).to(dtype)
     return dweight[:-1], of_bias[:-1], whole[:count, -1]

@@ -2,13 +2,14 @@
 :func:`parallel_lce.token_statistics`.
 
 Inverse transform sampling: the entries of a token lie side by side on a line, in the order of their ids. Each is as
-long as its exponential. A uniform number u in (0, 1) marks the place ``u * sum of exponentials``, and the id drawn is
-the entry at that place. u depends on the seed and on the token's position alone. So the id is the same, except where a
-rounding decides, for every number of ranks, split of the vocabulary, budget and backend. No entry needs a random number
-of its own.
+long as its exponential. A uniform number u in (0, 1) marks the draw point ``u * sum of exponentials``, and the id drawn
+is the entry at that draw point. u depends on the seed and on the token's position alone. So the id is the same, except
+where a rounding decides, for every number of ranks, split of the vocabulary, budget and backend. No entry needs a
+random number of its own.
 
-Every rank knows the sums of all ranks, and from them which tokens' places lie in its shard. It finds the entries there,
-in a second pass over the blocks: ``torch_part`` projects each block again, ``triton_part`` one tile per place.
+Every rank knows the sums of all ranks, and from them which tokens' draw points lie in its shard. It finds the entries
+there, in a second pass over the blocks: ``torch_part`` projects each block again, ``triton_part`` one tile per draw
+point.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class Draws(Feature):
         layout, of_backend, position = call.layout, part(__name__, call.backend), self._position
         if position is None:
             position = torch.arange(call.shape.numel(), device=partials.local.device)
-        place, owned = uniforms(self._seed, position.flatten()), None
+        draw_point, owned = uniforms(self._seed, position.flatten()), None
         if layout.ranks > 1:
-            place, owned = _in_shard(place, *partials.of_ranks(), layout.rank)
-        ids = torch.empty_like(place, dtype=torch.int64)
+            draw_point, owned = _in_shard(draw_point, *partials.of_ranks(), layout.rank)
+        ids = torch.empty_like(draw_point, dtype=torch.int64)
         for block, x, projection in forward.blocks():
             local = layout.take(partials.local[: SUM_EXP + 1], block).contiguous()
-            where = layout.take(place, block), layout.take(owned, block)
+            where = layout.take(draw_point, block), layout.take(owned, block)
             layout.put(ids, block, of_backend.entries_at(projection, x, self._kept.pop(block), local, *where))
         if owned is not None:
             ids = ids.masked_fill(~owned, -1)
@@ -83,7 +84,7 @@ class Draws(Feature):
 
 def uniforms(seed: int, positions: Tensor) -> Tensor:
     """Uniform numbers in (0, 1), fp64, of the tokens at these ``positions`` int64: SplitMix64 as a counter-based
-    generator, whose counters begin at a place that depends on the ``seed``."""
+    generator, whose counters begin at a number that depends on the ``seed``."""
     start = _mixed_number(_mixed_number(seed) + _STEP)
     x = positions * _signed(_STEP) + _signed(start)
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
@@ -109,18 +110,18 @@ def _mixed_number(x: int) -> int:
 
 
 def _in_shard(uniform: Tensor, partials: Tensor, starts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Each token's place in this rank's shard, in (0, 1), and whether it lies there ``[N]``.
+    """Each token's draw point in this rank's shard, in (0, 1), and whether it lies there ``[N]``.
 
     ``partials [P, >= 2, N]``: of all ranks. ``starts [P]``: the shards' first ids. Every rank computes the same ends,
-    so each place lies in one shard."""
+    so each draw point lies in one shard."""
     maxima, sums = partials[:, MAX].double(), partials[:, SUM_EXP].double()
     top = maxima.amax(0)
     order = starts.argsort(stable=True)
     ends = (sums * (maxima - top).exp()).masked_fill(maxima == -torch.inf, 0.0)[order].cumsum(0)
-    place = uniform * ends[-1]
+    draw_point = uniform * ends[-1]
     # The number of this rank's shard in the order of ids.
     own = (order == rank).long().argmax(0, keepdim=True)
     end = ends.index_select(0, own)[0]
     before = ends.index_select(0, (own - 1).clamp(min=0))[0].where(own > 0, 0.0)
-    within = ((place - before) / (end - before)).clamp(2.0**-_BITS, 1 - 2.0**-_BITS)
-    return within, (ends <= place).sum(0) == own
+    within = ((draw_point - before) / (end - before)).clamp(2.0**-_BITS, 1 - 2.0**-_BITS)
+    return within, (ends <= draw_point).sum(0) == own

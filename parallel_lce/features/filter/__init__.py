@@ -26,8 +26,8 @@ keeps the maximum and the sum of exponentials of each token's windows. They give
 mass. Windows then take the place of the tiles t in the formulas.
 
 Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
-be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor. Rows of
-G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
+be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
+Rows of G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
 """
 
 from __future__ import annotations

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask
-from parallel_lce.backends.triton_operands import Rows, dense, product_of, stride_of
+from parallel_lce.backends.triton_operands import GradientOperands, aligned_contiguous, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.features.filter.kernels.products import sparse_product
 from parallel_lce.features.filter.kernels.tiles import (
     TILE,
     ActiveTiles,
+    active_tile_lists,
     centroids,
     entry_shares,
     find_active_tiles,
-    list_tiles,
 )
 from parallel_lce.features.filter.kernels.windows import list_active_windows, mean_shares, sample_tokens, window_masses
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
@@ -43,7 +43,7 @@ def worth_filtering(multiplications: int) -> bool:
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
-def units_of(rows: Rows) -> Tensor:
+def units_of(rows: GradientOperands) -> Tensor:
     """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
     logit_map = rows.projection.logit_map
     units = rows.coefficients.alpha * logit_map.scale
@@ -85,7 +85,7 @@ class FilterForm:
     def recomputes(self, x: Tensor, entries: int) -> bool:
         return self._windows is not None and fills_sample(len(x)) and worth_filtering(x.numel() * entries)
 
-    def recompute(self, piece: slice, rows: Rows, start: int, gradient: Tensor) -> FilteredGradient:
+    def recompute(self, piece: slice, rows: GradientOperands, start: int, gradient: Tensor) -> FilteredGradient:
         assert self._windows is not None
         active = self._active.get(piece.start)
         if active is None:
@@ -93,7 +93,9 @@ class FilterForm:
             self._active[piece.start] = active
         return active.form(start, start + gradient.shape[1], gradient)
 
-    def products(self, rows: Rows, start: int, gradient: Tensor, dx_factor: Tensor | None) -> FilteredGradient | None:
+    def products(
+        self, rows: GradientOperands, start: int, gradient: Tensor, dx_factor: Tensor | None
+    ) -> FilteredGradient | None:
         if not worth_filtering(rows.x.numel() * gradient.shape[1]):
             return None
         inverse = inverse_of(units_of(rows), dx_factor)
@@ -139,7 +141,7 @@ def with_window_partials(task: ForwardTask) -> ForwardTask:
     (rows, hidden_size), projection, real = task.x.shape, task.projection, task.projection.real_rows
     if real == 0 or projection.logit_map.softcap is not None or not fills_sample(rows):
         return task
-    x = dense(task.x)
+    x = aligned_contiguous(task.x)
     tile = product_of(projection, x, 0, real).tile
     recomputed = real - (real if task.save >= real else task.save // tile.entries * tile.entries)
     at_once = min(rows * recomputed, WINDOWED_BYTES // x.element_size())
@@ -157,7 +159,7 @@ class ActiveWindows:
     """Forms slices of the gradient of some ``rows`` by projecting their active windows, whose largest probability
     exceeds ``eps``. The slices cover the shard's entries from ``first`` on."""
 
-    def __init__(self, rows: Rows, windows: WindowPartials, first: int, eps: float) -> None:
+    def __init__(self, rows: GradientOperands, windows: WindowPartials, first: int, eps: float) -> None:
         self._rows, self._windows, self._first, self._eps = rows, windows, first, eps
         projection, alpha = rows.projection, rows.coefficients.alpha
         self._units = units_of(rows)
@@ -167,7 +169,7 @@ class ActiveWindows:
         projection = replace(projection, logit_map=projection.logit_map.each(sample.of))
         # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
         alpha = alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE
-        self._sampled = Rows(
+        self._sampled = GradientOperands(
             sample.of(rows.x),
             projection,
             sample.of(rows.partial.t()).t().contiguous(),
@@ -189,7 +191,7 @@ class ActiveWindows:
         of_hidden = entry_shares(sampled, width, of_weight)
         rows.form(start, stop, gradient, list_active_windows(bounds, eps))
         return FilteredGradient(
-            gradient, ActiveTiles(*list_tiles(bounds, eps, entries, width), masses, of_hidden, of_weight)
+            gradient, ActiveTiles(*active_tile_lists(bounds, eps, entries, width), masses, of_hidden, of_weight)
         )
 
     def _sampled_gradient(self, start: int, stop: int) -> Tensor:
@@ -201,7 +203,7 @@ class ActiveWindows:
         return gradient
 
 
-def _mean_logits(rows: Rows, first: int) -> Tensor:
+def _mean_logits(rows: GradientOperands, first: int) -> Tensor:
     """Mean logits, fp32, of the shard's entries from ``first`` on, over the tokens with a gradient."""
     projection, counted = rows.projection, rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)

@@ -7,11 +7,7 @@ The warpgroups are partitions of their own, without a barrier between them. A sl
 one warpgroup may be up to ``STAGES`` slots ahead. Its epilogue then overlaps up to ``STAGES`` steps of the other's
 product.
 
-Warpgroups that took turns, each with a tile of its own, would need smaller tiles, which read more from the L2 cache.
-Three warpgroups, which would read less, do not compile with Triton 3.6: of 512 threads each has 128 registers, and
-ptxas needs 154 for a product of 64 x 256.
-Clusters of two programs that share the loads of the weight (TMA multicast, from Triton 3.8 on) were tried on an H200
-and were not faster.
+Alternatives that were slower or did not compile: docs/architecture.md#mainloop.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 
 
 @gluon.jit
-def _produce(x, weight, ring, listed, sizes):
+def _produce(x, weight, ring, tile_list, sizes):
     x_slots, weight_slots, full, empty = ring
     STAGES: gl.constexpr = x_slots.shape[0]
     rows, entries, k_size, first_block, num_blocks = sizes
@@ -54,9 +50,9 @@ def _produce(x, weight, ring, listed, sizes):
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
-    tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
+    tiles = tile_count(tile_list, num_blocks, gl.cdiv(entries, BLOCK_N))
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)
+        row, window = tile_start(tile_list, number, first_block, num_blocks, BLOCK_M)
         for k in range(0, k_size, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -130,7 +126,7 @@ def _consume(
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
 ):
-    ring, out, staged, listed, sizes, bias, logit_map, epilogue = operands
+    ring, out, staged, tile_list, sizes, bias, logit_map, epilogue = operands
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
@@ -139,9 +135,9 @@ def _consume(
     rows, entries, k_size, first_block, num_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
-    tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
+    tiles = tile_count(tile_list, num_blocks, gl.cdiv(entries, BLOCK_N))
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)
+        row, window = tile_start(tile_list, number, first_block, num_blocks, BLOCK_M)
         row += WARPGROUP * HALF
         first = window * BLOCK_N
         r = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
@@ -170,7 +166,7 @@ def projection(
     bias,
     logit_map,
     epilogue,
-    listed,
+    tile_list,
     rows,
     entries,
     k_size,
@@ -190,12 +186,12 @@ def projection(
         HALVES: gl.constexpr = [2] + out.block_type.shape
         staged = gl.allocate_shared_memory(x.dtype, HALVES, out.layout)
     sizes = (rows, entries, k_size, first_block, num_blocks)
-    operands = (ring, out, staged, listed, sizes, bias, logit_map, epilogue)
+    operands = (ring, out, staged, tile_list, sizes, bias, logit_map, epilogue)
     gl.warp_specialize(
         [
             (_consume, (operands, 0, KIND, SCALED, MASKED, SAVED_SCALE)),
             (_consume, (operands, 1, KIND, SCALED, MASKED, SAVED_SCALE)),
-            (_produce, (x, weight, ring, listed, sizes)),
+            (_produce, (x, weight, ring, tile_list, sizes)),
         ],
         [WARPS, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -54,7 +54,7 @@ def _produce(gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr):
     STEP: gl.constexpr = other.block_type.shape[0]
     HIDDEN: gl.constexpr = other.block_type.shape[1]
     numbers, counts, order = lists
-    rows, hidden_size, blocks, places = sizes
+    rows, hidden_size, blocks, capacity = sizes
     hidden_blocks = gl.cdiv(hidden_size, HIDDEN)
     count = 0
     results = blocks * hidden_blocks
@@ -62,12 +62,12 @@ def _produce(gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr):
         result = _turn(turn)
         if result < results:
             block, hidden_block = _result_tile(result, order, blocks, hidden_blocks, TRANSPOSED)
-            listed = numbers + block * places
-            number = gl.load(listed)
-            for place in range(0, gl.load(counts + block)):
+            tile_list = numbers + block * capacity
+            number = gl.load(tile_list)
+            for position in range(0, gl.load(counts + block)):
                 first = number * _TILE
                 # Loaded ahead: this warp then waits for slots.
-                number = gl.load(listed + gl.minimum(place + 1, places - 1))
+                number = gl.load(tile_list + gl.minimum(position + 1, capacity - 1))
                 for k in gl.static_range(0, _TILE, STEP):
                     slot = count % STAGES
                     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -96,7 +96,7 @@ def _consume(
     HALF: gl.constexpr = _TILE // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HIDDEN, 16])
     numbers, counts, order = lists
-    rows, hidden_size, blocks, places = sizes
+    rows, hidden_size, blocks, capacity = sizes
     shares, spread = rank_one
     hidden_blocks = gl.cdiv(hidden_size, HIDDEN)
     count = 0
@@ -135,7 +135,7 @@ def _consume(
 
 
 @Relaunched
-@gluon.jit(do_not_specialize=["rows", "blocks", "places"])
+@gluon.jit(do_not_specialize=["rows", "blocks", "capacity"])
 def lce_backward_sparse_product(
     gradient,
     other,
@@ -145,7 +145,7 @@ def lce_backward_sparse_product(
     rows,
     hidden_size,
     blocks,
-    places,
+    capacity,
     total_stride,
     TRANSPOSED: gl.constexpr,
     ADD: gl.constexpr,
@@ -159,7 +159,7 @@ def lce_backward_sparse_product(
     if STAGED:
         HALVES: gl.constexpr = [2] + total.block_type.shape
         staged = gl.allocate_shared_memory(gradient.dtype, HALVES, total.layout)
-    sizes = (rows, hidden_size, blocks, places)
+    sizes = (rows, hidden_size, blocks, capacity)
     operands = (ring, total, staged, lists, sizes, rank_one, total_stride)
     gl.warp_specialize(
         [

@@ -25,7 +25,7 @@ _POINTERS, _TMA, _HOPPER = (64, 32, 3), (256, 64, 3), (256, 64, 4)
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "summed", "blocks", "places"])
+@triton.jit(do_not_specialize=["rows", "summed", "blocks", "capacity"])
 def lce_backward_sparse_product(
     gradient,
     other,
@@ -36,7 +36,7 @@ def lce_backward_sparse_product(
     summed,
     hidden_size,
     blocks,
-    places,
+    capacity,
     gradient_stride,
     other_stride,
     total_stride,
@@ -66,7 +66,7 @@ def lce_backward_sparse_product(
         z += share[:, None] * of_window[None, :]
     PER_TILE: tl.constexpr = TILE // BLOCK_K
     for step in range(0, tl.load(counts + block) * PER_TILE):
-        tile = tl.load(numbers + block * places + step // PER_TILE)
+        tile = tl.load(numbers + block * capacity + step // PER_TILE)
         first = tile * TILE + step % PER_TILE * BLOCK_K
         if TMA:
             if TRANSPOSED:
@@ -105,7 +105,7 @@ def sparse_product(
     rows of the result. ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[windows, D]``, fp32;
     each of a window's ``width`` rows also gets its share times the window's sum.
     """
-    (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
+    (rows, hidden_size), (blocks, capacity) = total.shape, lists.numbers.shape
     ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
     tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
     # Else the result's mask takes a predicate per element, and the large tile spills registers.
@@ -123,7 +123,7 @@ def sparse_product(
 
         staged = not add and total.dtype == gradient.dtype and addressable(total)
         out = descriptor(total, TILE // 2, hidden) if staged else total
-        sizes = rows, hidden_size, blocks, places, total.stride(0)
+        sizes = rows, hidden_size, blocks, capacity, total.stride(0)
         options |= dict(STAGED=staged, STAGES=stages - staged, num_warps=4)
         programs = min(results, num_sms(total.device)) if transposed else results
         kernel.launch((programs,), *operands, out, ordered, added, *sizes, **options)
@@ -138,7 +138,7 @@ def sparse_product(
         other.shape[0],
         hidden_size,
         blocks,
-        places,
+        capacity,
         gradient.stride(0),
         other.stride(0),
         total.stride(0),

@@ -31,7 +31,7 @@ _HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
 class TileLists(NamedTuple):
     """For each block of 128 rows of a product's result, the tiles of the first operand to multiply."""
 
-    # [blocks, places] int32: the tiles' numbers, ascending; undefined from ``counts`` on
+    # [blocks, capacity] int32: the tiles' numbers, ascending; undefined from ``counts`` on
     numbers: torch.Tensor
     # [blocks] int32: the number of tiles
     counts: torch.Tensor
@@ -128,7 +128,7 @@ def lce_backward_scan(
 
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks", "tiles", "windows"])
-def lce_backward_list_tiles(
+def lce_backward_active_tile_lists(
     largest, of_rows, of_entries, eps, row_blocks, tiles, windows, TILES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program fills the list of a row block, or of a block of entries. A window has ``TILES`` tiles."""
@@ -141,15 +141,15 @@ def lce_backward_list_tiles(
 
 
 @triton.jit
-def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps, BLOCK: tl.constexpr):
+def _list_active(largest, stride, EACH: tl.constexpr, lists, block, capacity, eps, BLOCK: tl.constexpr):
     """Fill a block's list. ``EACH`` neighbouring tiles share an element of ``largest``."""
     count = 0
-    for start in range(0, places, BLOCK):
+    for start in range(0, capacity, BLOCK):
         number = start + tl.arange(0, BLOCK)
-        value = tl.load(largest + number // EACH * stride, mask=number < places, other=0.0)
+        value = tl.load(largest + number // EACH * stride, mask=number < capacity, other=0.0)
         is_active = (value > eps).to(tl.int32)
         position = count + tl.cumsum(is_active, 0) - 1
-        tl.store(lists.numbers + block * places + position, number, mask=is_active != 0)
+        tl.store(lists.numbers + block * capacity + position, number, mask=is_active != 0)
         count += tl.sum(is_active, 0)
     tl.store(lists.counts + block, count)
 
@@ -194,7 +194,9 @@ def entry_shares(sums: torch.Tensor, width: int, otherwise: torch.Tensor | None 
     return shares.flatten()
 
 
-def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TILE) -> tuple[TileLists, TileLists]:
+def active_tile_lists(
+    largest: torch.Tensor, eps: float, entries: int, width: int = TILE
+) -> tuple[TileLists, TileLists]:
     """The active tiles of each row block, and of each block of entries: the tiles of windows of ``width`` entries whose
     ``largest [row blocks, windows]`` exceeds ``eps``. ``entries``: the number of entries of all windows."""
     (row_blocks, windows), tiles = largest.shape, -(-entries // TILE)
@@ -204,7 +206,7 @@ def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TIL
     ]
     grid, sizes = (row_blocks + tiles,), (row_blocks, tiles, windows)
     block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
-    lce_backward_list_tiles.launch(grid, largest, *lists, float(eps), *sizes, TILES=width // TILE, BLOCK=block)
+    lce_backward_active_tile_lists.launch(grid, largest, *lists, float(eps), *sizes, TILES=width // TILE, BLOCK=block)
     return lists[0], lists[1]
 
 
@@ -241,7 +243,7 @@ def find_active_tiles(
         num_warps=_WARPS,
     )
     shares = entry_shares(column_sums, TILE)
-    return ActiveTiles(*list_tiles(largest, eps, entries), masses, shares, shares)
+    return ActiveTiles(*active_tile_lists(largest, eps, entries), masses, shares, shares)
 
 
 def new_masses(windows: int, rows: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -105,8 +105,8 @@ def lce_backward_window_masses(
     if target is not None:
         # The target's probability is no mass. G holds 0 at an unshared target; a shared one makes the window active.
         begin = (first_window + window) * WINDOW
-        wanted = tl.load(target + r, mask=valid, other=-1)
-        hit = (wanted >= begin) & (wanted < begin + WINDOW) & (wanted < stop)
+        target_id = tl.load(target + r, mask=valid, other=-1)
+        hit = (target_id >= begin) & (target_id < begin + WINDOW) & (target_id < stop)
         logit = tl.load(partial + 2 * rows + r, mask=hit, other=0.0)
         p = tl.where(hit, tl.maximum(p - exponential_from(logit, base) / sum_exp, 0.0), p)
         is_shared = tl.load(unshared + r, mask=hit, other=1) == 0

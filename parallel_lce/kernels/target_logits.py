@@ -22,7 +22,7 @@ _COUNTED = tl.constexpr(20.0)
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "step"])
-def lce_forward_token_logits(
+def lce_forward_target_logits(
     x,
     weight,
     bias,
@@ -46,9 +46,9 @@ def lce_forward_token_logits(
     own, sample = tl.zeros((_TOKENS, _TOKENS), tl.float32), tl.zeros((_TOKENS, _TOKENS), tl.float32)
     read = valid
     if target is not None:
-        wanted = tl.load(target + r, mask=valid, other=-1)
-        hit = (wanted >= 0) & (wanted < entries)
-        own_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
+        target_id = tl.load(target + r, mask=valid, other=-1)
+        hit = (target_id >= 0) & (target_id < entries)
+        own_rows = weight + tl.where(hit, target_id, 0)[:, None] * weight_stride
         if softmax_shift is None:
             # Tokens whose targets lie in other shards read nothing.
             read = hit
@@ -68,7 +68,7 @@ def lce_forward_token_logits(
             sample = add_product(a, b.T, sample)
     if target is not None:
         logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
-        logit = entry_logits(logit, bias, wanted, hit, logit_map, r, valid)
+        logit = entry_logits(logit, bias, target_id, hit, logit_map, r, valid)
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
     if softmax_shift is not None:
         if bias is not None:
@@ -86,7 +86,7 @@ def lce_forward_token_logits(
             tl.store(flat + r, tl.where(is_flat, exponential(shift), 0.0), mask=valid)
 
 
-def token_logits(
+def target_logits(
     product: Product,
     target: torch.Tensor | None,
     target_logit: torch.Tensor | None,
@@ -106,7 +106,7 @@ def token_logits(
     of others (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
     x, weight = product.x, product.weight
-    lce_forward_token_logits.launch(
+    lce_forward_target_logits.launch(
         (-(-x.shape[0] // _TOKENS.value),),
         x,
         weight,

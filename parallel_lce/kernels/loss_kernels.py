@@ -1,7 +1,7 @@
 """Losses of tokens and the coefficients of their gradients, from merged partials, in one launch; the mean in another.
 
-Plain torch takes about twenty elementwise operations (``parallel_lce.backends.loss``). For a small vocabulary shard the
-host needs longer for these than the GPU for the projection.
+Plain torch takes about twenty elementwise operations (``parallel_lce.backends.loss_formula``). For a small vocabulary
+shard the host needs longer for these than the GPU for the projection.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LossTerms(NamedTuple):
 
 @triton.jit
 def loss_of(
-    top, log_sum, logit, shifted, wanted, weight, entries, terms, SMOOTHED: tl.constexpr, OUTSIDE_NAN: tl.constexpr
+    top, log_sum, logit, shifted, target_id, weight, entries, terms, SMOOTHED: tl.constexpr, OUTSIDE_NAN: tl.constexpr
 ):
-    """Losses, alpha, beta and gamma of tokens from the columns of their merged partials. ``wanted``: the targets,
+    """Losses, alpha, beta and gamma of tokens from the columns of their merged partials. ``target_id``: the targets,
     relative to the first of the ``entries``."""
-    inside = (wanted >= 0) & (wanted < entries)
+    inside = (target_id >= 0) & (target_id < entries)
     log_prob = (logit - top) - log_sum
     smoothing, of_target = terms.smoothing, 1.0 - terms.smoothing
     if OUTSIDE_NAN:
@@ -56,7 +56,7 @@ def loss_of(
         of_lse = 1.0 + 2.0 * terms.z_loss * lse
     loss *= weight
     if terms.ignore_index is not None:
-        ignored = wanted == terms.ignore_index
+        ignored = target_id == terms.ignore_index
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
     alpha = tl.where(weight == 0.0, 0.0, weight * of_lse)
@@ -81,9 +81,9 @@ def lce_forward_losses(partial, vocab_size, entries, target, token_weight, out, 
     shifted = top  # Not read without smoothing.
     if SMOOTHED:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
-    wanted = tl.load(target + row, mask=valid, other=0)
+    target_id = tl.load(target + row, mask=valid, other=0)
     loss, of_all, of_target, of_others = loss_of(
-        top, log_sum, logit, shifted, wanted, weight, entries, terms, SMOOTHED, OUTSIDE_NAN
+        top, log_sum, logit, shifted, target_id, weight, entries, terms, SMOOTHED, OUTSIDE_NAN
     )
     tl.store(losses + row, loss, mask=valid)
     tl.store(alpha + row, of_all, mask=valid)
@@ -99,7 +99,7 @@ def token_losses(
     token_weight: torch.Tensor | None,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """:func:`parallel_lce.backends.loss.token_losses` in one launch.
+    """:func:`parallel_lce.backends.loss_formula.token_losses` in one launch.
 
     ``partial [C, R]`` fp32, merged, contiguous; column 3 is ``shifted`` if labels are smoothed. ``vocab_size``: V,
     0-dimensional int64 or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.

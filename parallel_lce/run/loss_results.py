@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
-from parallel_lce.backends.loss import sum_of_weights
+from parallel_lce.backends.loss_formula import sum_of_weights
 from parallel_lce.call.call import Call
 from parallel_lce.core.partials import Merged
 from parallel_lce.run.statistics import Residuals, TokenStatistics

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts, power_of_two_scale
-from parallel_lce.backends.triton_operands import Rows, product_of, stride_of
+from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
-from parallel_lce.kernels.picked import place_picked
+from parallel_lce.kernels.picked import write_picked
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.token_gradients import (
     GradientTerms,
@@ -25,9 +25,9 @@ from parallel_lce.kernels.token_gradients import (
     Targets,
     TokenGradients,
     add_targets,
-    place_targets,
     scale_and_add_targets,
     token_gradients,
+    write_targets,
 )
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -116,7 +116,7 @@ class Piece:
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # The projection and the fp16 scale take coefficients without a factor.
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
-            coefficients = coefficients.folded()
+            coefficients = coefficients.with_factor()
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.picked)
             self.fp16_unscale = 1 / self._fp16_scale
@@ -133,9 +133,9 @@ class Piece:
         if picked is not None:
             target = self._task.target if self.has_targets else None
             assert picked.logits is not None  # the other entries have gradients, too
-            place_picked(gradient, start, picked.entries, picked.values, picked.logits, target, self._terms)
+            write_picked(gradient, start, picked.entries, picked.values, picked.logits, target, self._terms)
         if form is not None:
-            vocab_slice.products = form.products(self._rows(self._placed), start, gradient, vocab_slice.dx_factor)
+            vocab_slice.products = form.products(self._rows(self._targets), start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
     def _is_recomputed(self, start: int) -> bool:
@@ -144,13 +144,13 @@ class Piece:
     def _recomputed_by(self, form: SliceForm, start: int, stop: int) -> Slice:
         gradient = self._memory(start, stop)
         if self._tokens is None and self.has_targets:
-            # A gradient of 0 entries: no target is placed.
+            # A gradient of 0 entries: no target is written.
             self._tokens = self._find_tokens(gradient[:, :0], None, start)
-        products = form.recompute(self.rows, self._rows(self._placed), start, gradient)
+        products = form.recompute(self.rows, self._rows(self._targets), start, gradient)
         return Slice(start, stop, gradient, None, None, products)
 
-    def _rows(self, targets: Targets | None) -> Rows:
-        return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
+    def _rows(self, targets: Targets | None) -> GradientOperands:
+        return GradientOperands(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the picked entries."""
@@ -163,8 +163,8 @@ class Piece:
         if tokens is None and (saved is not None or self.has_targets):
             tokens = self._tokens = self._find_tokens(gradient, saved, start)
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
-        if self._placed is not None:
-            place_targets(gradient, start, self._placed, self._fp16_scale)
+        if self._targets is not None:
+            write_targets(gradient, start, self._targets, self._fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
     def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
@@ -201,7 +201,7 @@ class Piece:
         return memory.view(shape)[:, : stop - start]
 
     @property
-    def _placed(self) -> Targets | None:
+    def _targets(self) -> Targets | None:
         """The targets with their gradients. None without targets, and before :meth:`_find_tokens`."""
         tokens = self._tokens
         if tokens is None or tokens.residual is None or tokens.unshared is None:
@@ -212,15 +212,15 @@ class Piece:
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied
         by ``dx_factor``."""
-        targets, placed = None, self._placed
-        if placed is not None:
+        targets, targets = None, self._targets
+        if targets is not None:
             weight = some_rows(self._projection.weight, 0, self._projection.real_rows)
-            targets = some_rows(placed[0], *rows), some_rows(placed[1], *rows), weight
+            targets = some_rows(targets[0], *rows), some_rows(targets[1], *rows), weight
         factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
         scale_and_add_targets(source, factor, targets, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add the targets' terms of dW to ``total``, the shard's rows from ``start`` on."""
-        placed = self._placed
-        if placed is not None:
-            add_targets(total, start, placed, x)
+        targets = self._targets
+        if targets is not None:
+            add_targets(total, start, targets, x)

@@ -429,7 +429,7 @@ def _deferred(model) -> None:
 
 # What makes real logits in training, by what is said of it.
 REASONS = {
-    "built before install()": lambda model: None,
+    "built before patch()": lambda model: None,
     "fully sharded": lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True),
     "skip_bias_add=False": _with_a_bias,
     "disable_grad_reduce=False": lambda model: setattr(model.output_layer, "disable_grad_reduce", True),

@@ -25,8 +25,8 @@ import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of, specs
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from parallel_lce.megatron import __main__ as launcher
-from parallel_lce.megatron import choices, install, output_layer, token_log_probs, uninstall
 from parallel_lce.megatron import cross_entropy as taken_over
+from parallel_lce.megatron import install, output_layer, settings, token_log_probs, uninstall
 from tools import arguments_to, on_ranks, ran, words_of_error
 from world import Member
 
@@ -197,7 +197,7 @@ def test_install_is_idempotent_and_undone():
     assert all(ours is not own for ours, own in zip(once, before))
     install(5, cross_entropy="logits", reduce_dtype=torch.float32)
     install()  # keeps what was chosen
-    assert choices.installed == ("logits", 5, None, torch.float32)
+    assert settings.installed == ("logits", 5, None, torch.float32)
     install(cross_entropy="output_layer")
     assert _methods() == once
     uninstall()

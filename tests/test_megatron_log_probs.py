@@ -20,7 +20,7 @@ from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, p
 from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
 from parallel_lce.megatron import TokenLogProbs, cross_entropy, token_log_probs
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import fused_losses
+from parallel_lce.megatron.output_layer import losses_of_lazy
 from tools import debug_mode, on_ranks
 from world import Member
 
@@ -122,7 +122,7 @@ def test_without_gradients(member):
         found = []
         for training in (True, False):
             model.train(training)
-            with torch.no_grad(), mock.patch.object(cross_entropy, "fused_losses", wraps=fused_losses) as others:
+            with torch.no_grad(), mock.patch.object(cross_entropy, "losses_of_lazy", wraps=losses_of_lazy) as others:
                 found += scored(ours, model, data, Scoring(0.7))
             assert others.call_count == (spec.mtp if training and ours else 0)
         assert not any(value.requires_grad for value in found)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel_lce import lazy_logits
 from parallel_lce.functional import token_statistics
+from parallel_lce.patching import replaced
 
 
 class LogitsWarning(RuntimeWarning):
@@ -48,7 +49,7 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
 
 
 def _are_asked_for() -> bool:
-    """Whether the caller asked for logits: a language model that was called without labels is on the stack."""
+    """Whether a language model that was called without labels is on the stack."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     for frame, _ in traceback.walk_stack(sys._getframe()):
@@ -71,11 +72,11 @@ def keep_autograd_gradient(weight: Tensor | None) -> None:
 
 class LazyLogits(lazy_logits.LazyLogits):
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``. With ``gather`` real
-    ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather.
+    ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather. ``shared``: the weight was passed to the
+    layer.
 
     Each token's largest logit and its position need no real logits either. In training a warning names the first use
-    that makes them. ``sequence_parallel`` is read when the layer is called. ``shared``: the weight was passed to the
-    layer.
+    that makes them.
     """
 
     # For type checkers.
@@ -93,23 +94,19 @@ class LazyLogits(lazy_logits.LazyLogits):
         gather: bool,
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> None:
-        used = layer.weight if weight is None else weight
-        more = {"shared": weight is not None, "gather": gather, "stock_forward": stock_forward}
-        sequence_parallel = layer.sequence_parallel
-        self._capture(layer, hidden, used, layer.bias, False, scale=1.0, sequence_parallel=sequence_parallel, **more)
+        used, shared, parallel = layer.weight if weight is None else weight, weight is not None, layer.sequence_parallel
+        more = dict(scale=1.0, shared=shared, sequence_parallel=parallel, gather=gather, stock_forward=stock_forward)
+        self._capture(layer, hidden, used, layer.bias, False, **more)
 
     def _warn(self, use: str) -> None:
         # stacklevel 6 names the caller's line: frames of this class and of compiler.disable lie between.
         warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=6)
 
     def _make(self) -> Tensor:
-        before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
-        try:
+        with replaced(self.layer, sequence_parallel=self.sequence_parallel):
             keep_autograd_gradient(self.weight)
             logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=self.gather)
             return logits if self.scale == 1.0 else logits * self.scale
-        finally:
-            self.layer.sequence_parallel = before
 
     def _bias_is_replaced(self) -> bool:
         return self.layer.bias is not self.bias
@@ -123,20 +120,18 @@ class LazyLogits(lazy_logits.LazyLogits):
         return one.expand(parts * sequence, *others, entries)
 
     def max(self, *arguments, **options):
-        """Over the vocabulary and without gradients, by :meth:`_maximum`; otherwise of the real logits."""
         top = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
         return self.materialize("'max'").max(*arguments, **options) if top is None else torch.return_types.max(top)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        """Over the vocabulary, by :meth:`_maximum`; otherwise of the real logits."""
         top = self._maximum(*arguments, **options)
         return self.materialize("'argmax'").argmax(*arguments, **options) if top is None else top[1]
 
     @torch.no_grad()
     def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
-        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None if the
-        real logits are made, if a CUDA graph is captured, or if the arguments are not the vocabulary's dimension alone.
-        Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
+        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None where real
+        logits are needed: they are made, a CUDA graph is captured, or the arguments are not the vocabulary's dimension
+        alone. Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
@@ -163,7 +158,6 @@ class LazyLogits(lazy_logits.LazyLogits):
         return statistics.max_logit.to(self.dtype), position
 
     def __mul__(self, factor: Any) -> LazyLogits | Tensor:
-        """New lazy logits if ``factor`` is a number and the real logits are not made."""
         if self.made is not None or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
             return self.materialize("multiplication") * factor
         return self._changed(scale=self.scale * float(factor))

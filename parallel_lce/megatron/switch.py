@@ -14,39 +14,17 @@ import torch
 
 from parallel_lce.core.options import as_float
 from parallel_lce.lazy_logits import watch_optimizers
-from parallel_lce.megatron import choices
+from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, of_another_kind
+from parallel_lce.patching import Replacements
 
 IMPLEMENTATION = "parallel_lce"
-
-# (owner, name) of a replaced attribute: (our attribute, the owner's own before, None if it had none).
-_replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
+_replacements = Replacements()
 
 
-def _replace(owner: type, name: str, make: Callable[[type, Any], Any], again: bool = False) -> None:
-    """Replace an attribute by ``make(owner, own)``, once. ``again``: also if other code has replaced ours since."""
-    own = vars(owner).get(name)
-    if (owner, name) not in _replaced or (again and own is not _replaced[owner, name][0]):
-        _replaced[owner, name] = make(owner, own), own
-        setattr(owner, name, _replaced[owner, name][0])
-
-
-def _restore() -> None:
-    """Undo all replacements. If other code has replaced ours since, warn instead."""
-    while _replaced:
-        (owner, name), (ours, own) = _replaced.popitem()
-        if vars(owner).get(name) is not ours:
-            message = f"{owner.__name__}.{name} has been replaced since install(), so that it stays as it is"
-            warnings.warn(f"parallel_lce: {message}: undo that first", RuntimeWarning, stacklevel=3)
-        elif own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-
-def install(
+def patch(
     logits_budget: int | None = None,
     *,
     cross_entropy: str | None = None,
@@ -59,18 +37,18 @@ def install(
     Call it before the model is built. Models with any other configuration do not change. It wraps two methods of
     ``LanguageModule`` and Megatron's two cross-entropies: after ``setup_embeddings_and_output_layer`` the model's
     output layer returns lazy logits; ``compute_language_model_loss``, which may be wrapped or overridden, ends in a
-    cross-entropy that takes them. A model of which the fused loss would not give the same makes its logits as without
-    it, and a :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others. To return
-    to defaults, call :func:`uninstall` first, which removes all settings.
+    cross-entropy that takes them. Where the fused loss would not give the same, a model makes its logits as without it,
+    and a :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others;
+    :func:`unpatch` removes all settings.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
             Default: the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by
             ``1 + mtp_num_layers``.
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
-            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. All callers of
-            ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` then get that function's result. Default: the
-            environment's ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
+            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, also for all callers
+            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``. Default: the environment's
+            ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
             Default: the hidden states' dtype, as in stock.
         gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
@@ -80,40 +58,39 @@ def install(
         ImportError: megatron-core is missing, or older than 0.14.
         ValueError: a value is not allowed; later, when a model is built, ``"parallel_lce"`` is misspelt.
     """
-    chosen = choices.choose(
-        cross_entropy=cross_entropy,
-        logits_budget=logits_budget,
-        gradient_filter=as_float(gradient_filter),
-        reduce_dtype=reduce_dtype,
-    )
+    given = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
+    resolved = settings.resolve(**given, gradient_filter=as_float(gradient_filter))
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
         raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
     check_release()
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    choices.installed = chosen
+    settings.installed = resolved
     watch_optimizers()
-    _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
-    _replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
+    _replacements.replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
+    _replacements.replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
     for function in functions():
-        _replace(function, "apply", apply_of)
+        _replacements.replace(function, "apply", functools.partial(apply_of, function))
 
 
-def uninstall() -> None:
-    """Undo :func:`install` for models built from now on.
+def unpatch() -> None:
+    """Undo :func:`patch` for models built from now on.
 
     Models built before must not be used: their output layers still return lazy logits, and Megatron's own loss raises
     ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
     """
-    choices.installed = None
-    _restore()
+    settings.installed = None
+    _replacements.restore()
 
 
-def _wrap_setup(_: type, original: Callable) -> Callable:
-    @functools.wraps(original)
+install, uninstall = patch, unpatch
+
+
+def _wrap_setup(own: Callable) -> Callable:
+    @functools.wraps(own)
     def setup_embeddings_and_output_layer(self) -> None:
-        original(self)
+        own(self)
         name = self.config.cross_entropy_fusion_impl
         if name != IMPLEMENTATION:
             # Megatron does not check the name: its loss would raise UnboundLocalError.
@@ -128,36 +105,36 @@ def _wrap_setup(_: type, original: Callable) -> Callable:
                 stacklevel=2,
             )
             return
-        for kind in type(self).__mro__:  # an override may call what LanguageModule had before install()
+        for kind in type(self).__mro__:  # an override may call what LanguageModule had before patch()
             if "compute_language_model_loss" in vars(kind):
-                _replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
+                _replacements.replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
         layer = getattr(self, "output_layer", None)
-        if getattr(self, "post_process", True) and not (of_another_kind(layer) or choices.takes_logits()):
+        if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
             make_lazy(layer)
 
     return setup_embeddings_and_output_layer
 
 
-def _wrap_loss(_: type, original: Any) -> Any:
-    if not inspect.isfunction(original):  # a staticmethod, which has no model
-        return original
+def _wrap_loss(own: Any) -> Any:
+    if not inspect.isfunction(own):  # a staticmethod, which has no model
+        return own
 
-    @functools.wraps(original)
+    @functools.wraps(own)
     def compute_language_model_loss(self, *given, **named):
         config = self.config
         if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
-            return original(self, *given, **named)
-        if not (choices.takes_logits() or any([isinstance(v, LazyLogits) for v in (*given, *named.values())])):
+            return own(self, *given, **named)
+        if not (settings.takes_logits() or any([isinstance(v, LazyLogits) for v in (*given, *named.values())])):
             _say_why(self)
-        return _own_loss(original, self, *given, **named)
+        return _run_own_loss(own, self, *given, **named)
 
     return compute_language_model_loss
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
-def _own_loss(original: Callable, model: Any, *arguments: Any, **named: Any) -> Any:
+def _run_own_loss(own: Callable, model: Any, *arguments: Any, **named: Any) -> Any:
     with own_loss(model):
-        return original(model, *arguments, **named)
+        return own(model, *arguments, **named)
 
 
 def _say_why(model: Any) -> None:
@@ -167,6 +144,6 @@ def _say_why(model: Any) -> None:
         return
     reason = of_another_kind(layer)
     if reason is None and not is_lazy(layer):
-        reason = "the model was built before install(), or its output layer was replaced"
+        reason = "the model was built before patch(), or its output layer was replaced"
     if reason is not None:
         warn_of_logits(model, reason)

@@ -9,10 +9,8 @@ torchtitan sums dX, the gradient of the hidden states. Its decoders' last norm g
 on the tensor-parallel axis, also under sequence parallelism, and takes this rank's term of dX back. The norm's boundary
 then reduces the terms: by an all-reduce, or by a reduce-scatter under sequence parallelism.
 
-A call that the fused loss does not compute as torchtitan would, such as one of an ``lm_head`` with a forward or hooks
-of its own, runs torchtitan's own loss instead, after a warning.
-
-Importing this module imports torchtitan; nothing else in the package does.
+A call that the fused loss does not compute as torchtitan would runs torchtitan's own loss, after a warning. Importing
+this module imports torchtitan; nothing else in the package does.
 """
 
 from __future__ import annotations
@@ -29,11 +27,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
+from parallel_lce.patching import called_with, is_own
 
 _OURS = "parallel_lce.torchtitan"
 try:
@@ -46,7 +45,7 @@ except ImportError as error:
     needed = f"{_OURS} needs torchtitan 0.3.0 (pip install torchtitan spmd_types) and a PyTorch that it supports"
     raise ImportError(f"{needed}: {error}") from error
 
-_LOSSES = vars(sys.modules["torchtitan.components.loss"])
+_LOSSES = "torchtitan.components.loss"
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
@@ -143,7 +142,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             if fully_sharded:
                 lm_head.unshard()
             try:
-                loss = _through(lm_head, forward, hidden)
+                (loss,) = called_with(lm_head, forward, hidden)
                 if pred.requires_grad:
                     loss.backward()
             finally:
@@ -192,27 +191,13 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _through(module: Any, forward: Callable[[Tensor], tuple[Tensor]], hidden: Tensor) -> Tensor:
-    """``module(hidden)[0]`` with the module's hooks, but with ``forward`` instead of its own."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        return module(hidden)[0]
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
-
-
-def _epilogue(lm_head: nn.Module) -> dict[str, Any] | None:
+def _epilogue(lm_head: Any) -> dict[str, Any] | None:
     """The layer's scale and soft-cap as arguments of the fused functions. None for a layer that computes otherwise."""
-    layer: Any = lm_head
     forward = type(lm_head).forward  # fully_shard derives a class
-    if forward is nn.Linear.forward and _globals(forward) is vars(sys.modules["torch.nn.modules.linear"]):
+    if is_own(forward, "torch.nn.modules.linear", "Linear.forward"):
         return {}
-    muse: Any = sys.modules.get("torchtitan.models.muse_glimmer.model")
-    if muse is not None and forward is muse.SoftCappedLinear.forward and _globals(forward) is vars(muse):
-        return {"logit_scale": layer.output_multiplier, "logit_softcap": layer.output_soft_cap_temp}
+    if is_own(forward, "torchtitan.models.muse_glimmer.model", "SoftCappedLinear.forward"):
+        return {"logit_scale": lm_head.output_multiplier, "logit_softcap": lm_head.output_soft_cap_temp}
     return None
 
 
@@ -241,28 +226,23 @@ def _other_projection(lm_head: Any, loss_fn: Any, pred: Tensor) -> str | None:
 
 
 def _globals(function: Any) -> dict[str, Any]:
-    """The namespace of a function's code: wrappers copy the names of what they wrap, but not this."""
     return getattr(function, "__globals__", {})
-
-
-def _is_torchtitans(function: Any, name: str) -> bool:
-    return _globals(function) is _LOSSES and function.__qualname__ == name
 
 
 def _wraps_as_torchtitan() -> bool:
     own = ChunkedLossWrapper.Config._owner is ChunkedLossWrapper
-    return own and _is_torchtitans(ChunkedLossWrapper.__call__, "ChunkedLossWrapper.__call__")
+    return own and is_own(ChunkedLossWrapper.__call__, _LOSSES, "ChunkedLossWrapper.__call__")
 
 
 def _is_cross_entropy(loss: type, fn: Any) -> bool:
     """Whether a ``loss`` with this ``fn`` computes torchtitan's cross-entropy."""
-    own = _is_torchtitans(CrossEntropyLoss.__call__, "CrossEntropyLoss.__call__")
-    return loss is CrossEntropyLoss and own and _is_torchtitans(fn, "cross_entropy_loss")
+    own = is_own(CrossEntropyLoss.__call__, _LOSSES, "CrossEntropyLoss.__call__")
+    return loss is CrossEntropyLoss and own and is_own(fn, _LOSSES, "cross_entropy_loss")
 
 
 def _takes_log_probs(loss: type) -> bool:
     call: Any = loss.__call__
-    return _is_torchtitans(_globals(call).get("compute_logprobs"), "compute_logprobs") and _passes_logits_on(call)
+    return is_own(_globals(call).get("compute_logprobs"), _LOSSES, "compute_logprobs") and _passes_logits_on(call)
 
 
 @functools.cache
@@ -309,7 +289,7 @@ def linear_cross_entropy(
     left = type(cfg).__qualname__
     if type(cfg) is ChunkedLossWrapper.Config and _wraps_as_torchtitan():
         inner = cfg.loss_fn._owner
-        if _is_cross_entropy(inner, _LOSSES["cross_entropy_loss"]) or _takes_log_probs(inner):
+        if _is_cross_entropy(inner, sys.modules[_LOSSES].cross_entropy_loss) or _takes_log_probs(inner):
             options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
             return derive(cfg, LinearCrossEntropyLoss.Config, **options)
         left += f" of {inner.__qualname__}"

@@ -116,14 +116,15 @@ def test_another_forward_between_the_hooks():
 
 def test_own_code_is_known_by_its_globals():
     name = "torch.nn.modules.linear"
-    assert is_own(nn.Linear.forward, name) and is_own(nn.Linear.forward, name, "Linear.forward")
+    assert is_own(nn.Linear.forward, name, "Linear.forward")
+    assert not is_own(nn.Linear.forward, "not.imported", "Linear.forward")
     assert not is_own(nn.Bilinear.forward, name, "Linear.forward")
 
     def wrapper(*given):
         return nn.Linear.forward(*given)
 
     wrapper.__module__, wrapper.__qualname__ = nn.Linear.forward.__module__, nn.Linear.forward.__qualname__
-    assert not is_own(wrapper, name, "Linear.forward") and not is_own(len, name)
+    assert not is_own(wrapper, name, "Linear.forward") and not is_own(len, name, "len")
 
 
 def test_an_import_is_acted_upon_once(tmp_path, monkeypatch):

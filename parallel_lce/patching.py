@@ -63,10 +63,10 @@ def called_with(module: nn.Module, forward: Callable[[Tensor], Any], hidden: Ten
         return nn.Module.__call__(module, hidden)
 
 
-def is_own(function: Any, module: str, name: str) -> bool:
+def is_own(function: Any, module: str, name: str | None = None) -> bool:
     """Whether a function was written in that module, under that qualified name. A wrapper copies names, not globals."""
     there = getattr(function, "__globals__", 0) is getattr(sys.modules.get(module), "__dict__", None)
-    return there and function.__qualname__ == name
+    return there and name in (None, function.__qualname__)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -22,6 +22,7 @@ from parallel_lce.core.options import Options, Tensors, as_number, check_option
 from parallel_lce.core.plan import DEFAULT_BUDGET
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.functional import token_statistics
+from parallel_lce.patching import is_own
 from parallel_lce.run.divergence import Divergence, divergences
 
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -65,12 +66,10 @@ class _Function:
 
 
 def _is_stock(home: str, name: str) -> bool:
-    """Whether all of TRL's function was written where TRL has it. (A wrapper would have taken its name, too.)"""
-    module = sys.modules[home]
-    held = getattr(module, name)
+    """Whether all of TRL's function was written where TRL has it."""
+    held = getattr(sys.modules[home], name)
     own = held.own if isinstance(held, _Function) else held
-    written = [getattr(each, "__globals__", None) for each in (own.forward, own.backward)]
-    return "apply" not in vars(own) and all([each is vars(module) for each in written])
+    return "apply" not in vars(own) and is_own(own.forward, home) and is_own(own.backward, home)
 
 
 # torch.compile calls it while it traces.
@@ -108,8 +107,7 @@ def _log_probs(
     entropy = None if found.entropy is None else found.entropy.float()
     squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log().float()
     mean = None if found.mean_logit is None else found.mean_logit.detach().float()
-    top = None if found.argmax is None else found.argmax == targets
-    return log_probs, entropy, squares, mean, top
+    return log_probs, entropy, squares, mean, None if found.argmax is None else found.argmax == targets
 
 
 def _divergence(
@@ -182,9 +180,9 @@ def patch(*, logits_budget: int | None = None) -> None:
     :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB, and 1 GiB for the
     divergence; a second call replaces it.
 
-    What the fused functions do not cover, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of
-    ZeRO-3 or of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence
-    whose bias has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
+    What the fused functions refuse, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of ZeRO-3
+    or of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias
+    has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
 
     Collectives: none. TRL gathers a sharded weight before.
 
@@ -193,11 +191,10 @@ def patch(*, logits_budget: int | None = None) -> None:
     """
     check_option("logits_budget", as_number(logits_budget))
     try:
-        utils = importlib.import_module("trl.trainer.utils")
+        if not hasattr(importlib.import_module("trl.trainer.utils"), "_ChunkedLogProbFunction"):
+            raise ImportError("trl.trainer.utils has no _ChunkedLogProbFunction")
     except ImportError as error:
         raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later (pip install trl): {error}") from error
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise ImportError("parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no _ChunkedLogProbFunction")
     _settings["logits_budget"] = logits_budget
     for home, name, fused, user, used in _FUNCTIONS:
         held: Any = getattr(importlib.import_module(home), name)

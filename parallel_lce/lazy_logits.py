@@ -85,13 +85,11 @@ def watch_optimizers() -> None:
 class LazyLogits:
     """The logits that ``layer`` would make of ``hidden``. The base of Megatron's and of transformers' lazy logits.
 
-    The loss is computed from the hidden states, the weight and the bias. Sizes need no real logits. The first other use
-    (a method, an operator, an index, a torch function) makes the real logits as the stock layer does, in the autocast,
-    grad and inference mode of the layer's call. Every later use, the loss included, gets that one tensor, ``made``. The
-    loss therefore sees in-place changes.
-
-    The weight and the bias are read when the layer is called. ``has_loss``: the loss was computed without logits. A
-    write through ``weight.data`` outside of PyTorch's optimizers cannot be seen.
+    The loss is computed from the hidden states, the weight and the bias, which are read when the layer is called. Sizes
+    need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real logits
+    as the stock layer does, in the autocast, grad and inference mode of the layer's call. Every later use, the loss
+    included, gets that one tensor, ``made``, and so sees in-place changes. ``has_loss``: the loss was computed without
+    logits. A write through ``weight.data`` outside of PyTorch's optimizers cannot be seen.
     """
 
     __array_priority__ = Tensor.__array_priority__
@@ -155,7 +153,6 @@ class LazyLogits:
         return self.made
 
     def _sized(self) -> Tensor:
-        """The real logits if they are made, else a tensor of the same shape, dtype and device."""
         return self._empty() if self.made is None else self.made
 
     def _changed(self, **fields: Any) -> Any:
@@ -182,24 +179,21 @@ class LazyLogits:
         """Check that the logits can still be computed as in the layer's call, and get their gradient.
 
         Raises:
-            RuntimeError: the real logits are not made yet, and the hidden states, the weight or the bias changed in
-                place, an optimizer may have changed the weight, or the layer's bias was replaced; or a
-                ``torch.autograd.Function`` uses or returned the lazy logits, so that their gradient would be lost.
+            RuntimeError: an operand of logits that are not made yet has changed, or may have; or their gradient would
+            be lost, since a ``torch.autograd.Function`` uses or returned them.
         """
         if self.made is None:
             changed = [name for name, tensor, version in self.versions if tensor._version != version]
             if self._bias_is_replaced():
                 changed.append("bias")
+            computed = "after the layer was called, and its logits, or their loss, are computed only now"
             if changed:
                 raise RuntimeError(
-                    f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
-                    "called, and its logits, or their loss, are computed only now: change a copy"
+                    f"parallel_lce: the output layer's {changed[0]} changed in place {computed}: change a copy"
                 )
             if self.watch.stepped:
-                raise RuntimeError(
-                    "parallel_lce: an optimizer's step may have changed the output layer's weight after the layer was "
-                    "called, and its logits, or their loss, are computed only now: use them before the step"
-                )
+                step = "an optimizer's step may have changed the output layer's weight"
+                raise RuntimeError(f"parallel_lce: {step} {computed}: use them before the step")
         self._check_function()
 
     def _check_function(self) -> None:
@@ -233,9 +227,8 @@ class LazyLogits:
         return getattr(self.materialize(f"attribute {name!r}"), name)
 
     def hook_after_loss(self, name: str, *_: Any) -> None:
-        raise RuntimeError(
-            f"parallel_lce: {name} comes after the loss, which was computed without logits: call it before"
-        )
+        said = f"{name} comes after the loss, which was computed without logits: call it before"
+        raise RuntimeError(f"parallel_lce: {said}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(Tensor, name):
@@ -359,17 +352,7 @@ class _Attached(torch.autograd.Function):
 
 
 # Getters and methods that need no real logits.
-_PLAIN = {
-    "_base",
-    "layout",
-    "is_meta",
-    "is_cpu",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "is_complex",
-    "is_inference",
-}
+_PLAIN = {*"_base layout is_meta is_cpu is_sparse is_quantized is_nested is_complex is_inference".split()}
 _PLAIN |= {*_SIZES, "__len__", "element_size", "nelement", "get_device"}
 _STEPS = {"mul", "div", "tanh", "float", "to", "contiguous"}
 

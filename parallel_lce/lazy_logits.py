@@ -21,18 +21,11 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 # Attributes that need no real logits.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
-_LOST = (
-    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {} the output layer's result, which is no "
-    "tensor, and {} its gradient: {}"
-)
-
 
 def _in_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running.
-
-    PyTorch turns off forward-mode gradients only there and in inference mode. A Function's backward handles tensors
-    only: lazy logits among its arguments or results lose their gradient.
-    """
+    """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running: PyTorch turns
+    off forward-mode gradients only there and in inference mode. Lazy logits among a Function's arguments or results
+    lose their gradient, since its backward handles tensors only."""
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
@@ -90,12 +83,13 @@ class LazyLogits:
     as the stock layer does, in the autocast, grad and inference mode of the layer's call. Every later use, the loss
     included, gets that one tensor, ``made``, and so sees in-place changes. ``has_loss``: the loss was computed without
     logits. A write through ``weight.data`` outside of PyTorch's optimizers cannot be seen.
+
+    A subclass has ``_make()``, the real logits by the stock layer; ``_empty()``, a tensor of their shape, dtype and
+    device without memory of its own; and ``_warn(use)``, which says that a use makes them: four frames lie between that
+    method and the caller's.
     """
 
     __array_priority__ = Tensor.__array_priority__
-    # For type checkers; _capture sets them, and all other attributes.
-    layer: Any
-    hidden: Tensor
     made: Tensor | None
     _methods: tuple[Callable[..., Any], ...] = ()
     """Torch functions that call the method of their name."""
@@ -125,17 +119,6 @@ class LazyLogits:
             **more,
         )
 
-    def _make(self) -> Tensor:
-        """The real logits, by the stock layer."""
-        raise NotImplementedError
-
-    def _warn(self, use: str) -> None:
-        """Says that ``use`` makes real logits. Four frames lie between this one and the caller's."""
-
-    def _empty(self) -> Tensor:
-        """A tensor of the real logits' shape, dtype and device, without memory of its own."""
-        raise NotImplementedError
-
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def materialize(self, use: str) -> Tensor:
         """The real logits. The first ``use`` makes them.
@@ -163,8 +146,7 @@ class LazyLogits:
         vars(other).update(vars(self), grad_enabled=grad_enabled, **fields)
         return other
 
-    def __reduce_ex__(self, protocol):
-        """Pickling, as by Megatron's config logger, stores the real logits."""
+    def __reduce_ex__(self, protocol):  # Megatron's config logger pickles
         return self.materialize("pickling").__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
@@ -198,12 +180,16 @@ class LazyLogits:
 
     def _check_function(self) -> None:
         """Refuse a use in which a ``torch.autograd.Function`` loses the gradient."""
-        inside = _in_function()
+        inside, lost = _in_function(), None
         if inside and not self.in_function and self.requires_grad:
-            raise RuntimeError(_LOST.format("uses", "loses", "give it `logits[...]`"))
+            lost = "uses the output layer's result, which is no tensor, and loses its gradient: give it `logits[...]`"
         if self.in_function and not inside and torch.is_grad_enabled() and self.needs_gradient:
-            remedy = "let it return `logits[...]`, or checkpoint with use_reentrant=False"
-            raise RuntimeError(_LOST.format("returned", "has lost", remedy))
+            lost = (
+                "returned the output layer's result, which is no tensor, and has lost its gradient: let it return "
+                "`logits[...]`, or checkpoint with use_reentrant=False"
+            )
+        if lost:
+            raise RuntimeError(f"parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {lost}")
 
     def _bias_is_replaced(self) -> bool:
         return False
@@ -257,20 +243,13 @@ def _after(steps: tuple[tuple[str, tuple[Any, ...]], ...], logits: Tensor) -> Te
 
 class RecordedLogits(LazyLogits):
     """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
-    to fp32, and after the loss to any dtype. Real logits are made by :meth:`_stock`, and go through the same steps.
-    ``hooks`` are registered on them."""
+    to fp32, and after the loss to any dtype. Real logits are made by the subclass's ``_stock()``, and go through the
+    same steps. ``hooks`` are registered on them. ``operands()``: those of ``nn.functional.linear``, if it alone makes
+    the real logits before the steps; else none."""
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
     hooks: tuple[Callable[[Tensor], Any], ...] = ()
     _methods = (torch.tanh, torch.mul, torch.div)
-
-    def _stock(self) -> Tensor:
-        """The real logits before the steps."""
-        raise NotImplementedError
-
-    def operands(self) -> tuple[Tensor, ...]:
-        """Those of ``nn.functional.linear``, if it alone makes the real logits before the steps; else none."""
-        return ()
 
     def _make(self) -> Tensor:
         logits = self._stock()

@@ -9,8 +9,12 @@ torchtitan sums dX, the gradient of the hidden states. Its decoders' last norm g
 on the tensor-parallel axis, also under sequence parallelism, and takes this rank's term of dX back. The norm's boundary
 then reduces the terms: by an all-reduce, or by a reduce-scatter under sequence parallelism.
 
-A call that the fused loss does not compute as torchtitan would runs torchtitan's own loss, after a warning. Importing
-this module imports torchtitan; nothing else in the package does.
+A call that the fused loss might not compute as torchtitan would runs torchtitan's own loss. A warning says once why:
+``lm_head`` is no plain linear layer and no ``SoftCappedLinear``, has hooks on its logits, or another input than
+``set_decoder_sharding_config`` gives it; ``global_vocab_size`` is not the layer's size; or other code has replaced a
+function of torchtitan's losses.
+
+Importing this module imports torchtitan; nothing else in the package does.
 """
 
 from __future__ import annotations
@@ -94,16 +98,10 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         Returns:
             The loss of this rank's tokens, fp32, the same on all tensor-parallel ranks; a DTensor if ``pred`` is one.
             And the metrics of ``loss_fn``. If ``pred`` needs a gradient, ``lm_head`` has its gradients by now. As with
-            ``ChunkedLossWrapper``, ``backward()`` must be called on this loss itself: an upstream gradient is not
-            applied.
+            ``ChunkedLossWrapper``, ``backward()`` of this loss itself must follow: no upstream gradient is applied.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy`, or ``token_statistics``, on the tensor-parallel
         group, without a reduction of dX; and FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
-
-        A warning says once why torchtitan's own loss runs instead: ``lm_head`` is no plain linear layer and no
-        ``SoftCappedLinear``, has hooks on its logits, or another input than torchtitan's
-        ``set_decoder_sharding_config`` gives it; ``global_vocab_size`` differs from the layer's size; or other code has
-        replaced a function of torchtitan's losses.
 
         Raises:
             ValueError: ``lm_head`` is not set, or its rows are no shard of torchtitan's. Further errors as in
@@ -112,7 +110,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         lm_head: Any = self.lm_head
         if lm_head is None:
             raise ValueError(f"{_OURS}: call set_lm_head before the loss")
-        reason = self._other_loss() or _other_projection(lm_head, self.loss_fn, pred)
+        reason = _other_loss(type(self.loss_fn), getattr(self.loss_fn, "fn", None)) or _other_projection(
+            lm_head, self.loss_fn, pred
+        )
         if reason:
             if not self._said:
                 warnings.warn(f"{_OURS}: torchtitan's own loss runs, with logits: {reason}", stacklevel=2)
@@ -160,15 +160,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             if checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, metrics
-
-    def _other_loss(self) -> str | None:
-        """Why the loss may be another than the one that is fused, if it may be."""
-        loss_fn: Any = self.loss_fn
-        if not _wraps_as_torchtitan():
-            return "other code has replaced ChunkedLossWrapper.__call__"
-        if _is_cross_entropy(type(loss_fn), loss_fn.fn) if self._cross_entropy else _takes_log_probs(type(loss_fn)):
-            return None
-        return f"other code has replaced {type(loss_fn).__name__} or its function"
 
     def _projection(self, lm_head: Any, hidden: Tensor) -> dict[str, Any]:
         """Arguments of the fused functions, which stand for the logits. These functions check DTensors, and give the
@@ -229,15 +220,17 @@ def _globals(function: Any) -> dict[str, Any]:
     return getattr(function, "__globals__", {})
 
 
-def _wraps_as_torchtitan() -> bool:
+def _other_loss(loss: type, fn: Any) -> str | None:
+    """Why a loss may be another than the one that is fused, if it may be. ``fn``: of a cross-entropy."""
     own = ChunkedLossWrapper.Config._owner is ChunkedLossWrapper
-    return own and is_own(ChunkedLossWrapper.__call__, _LOSSES, "ChunkedLossWrapper.__call__")
-
-
-def _is_cross_entropy(loss: type, fn: Any) -> bool:
-    """Whether a ``loss`` with this ``fn`` computes torchtitan's cross-entropy."""
-    own = is_own(CrossEntropyLoss.__call__, _LOSSES, "CrossEntropyLoss.__call__")
-    return loss is CrossEntropyLoss and own and is_own(fn, _LOSSES, "cross_entropy_loss")
+    if not own or not is_own(ChunkedLossWrapper.__call__, _LOSSES, "ChunkedLossWrapper.__call__"):
+        return "other code has replaced ChunkedLossWrapper.__call__"
+    if loss is not CrossEntropyLoss:
+        own = _takes_log_probs(loss)
+    else:
+        own = is_own(loss.__call__, _LOSSES, "CrossEntropyLoss.__call__")
+        own = own and is_own(fn, _LOSSES, "cross_entropy_loss")
+    return None if own else f"other code has replaced {loss.__name__} or its function"
 
 
 def _takes_log_probs(loss: type) -> bool:
@@ -286,13 +279,11 @@ def linear_cross_entropy(
     """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config`. Subclasses of the wrapper's config,
     inner losses that need logits, such as ``MSELoss``, and losses that other code has replaced stay as they are, with a
     warning."""
-    left = type(cfg).__qualname__
-    if type(cfg) is ChunkedLossWrapper.Config and _wraps_as_torchtitan():
-        inner = cfg.loss_fn._owner
-        if _is_cross_entropy(inner, sys.modules[_LOSSES].cross_entropy_loss) or _takes_log_probs(inner):
-            options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
-            return derive(cfg, LinearCrossEntropyLoss.Config, **options)
-        left += f" of {inner.__qualname__}"
+    loss, fn = cfg.loss_fn._owner, sys.modules[_LOSSES].cross_entropy_loss
+    if type(cfg) is ChunkedLossWrapper.Config and _other_loss(loss, fn) is None:
+        options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
+        return derive(cfg, LinearCrossEntropyLoss.Config, **options)
+    left = f"{type(cfg).__qualname__} of {loss.__qualname__}"
     warnings.warn(
         f"{_OURS}.linear_cross_entropy leaves {left} alone, which makes logits: the fused loss takes torchtitan's own "
         "ChunkedLossWrapper of CrossEntropyLoss, or of a loss that only passes its logits to compute_logprobs",

@@ -28,11 +28,8 @@ class LogitsWarning(RuntimeWarning):
 
 def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
     """Warn that training makes logits although the caller did not ask for them: once per module and reason, on one of
-    the ranks that have the module.
-
-    Raises:
-        RuntimeError: ``module`` is an output layer in :func:`parallel_lce.megatron.output_layer.without_logits`.
-    """
+    the ranks that have the module. Raises ``RuntimeError`` for an output layer within
+    :func:`parallel_lce.megatron.output_layer.without_logits`."""
     if (function := getattr(module, "logits_refused_by", None)) is not None:
         raise RuntimeError(f"{function} makes no logits: {reason}")
     said = vars(module).setdefault("_parallel_lce_said", set())
@@ -61,11 +58,8 @@ def _are_asked_for() -> bool:
 
 
 def keep_autograd_gradient(weight: Tensor | None) -> None:
-    """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad.
-
-    The fused loss adds its dW to main_grad itself and sets ``grad_added_to_main_grad``. DDP then drops autograd's
-    gradient, which contains the gradient of real logits, unless the weight has Megatron's ``zero_out_wgrad``.
-    """
+    """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad. It drops that otherwise, with the
+    gradient of real logits: the fused loss, which adds its dW itself, sets ``grad_added_to_main_grad``."""
     if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
@@ -79,20 +73,10 @@ class LazyLogits(lazy_logits.LazyLogits):
     that makes them.
     """
 
-    # For type checkers.
-    scale: float
-    sequence_parallel: bool
-    gather: bool
-    stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
     _methods = (torch.max, torch.argmax)
 
     def __init__(
-        self,
-        layer: Any,
-        hidden: Tensor,
-        weight: Tensor | None,
-        gather: bool,
-        stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
+        self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool, stock_forward: Callable
     ) -> None:
         used, shared, parallel = layer.weight if weight is None else weight, weight is not None, layer.sequence_parallel
         more = dict(scale=1.0, shared=shared, sequence_parallel=parallel, gather=gather, stock_forward=stock_forward)

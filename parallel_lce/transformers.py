@@ -81,11 +81,8 @@ class _LazyLogits(RecordedLogits):
         elif (weight.dtype, weight.device) != self.kind:
             return f"the output layer's weight became {weight.dtype} on {weight.device}"
         elif type(weight) is DTensor:
-            return (
-                None
-                if self.layer._parameters.get("weight", weight) is weight
-                else "the output layer got another weight"
-            )
+            replaced = self.layer._parameters.get("weight", weight) is not weight
+            return "the output layer got another weight" if replaced else None
         if weight is None or transforming() or weight.numel() == 0:
             return None
         return taken if weight.untyped_storage().size() == 0 else None
@@ -174,7 +171,8 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     hooks += [*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
-    if hooks or any(_GLOBAL_HOOKS):
+    kinds = "forward", "forward_pre", "backward", "backward_pre"
+    if hooks or any(getattr(_modules, f"_global_{kind}_hooks") for kind in kinds):
         return "its output layer has hooks"
     calls = zip((nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl), _CALLS)
     if not all(is_own(call, *of) for call, of in calls) or nn.functional.linear is not torch._C._nn.linear:
@@ -190,9 +188,6 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     return None
 
 
-_GLOBAL_HOOKS = [
-    vars(_modules)[f"_global_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward", "backward_pre")
-]
 _CALLS = (
     ("torch.nn.modules.linear", "Linear.forward"),
     ("torch.nn.modules.module", "Module._wrapped_call_impl"),
@@ -225,30 +220,32 @@ class _Loss:
             return self.own(*arguments, **named)
         call.asked, logits, ignore = True, given.pop("logits", None), given.get("ignore_index", -100)
         lazy: Any = getattr(logits, "lazy", logits)
-        target, labels = given.get("shift_labels"), given.get("labels")
+        target, labels, loss, top = given.get("shift_labels"), given.get("labels"), None, None
         if target is None and isinstance(labels, Tensor) and labels.dim():
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
         target = as_int64(target)
         if isinstance(lazy, _LazyLogits):
-            if lazy.made is None:
-                if lazy.epilogue() is None:
-                    call.reason = f"its forward computes {[name for name, _ in lazy.steps]}"
-                elif given.get("vocab_size", lazy.vocabulary) != lazy.vocabulary:
-                    call.reason = f"its loss has {given['vocab_size']} entries, its output layer {lazy.vocabulary}"
-                else:
-                    loss, call.accuracy = self._fused(lazy, target, given.get("num_items_in_batch"), ignore)
-                    lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **given)
-                    call.fused = True
-                    return loss
-            logits = lazy.materialize("the loss")
-            arguments, named = (logits,), given
-        if self.door.token_accuracy and isinstance(logits, Tensor) and isinstance(target, Tensor):
-            top = logits.detach().argmax(-1)
-            if top.numel() == target.numel():
-                call.accuracy = _accuracy(top, target.to(top.device).view(top.shape), ignore)
-        return self.own(*arguments, **named)
+            if lazy.made is None and lazy.epilogue() is None:
+                call.reason = f"its forward computes {[name for name, _ in lazy.steps]}"
+            elif lazy.made is None and given.get("vocab_size", lazy.vocabulary) != lazy.vocabulary:
+                call.reason = f"its loss has {given['vocab_size']} entries, its output layer {lazy.vocabulary}"
+            elif lazy.made is None:
+                loss, top = self._fused(lazy, target, given.get("num_items_in_batch"), ignore)
+                lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **given)
+                call.fused = True
+            if loss is None:
+                logits = lazy.materialize("the loss")
+                arguments, named = (logits,), given
+        if self.door.token_accuracy and isinstance(target, Tensor):
+            top = logits.detach().argmax(-1) if loss is None and isinstance(logits, Tensor) else top
+            if top is not None and top.numel() == target.numel():
+                target = target.to(top.device).view(top.shape)
+                counted = target != ignore
+                call.accuracy = ((top == target) & counted).sum() / counted.sum().clamp(min=1)
+        return self.own(*arguments, **named) if loss is None else loss
 
     def _fused(self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int) -> tuple[Tensor, Tensor | None]:
+        """The loss and, for the accuracy, the ids of each token's largest logit."""
         logits.check()
         layer, hidden, accurate = logits.layer, logits.hidden, self.door.token_accuracy
         arguments = {**self.door.options, **(logits.epilogue() or {})}
@@ -282,7 +279,7 @@ class _Loss:
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, _accuracy(top[0], target, ignore) if top else None
+        return loss, top[0] if top else None
 
 
 _LOSS_ARGUMENTS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
@@ -290,11 +287,6 @@ _LOSS_ARGUMENTS = ("logits", "labels", "vocab_size", "num_items_in_batch", "igno
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _accuracy(top: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    counted = target != ignore_index
-    return ((top == target) & counted).sum() / counted.sum().clamp(min=1)
 
 
 @functools.cache

@@ -63,13 +63,9 @@ def main(arguments: list[str]) -> None:
 
 def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
     """Whether a module is run instead of a script, its name or the script's path, and its arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_lce.megatron",
-        usage="%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]"
+    parser = argparse.ArgumentParser("python -m parallel_lce.megatron", usage, __doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, settings in _OPTIONS.items():
         variable = f"PARALLEL_LCE_{name.replace('-', '_').upper()}"
         parser.add_argument(f"--parallel-lce-{name}", dest=variable, help=f"sets {variable}", **settings)

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,8 +39,8 @@ class Replacements(dict[tuple[Any, str], list[tuple[Any, Any]]]):
             if vars(owner).get(name) is pairs[0][1]:
                 del self[owner, name]
             else:
-                said = f"{owner.__name__}.{name} has been replaced since patch(), so that it stays as it is"
-                warnings.warn(f"parallel_lce: {said}: undo that first", RuntimeWarning, stacklevel=3)
+                said = f"{owner.__name__}.{name} has been replaced since patch() and stays: undo that first"
+                warnings.warn(f"parallel_lce: {said}", RuntimeWarning, stacklevel=3)
 
 
 @contextmanager
@@ -72,14 +71,13 @@ def is_own(function: Any, module: str, name: str | None = None) -> bool:
 class AfterImport(importlib.abc.MetaPathFinder):
     """Calls ``action(module)`` once for each of these modules: now if it is imported, else right after its import."""
 
-    def __init__(self, names: Iterable[str], action: Callable[[ModuleType], None]) -> None:
+    def __init__(self, names: Iterable[str], action: Callable[[Any], None]) -> None:
         self.waiting, self.action = {*names}, action
         sys.meta_path.insert(0, self)
-        for name in names:
-            if name in sys.modules:
-                self._imported(sys.modules[name])
+        for module in [sys.modules[name] for name in names if name in sys.modules]:
+            self._imported(module)
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname not in self.waiting:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -87,14 +85,14 @@ class AfterImport(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_act(module: ModuleType) -> None:
+            def execute_and_act(module: Any) -> None:
                 execute(module)
                 self._imported(module)
 
             spec.loader.exec_module = execute_and_act
         return spec
 
-    def _imported(self, module: ModuleType) -> None:
+    def _imported(self, module: Any) -> None:
         if module.__name__ in self.waiting:
             self.waiting.remove(module.__name__)
             self.action(module)

@@ -39,10 +39,6 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
-_REMEDY = (
-    "take patch(model, token_accuracy=True) for the accuracy, parallel_lce.token_statistics of the hidden states for "
-    "other statistics, or unpatch(model)"
-)
 
 
 class LogitsWarning(UserWarning):
@@ -93,7 +89,10 @@ class _LazyLogits(RecordedLogits):
 
     def _warn(self, use: str) -> None:
         if self.origin.has_loss:
-            said = f"makes the logits beside its fused loss, since {use} of output.logits wants them: {_REMEDY}"
+            said = (
+                f"makes the logits beside its fused loss, since {use} of output.logits wants them: take patch(model, "
+                "token_accuracy=True) for the accuracy, token_statistics of the hidden states, or unpatch(model)"
+            )
             self.call.door.say(self.call.model, said, key="beside")
         elif self.call.made_by is None:
             self.call.made_by = use
@@ -442,14 +441,13 @@ class _Door:
 
     def _around(self, model: nn.Module, layer: nn.Module) -> list[nn.Module]:
         """The modules between the model and its output layer."""
-        for path in (self.path, None):
-            if path is None:
-                path = self.path = next((n for n, m in model.named_modules() if m is layer), "").split(".")
+        for _ in range(2):  # by the path of the last call, or anew
             modules: list[Any] = [model]
-            for name in path:
-                modules.append(modules[-1]._modules.get(name) if modules[-1] is not None else None)
+            for name in self.path:
+                modules.append(getattr(modules[-1], "_modules", {}).get(name))
             if modules[-1] is layer:
                 return modules[1:-1]
+            self.path = next((name for name, module in model.named_modules() if module is layer), "").split(".")
         return []
 
 

@@ -174,11 +174,10 @@ def patch(*, logits_budget: int | None = None) -> None:
     """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`, and the divergence of
     its ``DistillationTrainer`` as :func:`parallel_lce.distillation.divergence` does.
 
-    It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers, before
-    and after they are built; also in modules that have imported TRL's two functions by their names. The results are
-    those of TRL's functions, ``[N]`` each: ``is_top1`` in bool, the others in fp32. ``logits_budget`` is as in
-    :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB, and 1 GiB for the
-    divergence; a second call replaces it.
+    It holds for all models of ``add_fused_lm_head`` and so for TRL's trainers, before and after they are built, and in
+    modules that have imported TRL's two functions by their names. The results are those of TRL's functions, ``[N]``
+    each: ``is_top1`` in bool, the others in fp32. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`,
+    but by default the environment's, else 128 MiB, and 1 GiB for the divergence; a second call replaces it.
 
     What the fused functions refuse, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of ZeRO-3
     or of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +66,8 @@ def token_log_probs(
             vocabulary, to which padding rows belong, has NaN, and on a CPU it is refused. May be None on pipeline
             stages other than the last.
         temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
-            all tensor-parallel ranks, without a gradient. Its values must be > 0; they are not checked, since the host
-            would have to wait for the device.
+            all tensor-parallel ranks, without a gradient. Its values, which must be > 0, are not checked, since the
+            host would have to wait for the device.
         entropy: whether to return the entropy of the divided logits, too.
         forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
             ``extra_block_kwargs`` and ``loss_mask``, which only masks the losses of multi-token prediction.
@@ -76,8 +77,7 @@ def token_log_probs(
         the next stage. As in stock, padding rows of the vocabulary take part in the softmax.
 
     The model's forward adds the losses of heads for multi-token prediction: any backward through the result includes
-    their gradients, once per call of this function. In evaluation mode with gradients disabled these losses are not
-    computed.
+    their gradients, once per call. In evaluation mode with gradients disabled these losses are not computed.
 
     Collectives: those of the model's forward up to the output layer, then those of
     :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
@@ -86,8 +86,8 @@ def token_log_probs(
     Raises:
         ValueError: the model, labels, temperature or forward arguments do not fit. Raised before the model is called.
         TypeError: the model's forward does not take one of ``forward_arguments``.
-        RuntimeError: the forward needs real logits, which are never made: a hook of the output layer computes with the
-            layer's result or takes its gradient, or the layer's weight is fully sharded on its own.
+        RuntimeError: real logits are needed, which are never made: a hook of the output layer computes with the layer's
+            result or takes its gradient, or the layer's weight is fully sharded on its own.
     """
     inner = _language_model(model)
     of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
@@ -102,29 +102,25 @@ def token_log_probs(
     divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
     # The model may have been built with parallel_output=False, which gathers the logits.
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
+    with ExitStack() as stack:
+        if last:
+            assert labels is not None  # checked by _temperature
+            stack.enter_context(without_logits(inner.output_layer, _FUNCTION))
+            loss = _log_probs_for_loss(inner, labels, divisor, entropy)
+            stack.enter_context(replaced(inner, compute_language_model_loss=loss))
+        layout = Layout.of(debug.state().group, False)
+        if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
+            debug.agree(layout, {"function": _FUNCTION}, {})
+        debug.state().awaited = False
+        output = model(input_ids, position_ids, attention_mask, **arguments)
     if not last:
-        _nobody_refuses()
-        return model(input_ids, position_ids, attention_mask, **arguments)
-    assert labels is not None  # checked by _temperature
-    with without_logits(inner.output_layer, _FUNCTION):
-        _nobody_refuses()
-        loss = _log_probs_for_loss(inner, labels, divisor, entropy)
-        with replaced(inner, compute_language_model_loss=loss):
-            output = model(input_ids, position_ids, attention_mask, **arguments)
+        return output
     if not (isinstance(output, tuple) and len(output) == 1 + entropy):
         raise RuntimeError(
             f"{_FUNCTION}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"
         )
     return TokenLogProbs(*output)
-
-
-def _nobody_refuses() -> None:
-    """Debug mode: raise ``ValueError`` if another rank has refused its arguments, before the model's collectives."""
-    layout = Layout.of(debug.state().group, False)
-    if debug.enabled() and layout.ranks > 1:
-        debug.agree(layout, {"function": _FUNCTION}, {})
-    debug.state().awaited = False
 
 
 def _log_probs_for_loss(model: Any, labels: Tensor, temperature: float | Tensor, entropy: bool) -> Callable[..., Any]:

@@ -27,11 +27,7 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
 _FORWARDS = ("ColumnParallelLinear.forward", "LinearCrossEntropyModule.forward")
 _AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
-_FUNCTIONS = (
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "linear_with_frozen_weight",
-    "copy_to_tensor_model_parallel_region",
-)
+_FUNCTIONS = "linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"
 
 
 def is_lazy(layer: object) -> bool:
@@ -151,20 +147,17 @@ def _unsupported(layer: Any, base: type) -> str | None:
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
     if "parametrizations" in layer._modules:
-        return (
-            "the output layer has parametrizations, which may give another weight each time; fold them into the weight"
-        )
+        return "the output layer's parametrizations may give another weight each time; fold them into the weight"
     layers, own = sys.modules["megatron.core.tensor_parallel.layers"], layer._forward_impl
     parts = [(base.forward, _FORWARDS), (getattr(own, "__func__", own), ("ColumnParallelLinear._forward_impl",))]
-    parts += [(getattr(layers, name), (name,)) for name in _FUNCTIONS]
+    parts += [(getattr(layers, name), (name,)) for name in (*_FUNCTIONS, "copy_to_tensor_model_parallel_region")]
     for name in _AUTOGRAD:
         kind = getattr(layers, name)
         # A Function's apply is inherited.
         parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
     for function, names in parts:
         if not is_megatrons(function, *names):
-            kind = f"the output layer's class {base.__name__}"
-            return f"{names[0]} is not Megatron's own, or not that of {kind}; leave Megatron's in place"
+            return f"{names[0]} is not Megatron's own, or not that of {base.__name__}; leave Megatron's in place"
     return None
 
 
@@ -186,19 +179,13 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     weights = [w for w in (weight, layer.weight) if w is not None]
     sharded = any(hasattr(w, "__fsdp_param__") or hasattr(w, "to_local") for w in weights)
     if sharded or isinstance(layer, FSDPModule) or getattr(layer, "gtp_remat_size", 1) > 1:
-        return (
-            "the output weight is fully sharded and whole only within the output layer's forward; "
-            "the distributed optimizer keeps it whole"
-        )
+        return "the output weight is fully sharded, and whole only within the layer; use the distributed optimizer"
     if weight is not None and dispatches(type(weight)):
         return f"the output weight is a {type(weight).__name__}; use one of bf16, fp16 or fp32"
     if layer.skip_bias_add and layer.bias is not None:
         return "the output layer leaves its bias to others; build it with skip_bias_add=False"
     if getattr(layer, "disable_grad_reduce", False):
-        return (
-            "the output layer leaves the reduction of its input's gradient to others; build it with "
-            "disable_grad_reduce=False"
-        )
+        return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
     if not refused and (layer._forward_hooks or modules._global_forward_hooks):
         return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
     # Both functions include global module hooks.
@@ -266,7 +253,7 @@ def _called(
     return result
 
 
-def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
+def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     """The ``main_grad`` of Megatron's DistributedDataParallel (DDP), to which dW is added. None: autograd delivers dW.
 
     The weight's other uses, such as a tied embedding, give it a gradient by autograd. DDP must add it to main_grad
@@ -286,23 +273,19 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
 
     def in_backward(weight_node: Any) -> Tensor | None:
         if fusion:
-            weight.main_grad = tensor  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
-        elif weight._backward_hooks or weight._post_accumulate_grad_hooks or not _accumulates(weight_node):
+            weight.main_grad = tensor
+            return tensor
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return None
-        return weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return weight.main_grad if torch._C._will_engine_execute_node(weight_node) else None
+        except RuntimeError:  # torch.autograd.grad captures it
+            return None
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
-        weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+        weight.grad_added_to_main_grad = True
         added = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if added else torch.empty_like(weight)
 
     return MainGrad(tensor, placeholder, in_backward)
-
-
-def _accumulates(weight_node: Any) -> bool:
-    """Whether the running backward accumulates the gradient of the leaf of this node."""
-    try:
-        return torch._C._will_engine_execute_node(weight_node)
-    except RuntimeError:  # torch.autograd.grad captures it
-        return False

@@ -98,12 +98,8 @@ def _wrap_setup(own: Callable) -> Callable:
                 raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
             return
         if not self.config.cross_entropy_loss_fusion:
-            warnings.warn(
-                "parallel_lce: cross_entropy_fusion_impl='parallel_lce' has no effect with "
-                "cross_entropy_loss_fusion=False: this model trains with Megatron's loss",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            said = "cross_entropy_fusion_impl='parallel_lce' has no effect with cross_entropy_loss_fusion=False"
+            warnings.warn(f"parallel_lce: {said}: this model trains with Megatron's loss", RuntimeWarning, stacklevel=2)
             return
         for kind in type(self).__mro__:  # an override may call what LanguageModule had before patch()
             if "compute_language_model_loss" in vars(kind):

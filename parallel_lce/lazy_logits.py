@@ -29,14 +29,6 @@ def _in_function() -> bool:
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the tensor's device; None where autocast is off. Meta tensors have no autocast."""
-    kind = tensor.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
 class _Watch:
     """Notes whether an optimizer may have changed ``weight``, which fused and 8-bit ones do without a new version."""
 
@@ -101,6 +93,8 @@ class LazyLogits:
         that is not given here needs a gradient."""
         named = {"hidden states": hidden, "weight": weight, "bias": bias}
         operands = {name: tensor for name, tensor in named.items() if tensor is not None}
+        kind = hidden.device.type
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         vars(self).update(  # faster than __setattr__
             layer=layer,
             hidden=hidden,
@@ -111,7 +105,7 @@ class LazyLogits:
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             in_function=_in_function(),
-            autocast_dtype=_autocast_dtype(hidden),
+            autocast_dtype=torch.get_autocast_dtype(kind) if autocast else None,
             needs_gradient=trainable or any([tensor.requires_grad for tensor in operands.values()]),
             watch=_Watch(weight),
             # Inference tensors have no version counter.
@@ -135,11 +129,7 @@ class LazyLogits:
                     self.made = self._make()
         return self.made
 
-    def _sized(self) -> Tensor:
-        return self._empty() if self.made is None else self.made
-
     def _changed(self, **fields: Any) -> Any:
-        """New lazy logits of the same operands."""
         self.check()
         other = object.__new__(type(self))
         grad_enabled = self.grad_enabled and torch.is_grad_enabled()
@@ -153,7 +143,6 @@ class LazyLogits:
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
-        """Autocast as it was when the output layer was called."""
         kind, dtype = self.hidden.device.type, self.autocast_dtype
         return nullcontext() if kind == "meta" else torch.autocast(kind, dtype, enabled=dtype is not None)
 
@@ -201,20 +190,17 @@ class LazyLogits:
         return self.grad_enabled and self.needs_gradient
 
     def __len__(self) -> int:
-        return len(self._sized())
+        return self.size(0)
 
     def __getattr__(self, name: str):
         if name in _SIZES:
-            return getattr(self._sized(), name)
+            return getattr(self._empty() if self.made is None else self.made, name)
         if not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.has_loss and self.made is None and name in _HOOKS:
-            LazyLogits.hook_after_loss(self, name)
+            said = f"{name} comes after the loss, which was computed without logits: call it before"
+            raise RuntimeError(f"parallel_lce: {said}")
         return getattr(self.materialize(f"attribute {name!r}"), name)
-
-    def hook_after_loss(self, name: str, *_: Any) -> None:
-        said = f"{name} comes after the loss, which was computed without logits: call it before"
-        raise RuntimeError(f"parallel_lce: {said}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(Tensor, name):
@@ -346,7 +332,6 @@ class LogitsTensor(Tensor):
 
     @classmethod
     def of(cls, lazy: Any) -> Any:
-        """``lazy``; its real logits if these are made."""
         if not isinstance(lazy, RecordedLogits) or lazy.made is not None:
             return lazy.made if isinstance(lazy, RecordedLogits) else lazy
         if lazy.requires_grad and torch.is_grad_enabled() and (operands := lazy.operands()):

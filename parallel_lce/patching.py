@@ -57,7 +57,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def called_with(module: nn.Module, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """``module(hidden)`` with all its hooks, and ``forward`` in place of its own."""
+    """``module(hidden)`` with all its hooks, and ``forward`` in place of its own. FSDP's look for tensors in tuples."""
     with replaced(module, forward=forward):
         return nn.Module.__call__(module, hidden)
 

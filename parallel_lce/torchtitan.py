@@ -124,8 +124,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         metrics: dict[str, Tensor] = {}
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
-            """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
-            tensors."""
             projection, local = self._projection(lm_head, hidden), _local(labels)
             if self._cross_entropy:
                 total = _local(self.fn(target=local, reduction="sum", **projection))

@@ -213,7 +213,6 @@ class _Loss:
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        """As transformers' ``ForCausalLMLoss``."""
         call, given = getattr(_running, "call", None), {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
         if call is None:  # another thread's
             return self.own(*arguments, **named)
@@ -254,8 +253,6 @@ class _Loss:
         top, by_plan = [], _is_sharded_by_plan(layer)
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
-            """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
-            tensors."""
             weight, arguments["linear_bias"] = layer.weight, layer.bias
             if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
                 arguments["process_group"] = weight.device_mesh  # its dimension may have no name
@@ -376,7 +373,6 @@ class _Door:
         return not (torch.compiler.is_dynamo_compiling() and _is_one_graph())
 
     def _say_of_labels(self, model: Any) -> None:
-        """A caller has labels, and does not give them to the model."""
         if "labels" in self.said:
             return
         for frame, _ in traceback.walk_stack(sys._getframe(2)):
@@ -440,7 +436,6 @@ class _Door:
         return None
 
     def _around(self, model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-        """The modules between the model and its output layer."""
         for _ in range(2):  # by the path of the last call, or anew
             modules: list[Any] = [model]
             for name in self.path:
@@ -487,7 +482,6 @@ def _output_layer(model: Any) -> Any:
 
 
 def _forward(model: nn.Module, own: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
-    """``own``, the forward of a model that may be patched."""
     door = model.__dict__.get(_DOOR)
     if door is None or not door.is_wanted(model, arguments, named):
         return own(*arguments, **named)

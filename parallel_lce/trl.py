@@ -215,7 +215,6 @@ def unpatch() -> None:
 
 
 def _swap(name: str, old: Any, new: Any) -> None:
-    """Replace ``old`` in every module that holds it by its name or TRL's private one."""
     for module in [*sys.modules.values()]:
         for each in (name, f"_{name}"):
             if getattr(module, "__dict__", {}).get(each) is old:

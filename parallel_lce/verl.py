@@ -60,14 +60,7 @@ def _set(variable: ContextVar, value: Any) -> Iterator[None]:
 
 
 def _kernel(
-    original: Callable,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Any = 1.0,
-    reduction: str | None = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
-    **named: Any,
+    original, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None, **named
 ) -> tuple[Tensor, ...]:
     """Sums dX only if the hidden states are the very tensor that nothing sums. Between that and another tensor may be a
     mapping, so this leaves the sum to the caller, as verl's kernel does."""
@@ -76,14 +69,14 @@ def _kernel(
     named = {"reduce_hidden_grad": hidden is states, "sum_p_squared": call.sum_p_squared, **named}
     given = hidden, weight, labels, call.temperature, reduction, dist_process_group
     log_probs, entropy, *sums = rl.linear_cross_entropy(*given, **named)
-    if not known and log_probs.requires_grad and hidden.requires_grad and dist_process_group is not None:
-        if dist.get_world_size(dist_process_group) > 1:
-            warnings.warn(
-                "parallel_lce.verl: as verl's own, this linear_cross_entropy returns the gradient of the hidden states "
-                "as this rank's term, which a mapping in front must sum over the ranks. If there is none, pass "
-                "reduce_hidden_grad=True; if there is, False ends this warning",
-                stacklevel=3,
-            )
+    group, gradient = dist_process_group, log_probs.requires_grad and hidden.requires_grad
+    if not known and gradient and group is not None and dist.get_world_size(group) > 1:
+        warnings.warn(
+            "parallel_lce.verl: as verl's own, this linear_cross_entropy returns the gradient of the hidden states as "
+            "this rank's term, which a mapping in front must sum over the ranks. If there is none, pass "
+            "reduce_hidden_grad=True; if there is, False ends this warning",
+            stacklevel=3,
+        )
     call.sums = sums[0] if sums else None
     return log_probs, entropy
 
@@ -130,7 +123,6 @@ def _call_of(batch: Any, module: str) -> _Call | None:
 
 
 def _changed(batch: Any, **values: object) -> Any:
-    """A shallow copy of a TensorDict with other values."""
     from tensordict import NonTensorData
 
     batch = batch.clone(recurse=False)

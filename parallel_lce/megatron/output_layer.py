@@ -30,13 +30,9 @@ _AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFroze
 _FUNCTIONS = "linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"
 
 
-def is_lazy(layer: object) -> bool:
-    return getattr(layer, "returns_lazy_logits", False)
-
-
 def make_lazy(layer: torch.nn.Module) -> None:
     """Make an output layer return lazy logits wherever its call does nothing else than what the fused loss does."""
-    if not is_lazy(layer):
+    if not hasattr(layer, "returns_lazy_logits"):
         layer.__class__ = _lazy_class(type(layer))
 
 

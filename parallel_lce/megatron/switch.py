@@ -17,7 +17,7 @@ from parallel_lce.lazy_logits import watch_optimizers
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
-from parallel_lce.megatron.output_layer import is_lazy, make_lazy, of_another_kind
+from parallel_lce.megatron.output_layer import make_lazy, of_another_kind
 from parallel_lce.patching import Replacements
 
 IMPLEMENTATION = "parallel_lce"
@@ -139,7 +139,7 @@ def _say_why(model: Any) -> None:
     if isinstance(layer, torch.nn.Module) and any(["_parallel_lce_said" in vars(m) for m in layer.modules()]):
         return
     reason = of_another_kind(layer)
-    if reason is None and not is_lazy(layer):
+    if reason is None and not hasattr(layer, "returns_lazy_logits"):
         reason = "the model was built before patch(), or its output layer was replaced"
     if reason is not None:
         warn_of_logits(model, reason)

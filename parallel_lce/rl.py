@@ -1,7 +1,6 @@
 """Log-probabilities and entropies, under the names and signatures that RL trainers use.
 
 Logits are summed in fp32 and never rounded, so log-probabilities are as exact as from an fp32 head on the same weights.
-A temperature divides the logits, also for the entropies.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ def linear_cross_entropy(
     ``verl.utils.kernel.linear_cross_entropy``, which slime copies.
 
     As in verl, the gradient of ``hidden`` is the term of this rank's shard, which a mapping in front of this function
-    must sum over the ranks: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
-    parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). verl's Megatron path without sequence
-    parallelism has no mapping, so the gradient is incomplete: :mod:`parallel_lce.verl` sums it within verl's functions.
+    must sum over the ranks, such as Megatron's ``gather_from_sequence_parallel_region``. verl's Megatron path without
+    sequence parallelism has none; :mod:`parallel_lce.verl` sums the gradient within verl's functions.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
         weight: this rank's vocabulary shard ``[V/P, D]``, of equal shards, in the dtype of ``hidden``.
         labels: N ids, of any integer dtype.
-        temperature: a number > 0; or, beyond verl, a tensor of N numbers. None is 1.
+        temperature: divides the logits, also for the entropies: a number > 0; or, beyond verl, N numbers. None is 1.
         reduction: of the log-probabilities: 'none', 'sum' or 'mean', in upper or lower case. None is 'none'.
         dist_process_group: the tensor-parallel group; None for one rank.
         bias: ``[V/P]`` or None.

@@ -5,16 +5,11 @@ a time. It keeps that class's protocol: the call of the loss also runs the backw
 ``loss.backward()`` hands the finished gradient of the hidden states to the decoder. So FSDP's hooks on ``lm_head`` see
 one forward and one backward per call, whatever else shares its parameter group.
 
-torchtitan sums dX, the gradient of the hidden states. Its decoders' last norm gives hidden states that are replicated
-on the tensor-parallel axis, also under sequence parallelism, and takes this rank's term of dX back. The norm's boundary
-then reduces the terms: by an all-reduce, or by a reduce-scatter under sequence parallelism.
+torchtitan sums dX, the gradient of the hidden states: its decoders' last norm gives hidden states that are replicated
+on the tensor-parallel axis, also under sequence parallelism, and its boundary reduces the ranks' terms of dX.
 
-A call that the fused loss might not compute as torchtitan would runs torchtitan's own loss. A warning says once why:
-``lm_head`` is no plain linear layer and no ``SoftCappedLinear``, has hooks on its logits, or another input than
-``set_decoder_sharding_config`` gives it; ``global_vocab_size`` is not the layer's size; or other code has replaced a
-function of torchtitan's losses.
-
-Importing this module imports torchtitan; nothing else in the package does.
+A call that the fused loss might not compute as torchtitan would runs torchtitan's own loss, and a warning says once why
+(docs/torchtitan.md). Importing this module imports torchtitan; nothing else in the package does.
 """
 
 from __future__ import annotations

@@ -554,10 +554,7 @@ def patch(
     fp64); NaN, as transformers', if no label counts. ``labels [b, s]``, ``shift_labels``, ``num_items_in_batch`` and
     ``ignore_index`` mean the same. ``output.logits`` are a tensor, made at its first use, with a
     :class:`LogitsWarning`. Without labels, and in eval mode, the model is as before. Where the fused loss might not be
-    the model's own, that runs, and a :class:`LogitsWarning` says why, once: another ``loss_function`` or ``loss_type``;
-    a forward that does anything else to the logits; an output layer with hooks, a replaced forward, a quantized weight,
-    or whose weight FSDP gathers for its own forward alone; a transform of ``torch.func``;
-    ``torch.compile(fullgraph=True)``. A call with labels at hand that does not give them to the model is named, too.
+    the model's own, that runs, and a :class:`LogitsWarning` says why, once.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
@@ -567,9 +564,8 @@ def patch(
         token_accuracy: the output of a forward with labels gets ``token_accuracy``, 0-dimensional fp32: the fraction of
             this call's counted tokens whose label has the largest logit. Tuples get none.
         eval_logits: False: in eval mode a loss makes no logits either, unless ``output.logits`` are used.
-        logits_budget: as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB.
-            A larger one makes the loss faster, and the peak of a step higher.
-        gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
+        logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
+            environment's, else 128 MiB. A larger one makes the loss faster, and the peak of a step higher.
 
     Returns ``model``. Collectives: FSDP's as before; under a tensor-parallel plan those of the fused function,
     :func:`parallel_lce.linear_cross_entropy` or with ``token_accuracy`` :func:`parallel_lce.token_statistics`, instead

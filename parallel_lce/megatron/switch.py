@@ -34,25 +34,22 @@ def patch(
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
     package's loss.
 
-    Call it before the model is built. Models with any other configuration do not change. It wraps two methods of
-    ``LanguageModule`` and Megatron's two cross-entropies: after ``setup_embeddings_and_output_layer`` the model's
-    output layer returns lazy logits; ``compute_language_model_loss``, which may be wrapped or overridden, ends in a
-    cross-entropy that takes them. Where the fused loss would not give the same, a model makes its logits as without it,
-    and a :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others;
-    :func:`unpatch` removes all settings.
+    Call it before the model is built. Models with any other configuration do not change. The output layer returns lazy
+    logits, and ``compute_language_model_loss``, which may be wrapped or overridden, ends in a cross-entropy that takes
+    them. Where the fused loss would not give the same, a model makes its logits as without it, and a
+    :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
-            Default: the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by
-            ``1 + mtp_num_layers``.
+            Default: ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by ``1 + mtp_num_layers``.
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
             is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, also for all callers
-            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``. Default: the environment's
-            ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
+            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``. Default: ``PARALLEL_LCE_CROSS_ENTROPY``,
+            else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
             Default: the hidden states' dtype, as in stock.
         gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
-            Default: the environment's ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
+            Default: ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
 
     Raises:
         ImportError: megatron-core is missing, or older than 0.14.

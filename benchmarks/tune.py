@@ -2,8 +2,7 @@
 
 Every candidate runs three calls of `token_statistics` on each shape: forward alone, forward that saves all
 exponentials, and forward + backward with logits_budget=0. Speeds are relative to bare matrix products in the same
-round: one product for a forward, three for forward + backward. `tile_of` in `kernels/tuning.py` should return the
-fastest tile.
+round: one product for a forward, three for forward + backward. `kernels/tuning.py` should have the fastest tile.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 
 from parallel_lce import log_prob, token_statistics
-from parallel_lce.kernels import projection
+from parallel_lce.kernels import product
 from parallel_lce.kernels.tuning import Tile
 
 from .options import SUITES
@@ -29,7 +28,7 @@ from .timing import ratios, timer
 
 # Tile(rows, entries, elements of the K dimension per step, warps, stages)
 SPECIALIZED = [
-    Tile(*size, 64, 4, stages, warp_specialized=True)
+    Tile(*size, 64, 4, stages, mainloop="hopper")
     for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
 _SIZES = [(128, 256), (128, 128), (64, 128)]
@@ -41,8 +40,8 @@ SHOWN = 8  # fastest candidates that are printed for each call
 @contextmanager
 def forced(tile: Tile, blocks: int) -> Iterator[None]:
     """Every product uses this tile, and launches of at most `blocks` row blocks."""
-    of_launch = mock.patch.object(projection, "blocks_per_launch", lambda count, *_: max(1, min(count, blocks)))
-    with of_launch, mock.patch.object(projection, "tile_of", lambda *_: tile):
+    of_launch = mock.patch.object(product, "blocks_per_launch", lambda count, *_: max(1, min(count, blocks)))
+    with of_launch, mock.patch.object(product, "tile_of", lambda *_: tile):
         yield
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Never
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import public, refuse_unknown
-from parallel_lce.call.selection import ids_and_offsets
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, shortened
-from parallel_lce.run.arrangement import arranged
+from parallel_lce.call.checks import public
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, check_reduction, shortened
+from parallel_lce.dtensor.adapter import adapted
+from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
@@ -45,7 +43,9 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    **unsupported: object,
+    max_logit_penalty: float = 0.0,
+    weight: None = None,
+    options: None = None,
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
@@ -57,9 +57,9 @@ def linear_cross_entropy(
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
-        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. (Under autocast ``input``,
-            ``linear_weight`` and ``linear_bias`` are first cast to autocast's dtype, unless they are fp64.) It is
-            copied if its rows are not contiguous. Shards may be uneven, or empty.
+        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype; copied if its rows are not
+            contiguous. Shards may be uneven, or empty. Under autocast ``input``, ``linear_weight`` and ``linear_bias``
+            are cast to autocast's dtype first, unless they are fp64.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
             if its ``token_weight`` is 0; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary").
@@ -70,12 +70,13 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
+        max_logit_penalty: a number >= 0; adds ``max_logit_penalty * max(logits)**2`` per token (RWKV's L2Wrap).
         logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
         temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
-            be > 0. They are not checked: the host would have to synchronise with the device. With a tensor and a
-            ``logit_softcap`` backward recomputes every logit, except in small problems that save fp32 logits.
+            be > 0 and are not checked. With a tensor and a ``logit_softcap`` backward recomputes every logit, except in
+            small problems.
         process_group: the tensor-parallel group that shards the vocabulary, or a one-dimensional DeviceMesh. None, or a
             group of one rank, means no parallelism. No other group is used.
         sequence_parallel: ``input`` is split along ``sequence_dim`` over ``process_group``.
@@ -88,13 +89,12 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
-            forward to backward, a small problem's logits, and the working block. Even if the budget is smaller, a call
-            may use 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits. If dX is not summed over ranks,
-            recomputed logits may take its bytes, too: it is allocated after them. None means a thirty-second of the
-            GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU; the
-            environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. It must be equal on all ranks, so give it if
-            GPUs differ in memory. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in fp16, the
-            gradients are formed in forward. A second backward through one graph recomputes everything.
+            forward to backward, a small problem's logits, and the working block (docs/usage.md, "Memory"). It must be
+            equal on all ranks. A smaller one allows 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits.
+            Without a reduction of dX, recomputed logits may also use as many bytes as dX: dX is allocated later. None:
+            that of the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else a thirty-second of the GPU's memory (4.25 GiB
+            on an H200), and 1 GiB on a CPU. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in
+            fp16, the gradients are formed in forward. A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             term is sent and added unrounded: for bf16 that is twice the bytes.
         reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
@@ -104,13 +104,12 @@ def linear_cross_entropy(
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
             these tokens alone, and the others cost nothing. If the number is wrong, the loss is NaN. Under sequence
             parallelism every rank gathers all hidden states, and dX is all-reduced.
-        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
-            only the gradients of the targets' logits, and tiles of 128 tokens by 128 vocabulary rows that contain a
-            larger probability. Every other tile is replaced by a rank-one estimate
-            (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
-            filters products of 1e12 flops and more; the torch backend ignores the filter. Not with ``label_smoothing``.
-            None is better in the first few hundred training steps: a filter skips little there, or adds its largest
-            errors.
+        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward is exact only in
+            the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
+            larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
+            unchanged, and no collective is added. The torch backend, and the Triton backend in products below 1e12
+            flops, ignore the filter. Not with ``label_smoothing``.
+        weight, options: only None: PyTorch's arguments that are not supported.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -133,30 +132,23 @@ def linear_cross_entropy(
 
     A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all others in blocks
     of at most 256 MiB, each started a block ahead. The first gather of a backward overlaps dX only in the Triton
-    backend with all exponentials, or a small problem's logits, saved. If logits are recomputed, and in the torch
-    backend, dX waits for it. Backward forms a block's dX and dW in slices of the vocabulary. There is no reduction if
-    ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
-
-    If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
-    partials (C * R + 3 elements), and reduces its dX after the next block's gather of partials. Backward then has no
-    collective; a second backward repeats those of forward.
+    backend with all exponentials, or a small problem's logits, saved. There is no reduction if ``input`` needs no
+    gradient, or with ``reduce_hidden_grad=False``. If gradients are formed in forward, each block of R tokens gathers
+    its hidden states there (SP), gathers its partials (C * R + 3 elements), and reduces its dX after the next block's
+    gather of partials. Backward then has no collective; a second backward repeats those of forward.
 
     **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
     tensor parallelism, shards the weight with ``Shard(0)``: its group and its ids are used. ``input`` is ``Replicate``
-    on it, or ``Shard`` of the first or second dimension, which is sequence parallelism; on all others it is
-    ``Replicate``, or ``Shard`` of a dimension of the tokens. The result is a DTensor if ``input`` is one. For 'none' it
-    has the target's placements. For 'sum' it is ``Partial`` on the other mesh dimensions that shard ``input``, else
-    ``Replicate``. 'mean' is ``Replicate``, and is refused if another mesh dimension shards ``input``. A gradient has
-    its tensor's placements, with two exceptions. The gradients of the weight and the bias are ``Partial`` on those
-    other dimensions. With ``reduce_hidden_grad=False`` the gradient of ``input`` is ``Partial`` on the dimension that
-    shards the weight. Before the call DTensor redistributes values per token, and hidden states in unequal parts.
+    on it, or ``Shard`` of the first or second dimension, which is sequence parallelism. The result is a DTensor if
+    ``input`` is one. docs/pytorch.md has the placements of results and gradients. With ``reduce_hidden_grad=False`` the
+    gradient of ``input`` is ``Partial`` on the dimension that shards the weight. Before the call DTensor redistributes
+    values per token, and hidden states in unequal parts.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
-    no ``vocab_start``, a collective may fail or hang: each rank computes its size from its own rows.
-    ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for such shards, for equal shards (a weight that was not
-    sharded), targets out of range, and arguments that differ between ranks or that one rank refuses; it synchronises
-    the host with the device. Meta and fake tensors give the shapes of results.
+    no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
+    for targets out of range, and for arguments that one rank refuses; it synchronises the host with the device. Meta
+    and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
@@ -164,16 +156,17 @@ def linear_cross_entropy(
         TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, if a gradient itself is differentiated.
     """
-    if unsupported or reduction is None:
-        _refuse_unsupported(reduction, unsupported)
+    if reduction is None or weight is not None or options is not None:
+        _refuse_unsupported(reduction, weight=weight, options=options)
     one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
-    options = Options(
+    chosen = Options(
         "linear_cross_entropy",
         reduction=reduction,
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        max_logit_penalty=max_logit_penalty,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,
@@ -186,14 +179,14 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
-    options, tensors, group, arrangement = arranged(options, tensors, process_group)
+    chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
     if counted_tokens is None:
-        loss = fused_loss(options, tensors, group)
+        loss = fused_loss(chosen, tensors, group)
     else:
-        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens)
-        loss = fused_loss(options, tensors, group)
+        chosen, tensors, compaction = compacted(chosen, tensors, group, None, counted_tokens)
+        loss = fused_loss(chosen, tensors, group)
         loss = compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
-    return loss if arrangement is None else arrangement.loss(loss)
+    return loss if adapter is None else adapter.loss(loss)
 
 
 @public
@@ -226,7 +219,6 @@ def token_statistics(
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
     expected_logit: bool = False,
-    **unknown: Never,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
@@ -246,13 +238,11 @@ def token_statistics(
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.call.draws`). The
-            random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
-            tensor. So each step needs another seed and, with plain tensors, so does each data-parallel rank. Except
-            where a rounding decides, the id does not depend on the number of ranks, the shards, the budget or the
-            backend. Probabilities are exact to 1e-7 of the sum of a window. A captured CUDA graph repeats its seed. The
-            Triton backend keeps two fp32 numbers per token and window of 64 to 256 entries, and projects the windows
-            again that have a sampled id. The torch backend projects all entries again.
+            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.features.draws`).
+            The random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
+            tensor. So each step, and with plain tensors each data-parallel rank, needs another seed. Except where a
+            rounding decides, the id does not depend on the number of ranks, the shards, the budget or the backend.
+            Probabilities are exact to 1e-7 of the sum of a window. docs/usage.md says what it costs.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
@@ -271,8 +261,6 @@ def token_statistics(
     for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one
     all-reduce of N int64.
     """
-    if unknown:
-        refuse_unknown(token_statistics, unknown)
     ids, offsets = ids_and_offsets(selected)
     one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
@@ -308,17 +296,17 @@ def statistics_of(
     counted_tokens: int | None = None,
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
-    options, tensors, group, arrangement = arranged(options, tensors, process_group, also=mask)
+    options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
     if mask is None and counted_tokens is None:
         statistics = fused_statistics(options, tensors, group)
     elif mask is None or counted_tokens is None:
         given = type(mask).__name__, type(counted_tokens).__name__
         raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
     else:
-        mask = mask if arrangement is None else arrangement.per_token("mask", mask)
+        mask = mask if adapter is None else adapter.per_token("mask", mask)
         options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens)
         statistics = compaction.spread_all(fused_statistics(options, tensors, group))
-    return statistics if arrangement is None else arrangement.statistics(statistics)
+    return statistics if adapter is None else adapter.statistics(statistics)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.
@@ -328,13 +316,10 @@ _ONLY_TORCH = {
 }
 
 
-def _refuse_unsupported(reduction: object, given: dict[str, object]) -> None:
-    """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None."""
-    for name, value in given.items():
-        if name not in _ONLY_TORCH:
-            refuse_unknown(linear_cross_entropy, {name: value})
+def _refuse_unsupported(reduction: object, **only_torchs: object) -> None:
+    """Raise for arguments that only PyTorch's function takes, and for a reduction of None."""
+    for name, value in only_torchs.items():
         if value is not None:
             said = f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported"
             raise ValueError(f"{said}: {_ONLY_TORCH[name]}")
-    if reduction is None:
-        raise ValueError("reduction must be 'none', 'mean' or 'sum', got None")
+    check_reduction(reduction)

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parallel_lce.core.private import (
+    DisableTorchFunctionSubclass,
+    forward_gradients_enabled,
+    pytree,
+    version,
+    wrapper_subclass,
+)
 
 # Registered after the fused loss, these hooks would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -26,7 +33,7 @@ def _in_function() -> bool:
     """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running: PyTorch turns
     off forward-mode gradients only there and in inference mode. Lazy logits among a Function's arguments or results
     lose their gradient, since its backward handles tensors only."""
-    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+    return not (forward_gradients_enabled() or torch.is_inference_mode_enabled())
 
 
 class _Watch:
@@ -109,7 +116,7 @@ class LazyLogits:
             needs_gradient=trainable or any([tensor.requires_grad for tensor in operands.values()]),
             watch=_Watch(weight),
             # Inference tensors have no version counter.
-            versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
+            versions=[(name, t, version(t)) for name, t in operands.items() if not t.is_inference()],
             **more,
         )
 
@@ -154,7 +161,7 @@ class LazyLogits:
             be lost, since a ``torch.autograd.Function`` uses or returned them.
         """
         if self.made is None:
-            changed = [name for name, tensor, version in self.versions if tensor._version != version]
+            changed = [name for name, tensor, before in self.versions if version(tensor) != before]
             if self._bias_is_replaced():
                 changed.append("bias")
             computed = "after the layer was called, and its logits, or their loss, are computed only now"
@@ -214,10 +221,10 @@ class LazyLogits:
         if function in cls._methods and args and isinstance(args[0], cls) and "out" not in options:
             return getattr(args[0], function.__name__)(*args[1:], **options)
         use = f"torch function {getattr(function, '__name__', function)!r}"
-        for value in tree_leaves((args, options)):
+        for value in pytree.tree_leaves((args, options)):
             if isinstance(value, cls):
                 value.materialize(use)  # in this frame: the warning names its caller's line
-        args, options = tree_map_only(cls, lambda lazy: lazy.made, (args, options))
+        args, options = pytree.tree_map_only(cls, lambda lazy: lazy.made, (args, options))
         return function(*args, **options)
 
 
@@ -306,7 +313,7 @@ class _Attached(torch.autograd.Function):
             return None, *(None for _ in ctx.operands)
         lazy, needed = ctx.lazy, [operand.requires_grad for operand in ctx.operands]
         real, steps = lazy.materialize("a gradient"), lazy.steps
-        if real._version:  # changed in place; else its own graph may be freed by now
+        if version(real):  # changed in place; else its own graph may be freed by now
             (gradient,), steps = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), ()
         # Of copies, since the hidden states may come from the same weight.
         leaves = [operand.detach().requires_grad_(need) for operand, need in zip(ctx.operands, needed)]
@@ -341,7 +348,7 @@ class LogitsTensor(Tensor):
     @classmethod
     def _of(cls, lazy: RecordedLogits) -> LogitsTensor:
         like = lazy._empty()
-        tensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        tensor = wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         tensor.lazy = lazy
         return tensor
 
@@ -352,7 +359,7 @@ class LogitsTensor(Tensor):
         name = function.__self__.__name__ if name == "__get__" else name  # an attribute
         if lazy is not None and lazy.made is None:
             if name in _PLAIN:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return function(*args, **options)
             if name == "requires_grad":
                 return lazy.requires_grad
@@ -365,10 +372,10 @@ class LogitsTensor(Tensor):
                 return None
             if lazy.has_loss and name == "clone" and _in_function():
                 return cls._of(lazy)
-        for value in tree_leaves((args, options)):
+        for value in pytree.tree_leaves((args, options)):
             if isinstance(value, cls):
                 value.lazy.materialize(repr(name))
-        args, options = tree_map_only(cls, lambda tensor: tensor.lazy.made, (args, options))
+        args, options = pytree.tree_map_only(cls, lambda tensor: tensor.lazy.made, (args, options))
         result = function(*args, **options)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
         return first if lazy is not None and result is lazy.made and name.endswith("_") else result
@@ -377,7 +384,7 @@ class LogitsTensor(Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         """A use that is no torch function: autograd's Functions save and detach tensors, and C++ calls operators."""
         real = lambda tensor: tensor.lazy.materialize(str(function)).detach()  # noqa: E731
-        args, options = tree_map_only(cls, real, (args, kwargs or {}))
+        args, options = pytree.tree_map_only(cls, real, (args, kwargs or {}))
         return function(*args, **options)
 
 

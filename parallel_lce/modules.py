@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import as_group, described, public, refuse_unknown
-from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
+from parallel_lce.call.checks import as_group, described, public
+from parallel_lce.call.seam import features_of
+from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
 
@@ -46,6 +46,7 @@ class LinearCrossEntropy(nn.Module):
         ValueError: at once, for an option that the function refuses for all tensors.
     """
 
+    @public
     def __init__(
         self,
         *,
@@ -65,12 +66,10 @@ class LinearCrossEntropy(nn.Module):
         gradient_filter: float | None = None,
         temperature: float = 1.0,
         reduce_hidden_grad: bool = True,
-        **unknown: Never,
+        max_logit_penalty: float = 0.0,
     ) -> None:
         given = locals()
         super().__init__()
-        if unknown:
-            refuse_unknown(type(self), unknown)
         group = as_group(process_group)
         for name in ("logit_scale", "temperature"):
             if hasattr(given[name], "__len__") and not isinstance(given[name], str):  # tensors, arrays, lists
@@ -82,6 +81,8 @@ class LinearCrossEntropy(nn.Module):
         options = with_python_numbers(Options.of(type(self).__name__, given))
         check_reduction(reduction)
         check_options(options)
+        for feature in features_of(options, Tensors(None, None)):
+            feature.check(options, Tensors(None, None), None)
         if reduce_dtype not in (None, *FLOATS):
             raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
         known = inspect.signature(linear_cross_entropy).parameters

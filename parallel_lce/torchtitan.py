@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
+from parallel_lce.core.private import hooks
 from parallel_lce.patching import called_with, is_own
 
 _OURS = "parallel_lce.torchtitan"
@@ -191,8 +192,7 @@ def _other_projection(lm_head: Any, loss_fn: Any, pred: Tensor) -> str | None:
     others = instead is not None and not _globals(instead).get("__name__", "").startswith("torchtitan.")
     if others or _epilogue(lm_head) is None:
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
-    hooks = lm_head._forward_hooks, lm_head._backward_hooks, lm_head._backward_pre_hooks
-    for hook in (hook for each in hooks for hook in each.values()):
+    for hook in hooks(lm_head, "forward", "backward", "backward_pre"):
         module = getattr(hook, "__module__", None) or type(hook).__module__
         if not module.startswith("torch.distributed."):  # FSDP's
             return "lm_head has a hook on its logits or their gradient; remove it"

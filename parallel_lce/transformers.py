@@ -23,17 +23,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as _modules
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
+from parallel_lce.core.private import (
+    DeviceContext,
+    fsdp_output_dtype,
+    function_modes,
+    hooks,
+    in_forward_mode,
+    linear,
+    must_be_one_graph,
+    transforming,
+)
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import called_with, is_own
-from parallel_lce.run.transforms import transforming
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
@@ -101,7 +107,7 @@ class _LazyLogits(RecordedLogits):
         layer = self.layer
         if self.weight is None and self.origin.has_loss:  # FSDP2's hooks, which cast, run within the forward alone
             logits = nn.functional.linear(self.hidden.to(layer.weight.dtype), layer.weight, layer.bias)
-            return logits.to(layer._get_fsdp_state()._mp_policy.output_dtype or logits.dtype)
+            return logits.to(fsdp_output_dtype(layer) or logits.dtype)
         if self.weight is None or _is_sharded_by_plan(self.layer):
             return nn.Module.__call__(self.layer, self.hidden)
         return nn.functional.linear(self.hidden, self.weight, self.bias)
@@ -165,18 +171,16 @@ def _lazy(layer: Any, hidden: Tensor) -> Any:
 
 def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     """Why this call of the output layer must make real logits; None if it need not."""
-    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    hooks = [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
-    hooks += [*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
-    kinds = "forward", "forward_pre", "backward", "backward_pre"
-    if hooks or any(getattr(_modules, f"_global_{kind}_hooks") for kind in kinds):
+    forward = hooks(layer, "forward", "forward_pre")
+    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
+    if others or hooks(layer, "backward", "backward_pre"):
         return "its output layer has hooks"
     calls = zip((nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl), _CALLS)
-    if not all(is_own(call, *of) for call, of in calls) or nn.functional.linear is not torch._C._nn.linear:
+    if not all(is_own(call, *of) for call, of in calls) or nn.functional.linear is not linear:
         return "nn.Linear, or what that calls, was replaced"
-    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
         return f"a mode of torch functions is active, {others[-1]}"
     weight = layer.weight
@@ -423,7 +427,7 @@ class _Door:
             return "the weight or bias of its output layer is parametrized"
         if transforming():
             return "a transform of torch.func runs"
-        if torch.autograd.forward_ad._current_level >= 0:
+        if in_forward_mode():
             return "forward-mode gradients are computed"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             units = FSDPModule, FullyShardedDataParallel
@@ -449,10 +453,7 @@ class _Door:
 @torch.compiler.assume_constant_result
 def _is_one_graph() -> bool:
     """Within Dynamo: whether it must not break the graph. Says so, since the traced forward cannot."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    tracer = InstructionTranslator.current_tx()
-    if found := bool(tracer.one_graph or tracer.error_on_graph_break):
+    if found := must_be_one_graph():
         said = "a model compiled with fullgraph=True computes its own loss, of all logits: leave it at False to fuse it"
         warnings.warn(f"parallel_lce: {said}", LogitsWarning, stacklevel=2)
     return found

@@ -20,10 +20,11 @@ from parallel_lce.call.prepare import autocasted, prepare
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import Options, Tensors, as_number, check_option
 from parallel_lce.core.plan import DEFAULT_BUDGET
+from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
+from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
 from parallel_lce.patching import is_own
-from parallel_lce.run.divergence import Divergence, divergences
 
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -65,15 +66,12 @@ class _Function:
         return self.own.apply(*arguments)
 
 
+@constant_in_graphs
 def _is_stock(home: str, name: str) -> bool:
     """Whether all of TRL's function was written where TRL has it."""
     held = getattr(sys.modules[home], name)
     own = held.own if isinstance(held, _Function) else held
     return "apply" not in vars(own) and is_own(own.forward, home) and is_own(own.backward, home)
-
-
-# torch.compile calls it while it traces.
-_is_stock._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _log_probs(
@@ -110,6 +108,7 @@ def _log_probs(
     return log_probs, entropy, squares, mean, None if found.argmax is None else found.argmax == targets
 
 
+@outside_graphs
 def _divergence(
     student_hidden,
     student_weight,
@@ -147,10 +146,6 @@ def _divergence(
     losses, entropy = divergences(task, inputs, others)
     assert entropy is not None  # wanted
     return losses.float(), entropy.float()
-
-
-# Graphs of torch.compile break here, as at distillation.divergence.
-_divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensors:

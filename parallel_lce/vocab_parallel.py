@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import backend_of, valueless
+from parallel_lce.backends import backend_of, is_meta_or_fake
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
@@ -59,14 +59,14 @@ def vocab_parallel_cross_entropy(
     debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
     with renamed(process_group="tp_group"):
-        debug.state().group = group = as_group(group)
+        debug.state.group = group = as_group(group)
     layout = Layout.of(group, False)
     label_smoothing = as_float(label_smoothing)
     _check(vocab_parallel_logits, target, label_smoothing, group)
     entries = vocab_parallel_logits.shape[-1]
     logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
     backend = backend_of(logits, _SUITABLE)
-    if layout.ranks > 1 and debugging and not valueless(vocab_parallel_logits):
+    if layout.ranks > 1 and debugging and not is_meta_or_fake(vocab_parallel_logits):
         settings = {
             "function": "vocab_parallel_cross_entropy",
             "tokens": tuple(target.shape),
@@ -78,7 +78,7 @@ def vocab_parallel_cross_entropy(
         shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
         with renamed(process_group="tp_group"):
             debug.agree(layout, settings, {"target": as_int64(target)}, shard)
-    if valueless(vocab_parallel_logits):
+    if is_meta_or_fake(vocab_parallel_logits):
         return without_values(target.shape, logits)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)

@@ -1,4 +1,4 @@
-"""An order of the vocabulary in which a ``gradient_filter`` skips many tiles.
+"""An order of the vocabulary in which :mod:`filtered gradients <parallel_lce.features.filter>` skip many tiles.
 
 A new model may assign the rows of its weight to tokens in any order. A tokenizer's own order spreads frequent tokens
 over all rows, so that most tiles of 128 neighbouring rows have a large probability. In descending order of frequency

@@ -58,11 +58,11 @@ JITFunction.run = _compile_alone
 
 import kernel_calls
 from parallel_lce import backends
-from parallel_lce.kernels import projection, tuning
+from parallel_lce.kernels import device, product
 
 backends._name = lambda *given: "triton"
-tuning._capability = lambda device: CAPABILITY
-projection.num_sms = lambda device: 132
+device._capability = lambda device: CAPABILITY
+product.num_sms = lambda device: 132
 kernel_calls.prepare()
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 for plain, call in kernel_calls.every_call(FEW, "cpu", [dist.new_group([0]), dist.group.WORLD]):  # noqa: B007

@@ -22,8 +22,8 @@ from fuzz_draw import Configuration
 from fuzz_run import assemble, require
 from fuzz_truth import Rounding, bounds, dense, half_spacing, of_product
 from fuzz_values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
-from parallel_lce.call.draws import uniforms
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.features.draws import uniforms
 
 _SUMMED = ("dweight", "dbias")
 """Over all tokens."""

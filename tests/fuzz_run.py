@@ -15,8 +15,8 @@ from cases import DTYPES
 from fuzz_draw import LAID, Configuration
 from fuzz_values import Whole, laid, make, real_rows
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.distillation import blocks as divergences
 from parallel_lce.distillation import divergence
-from parallel_lce.run import divergence as divergences
 from tools import chosen_backend, debug_mode, shrunk, unchecked
 from world import Member
 
@@ -39,12 +39,12 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
             stack.enter_context(mock.patch.object(divergences, "_FEWEST_TOKENS", 1))
         if backend == "triton":
             from benchmarks.tune import forced
-            from parallel_lce.backends import triton_filter
-            from parallel_lce.kernels.filter import windows
+            from parallel_lce.features.filter import form
+            from parallel_lce.features.filter.kernels import windows
             from parallel_lce.kernels.tuning import Tile
 
             # Of 384 tokens on, a sample is less than all of them.
-            stack.enter_context(mock.patch.object(triton_filter, "SMALLEST_FILTERED", 0))
+            stack.enter_context(mock.patch.object(form, "SMALLEST_FILTERED", 0))
             stack.enter_context(mock.patch.object(windows, "FEWEST_SAMPLED", 1))
             if c.bias == "low" and not c.filtered and member.device.type == "cpu":
                 # An interpreter's vocabulary has few windows of any other width.

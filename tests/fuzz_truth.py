@@ -266,7 +266,7 @@ def _megatrons(c: Configuration, o: Operands, found: dict[str, Tensor], log_p: T
 def _divergence(
     c: Configuration, o: Operands, log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, r: Rounding
 ) -> Tensor:
-    """With the reference of :mod:`parallel_lce.run.divergence`."""
+    """With the reference of :mod:`parallel_lce.distillation.blocks`."""
     d, beta = log_p - log_q, c.beta
     of_p, of_q = d, -d
     if 0 < beta < 1:

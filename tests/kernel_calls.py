@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 import parallel_lce
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends import triton_filter
 from parallel_lce.core.partials import TRAILER, Columns
 from parallel_lce.distillation import divergence
+from parallel_lce.features.filter import form
+from parallel_lce.features.filter.kernels import products, windows
 from parallel_lce.kernels import partials
-from parallel_lce.kernels.filter import products, windows
 from tools import shrunk
 
 NAMES = {
     name
-    for file in (Path(__file__).parents[1] / "parallel_lce" / "kernels").rglob("*.py")
+    for file in (Path(__file__).parents[1] / "parallel_lce").rglob("*.py")
     for name in re.findall(r"\blce_(?:forward|backward)_\w+", file.read_text())
 }
 """Of every kernel."""
@@ -47,7 +47,7 @@ CALLS = [
 
 def prepare() -> None:
     """Filter small problems too; three row blocks are enough for a sample. Programs form several tiles of dW."""
-    triton_filter.SMALLEST_FILTERED = 0
+    form.SMALLEST_FILTERED = 0
     windows.FEWEST_SAMPLED = 1
     products.num_sms = lambda device: 3
 

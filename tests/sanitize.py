@@ -48,8 +48,8 @@ EXCUSED = (
 )
 CONTROLS = {"warps": "racecheck"}
 FILES = (
-    "parallel_lce/kernels/hopper.py",
-    "parallel_lce/kernels/filter/hopper_products.py",
+    "parallel_lce/kernels/mainloops/hopper.py",
+    "parallel_lce/features/filter/kernels/hopper_products.py",
     "tests/sanitizer_controls.py",
 )
 PLANTED = {  # {name: (tool, file, {text: another})}
@@ -60,7 +60,7 @@ PLANTED = {  # {name: (tool, file, {text: another})}
     ),
     "race": (
         "racecheck",
-        "parallel_lce/kernels/hopper.py",
+        "parallel_lce/kernels/mainloops/hopper.py",
         {
             "    BLOCK_N: gl.constexpr = weight.block_type.shape[0]\n    count = 0\n": (
                 "    BLOCK_N: gl.constexpr = weight.block_type.shape[0]\n    count = 0\n"
@@ -147,9 +147,10 @@ def run_plain() -> None:
     cuBLAS stores a product. So initcheck does not see a sum that is added to memory which nobody wrote."""
     import torch
 
-    from parallel_lce.kernels import tuning
+    from parallel_lce.kernels import descriptors
+    from parallel_lce.kernels.mainloops import choice
 
-    tuning.hopper_or_later = tuning._has_gluon = lambda *_: False
+    descriptors.hopper_or_later = choice._has_gluon = lambda *_: False
     for product in (torch.mm, torch.addmm, torch.mv):
         setattr(torch, product.__name__, partial(_over_zeros, product))
     run_calls()

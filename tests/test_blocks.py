@@ -26,8 +26,9 @@ from parallel_lce.backends import torch_backend, triton, triton_backward
 from parallel_lce.backends.interface import GradBuffers, HiddenGrad, Projection, Scratch
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.partials import SUM_EXP, TARGET, Coefficients, Columns, integer_view
-from parallel_lce.kernels import projection as mainloop
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, logit_above, slope_at, softcapped
+from parallel_lce.kernels import product
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, logit_above
+from parallel_lce.kernels.logit_map import slope_at, softcapped
 from tools import chosen_backend, shrunk, small
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -187,7 +188,7 @@ def test_a_block(choice, dtype, device, monkeypatch):
     with ExitStack() as stack:
         stack.enter_context(shrunk(tile=(64, 256)))
         if "row_blocks" in case and backend is triton:
-            stack.enter_context(mock.patch.object(mainloop, "blocks_per_launch", lambda *_: case["row_blocks"]))
+            stack.enter_context(mock.patch.object(product, "blocks_per_launch", lambda *_: case["row_blocks"]))
         partial, saved = block_forward(backend, projection, t.x, t.target, ALL, save, buffer=buffer)
         check_forward(partial, t)
         if saved and backend is triton:

@@ -19,6 +19,7 @@ from parallel_lce.call import debug, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
+from parallel_lce.sampled import sampled_linear_cross_entropy
 from tools import D, N, V, call, chosen_backend, debug_mode, given, good, on_ranks
 from world import Member, mesh_of
 
@@ -145,6 +146,9 @@ def test_refused_of_logits(said, changes):
         (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
         (divergence, "bias", ": did you mean student_bias or teacher_bias?"),
         (top_k_divergence, "temprature", ": did you mean temperature?"),
+        (parallel_lce.vocab_parallel_cross_entropy, "process_group", ": did you mean tp_group?"),
+        (sampled_linear_cross_entropy, "bias", ": did you mean linear_bias?"),
+        (rl.linear_cross_entropy, "process_group", ": did you mean dist_process_group?"),
     ],
 )
 def test_a_keyword_that_may_be_meant(function, given, meant):

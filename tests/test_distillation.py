@@ -16,8 +16,8 @@ from measures import assert_no_worse, size
 from parallel_lce.backends import torch_logits
 from parallel_lce.call import prepare
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.distillation import blocks as schedule
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.run import divergence as schedule
 from tools import chosen_backend, debug_mode, everywhere, on_ranks, shrunk, started
 from world import Member
 

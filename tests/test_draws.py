@@ -9,8 +9,9 @@ import torch
 import parallel_lce
 from cases import normal
 from parallel_lce import backends
-from parallel_lce.call import draws, prepare
-from parallel_lce.call.draws import uniforms
+from parallel_lce.call import prepare
+from parallel_lce.features import draws
+from parallel_lce.features.draws import uniforms
 from tools import on_ranks, shrunk, small, started
 
 N, V, D = 24, 90, 16

@@ -19,7 +19,7 @@ import parallel_lce
 from cases import normal
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.run.arrangement import arranged
+from parallel_lce.dtensor.adapter import adapted
 from tools import debug_mode, on_ranks, upstream
 from world import mesh_of
 from wrappers import whole as gathered
@@ -251,7 +251,7 @@ def test_batch_first_hidden_states_are_not_copied(member):
     whole = problem(device=member.device)
     part, weight = (whole[n].chunk(2, dim)[member.rank] for n, dim in (("input", 1), ("linear_weight", 0)))
     asked = Options("linear_cross_entropy", reduction="mean", sequence_parallel=True, sequence_dim=1)
-    assert arranged(asked, Tensors(part, weight, whole["target"]), member.group)[1].input is part
+    assert adapted(asked, Tensors(part, weight, whole["target"]), member.group)[1].input is part
 
 
 # --- the other functions -------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
-from parallel_lce.backends import triton_backward, triton_filter
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.kernels.filter import products, windows
-from parallel_lce.kernels.filter.products import sparse_product
-from parallel_lce.kernels.filter.tiles import TILE, list_tiles
+from parallel_lce.features.filter import form
+from parallel_lce.features.filter.kernels import products, windows
+from parallel_lce.features.filter.kernels.products import sparse_product
+from parallel_lce.features.filter.kernels.tiles import TILE, list_tiles
 from tools import chosen_backend, on_ranks, results_of, shrunk, small, unchecked
 
 EPS = 2**-7
@@ -264,8 +264,8 @@ def listed(monkeypatch):
     """The lists of windows that were projected since, ``[1 + n]`` each. A third of the tokens are a sample, and a slice
     has two windows."""
     monkeypatch.setattr(windows, "FEWEST_SAMPLED", 1)
-    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
-    with shrunk(40_000), results_of(triton_filter, "list_active_windows") as found:
+    monkeypatch.setattr(form, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
+    with shrunk(40_000), results_of(form, "list_active_windows") as found:
         yield found
 
 
@@ -300,7 +300,7 @@ def test_the_error_is_near_that_of_the_definition(name, dtype, listed, device, m
     factor = -(2.0**-12)
     found, scaled = (recomputed(*t, upstream, gradient_filter=WIDE_EPS, **options) for upstream in (1.0, factor))
     assert 0 < sum(n[0].item() for n in listed[slices : 2 * slices]) < 3 * BLOCKS
-    monkeypatch.setattr(triton_backward, "fills_sample", lambda rows: False)
+    monkeypatch.setattr(form, "fills_sample", lambda rows: False)
     whole = recomputed(*t, gradient_filter=WIDE_EPS, **options)
     for a, b, c, d, e in zip(found, exact, whole, all_active, scaled):
         assert 0.004 < relative_error(c, b.double())
@@ -425,7 +425,7 @@ def test_ranks(member, sequence_parallel):
     x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
     t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
-    with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(triton_filter, "list_active_windows") as lists:
+    with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(form, "list_active_windows") as lists:
         found = recomputed(t.x, t.weight, target, **options)
         assert sum(n[0].item() for n in lists) > 0
         dx, dw = recomputed(*given, gradient_filter=WIDE_EPS)

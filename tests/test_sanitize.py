@@ -9,7 +9,7 @@ import sanitize
 from releases import ROOT
 from tools import ran
 
-HOPPER = (ROOT / "parallel_lce" / "kernels" / "hopper.py").read_text().splitlines()
+HOPPER = (ROOT / "parallel_lce" / "kernels" / "mainloops" / "hopper.py").read_text().splitlines()
 WITH_A_RACE = sanitize.changed("race")[1].splitlines()
 KERNELS = "kernels: " + " ".join(sorted(kernel_calls.NAMES))
 
@@ -97,7 +97,7 @@ def test_errors_are_planted_in_a_copy(tmp_path):
     for name, (_, file, changes) in sanitize.PLANTED.items():
         tree = sanitize.planted(name, tmp_path)
         assert all(text in (tree / file).read_text() for text in changes.values())
-        assert (tree / "parallel_lce" / "kernels" / "hopper.py").exists()
+        assert (tree / "parallel_lce" / "kernels" / "mainloops" / "hopper.py").exists()
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ BAD = [
     (dict(selected=OTHERS), r"selected must be ids of shape \[..., K\] for tokens of shape \[4\], got \[3, 2\]"),
     (dict(selected=(OTHERS.view(6), torch.arange(4))), r"one more than the tokens, got shapes \[6\] and \[4\]"),
     (dict(selected=(torch.arange(6), torch.zeros(1).long()), N=0), "6 ids, and there is no token that could have them"),
-    (dict(selected=(torch.arange(4), torch.arange(5).to("meta"))), "^offsets is on meta and input is on cpu"),
+    (dict(selected=(torch.arange(4), torch.arange(5).to("meta"))), "^offsets of selected is on meta"),
     (dict(selected=(None, torch.arange(5))), "or a pair of ids and offsets, got NoneType and Tensor"),
     (dict(top_k=0), "top_k must be None or a number of entries >= 1, got 0"),
     (dict(top_k=151), "top_k=151 exceeds the 150 entries of the vocabulary"),

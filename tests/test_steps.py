@@ -428,9 +428,9 @@ def _without_waiting(member: Member, call: Call) -> torch.Tensor:
 @ON_GPUS
 @pytest.mark.parametrize("call", [*ON_ONE, *OVER_RANKS, *FILTERED], ids=str)
 def test_a_step_never_waits_and_is_captured_and_replayed_on_other_data(call, worlds, device):
-    from parallel_lce.backends import triton_filter
+    from parallel_lce.features.filter import form
 
-    with chosen_backend(call.backend), results_of(triton_filter, "list_active_windows") as listed:
+    with chosen_backend(call.backend), results_of(form, "list_active_windows") as listed:
         first, *others = everywhere(worlds, device, call.ranks, _without_waiting, call)
     assert all(torch.equal(first, other) for other in others), "the loss differs by rank"
     assert bool(listed) == (call.strategy == "filtered, recomputed")

@@ -119,13 +119,13 @@ def configure() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if backends._triton_installed():
-        from parallel_lce.backends import triton_filter
+        from parallel_lce.features.filter import form
 
-        triton_filter.SMALLEST_FILTERED = 0
+        form.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
-        from parallel_lce.kernels import tuning
+        from parallel_lce.kernels.mainloops import choice
 
-        tuning._has_gluon = lambda: False
+        choice._has_gluon = lambda: False
 
 
 def forkserver():

@@ -7,13 +7,16 @@ This module chooses one.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from parallel_lce.core.private import FakeTensor, constant_in_graphs
 
 if TYPE_CHECKING:
     from parallel_lce.backends.interface import Backend
@@ -30,11 +33,11 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
     is compiled."""
     # Kernels cannot run on meta or fake tensors, or with D = 0.
-    nothing = valueless(matrix) or matrix.shape[1] == 0
+    nothing = is_meta_or_fake(matrix) or matrix.shape[1] == 0
     return named("torch" if nothing else _name(matrix.device, matrix.dtype, suitable))
 
 
-def valueless(tensor: Tensor) -> bool:
+def is_meta_or_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape but no values: on the meta device, or in FakeTensorMode."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
@@ -49,6 +52,11 @@ def named(name: str) -> Backend:
     return torch_backend
 
 
+def part(package: str, backend: Backend) -> ModuleType:
+    """The module of a feature's package for a backend: its ``torch_part`` or ``triton_part``, with the same names."""
+    return importlib.import_module(f"{package}.{backend.NAME}_part")
+
+
 def check_choice() -> str:
     """The backend that the environment names. Raises ``ValueError`` for any other name."""
     asked = os.environ.get(VARIABLE, "")
@@ -57,6 +65,7 @@ def check_choice() -> str:
     return asked
 
 
+@constant_in_graphs
 def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype, ...]) -> str:
     asked, on_cuda = check_choice(), device.type == "cuda" and torch.version.hip is None
     if asked == "torch" or dtype == torch.float64:
@@ -73,11 +82,6 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
     if on_cuda and dtype in suitable and _triton_installed() and _capability(device) >= (8, 0):
         return "triton"
     return "torch"
-
-
-# As torch.compiler.assume_constant_result: torch.compile calls the function while tracing, and takes the result as a
-# constant. That decorator would import torch._dynamo, which takes about a second.
-_name._dynamo_marked_constant = True
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import Coefficients, Columns, accumulation_dtype
 
 Backend = ModuleType
@@ -22,10 +23,7 @@ Backend = ModuleType
 
 @dataclass(frozen=True)
 class Projection:
-    """``z = softcap(scale * token_scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
-
-    ``softcap(u) = cap * tanh(u / cap)``.
-    """
+    """``z = logit_map(x @ weight.T + bias)`` for the real rows of a vocabulary shard."""
 
     # [V/P, D]
     weight: Tensor
@@ -35,25 +33,21 @@ class Projection:
     start: int
     # number of rows that are not padding; they come first
     real_rows: int
-    scale: float = 1.0
-    # One number, or [R] in the statistics' dtype.
-    softcap: float | Tensor | None = None
-    # [R] in the statistics' dtype: each token's factor beside ``scale``; None: 1
-    token_scale: Tensor | None = None
+    logit_map: LogitMap = LogitMap()
     # Dtype of statistics and sums: torch.float64 for a weight of that dtype.
     dtype: torch.dtype = torch.float32
 
     def of_rows(self, rows: slice | Tensor) -> Projection:
         """The projection of some tokens."""
-        each = {n: v[rows] for n in ("token_scale", "softcap") if isinstance(v := getattr(self, n), Tensor)}
-        return replace(self, **each) if each else self
+        logit_map = self.logit_map.of_rows(rows)
+        return self if logit_map is self.logit_map else replace(self, logit_map=logit_map)
 
 
 class Saved(Protocol):
     """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
     block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
-    # Exponentials of the logits; None if only window partials were saved, for a filtered backward.
+    # Exponentials of the logits; None if only window partials were saved.
     exponentials: Tensor | None
 
     def __iter__(self) -> Iterator[Tensor | None]: ...
@@ -74,8 +68,8 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     return 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
 
 
-class Selection(NamedTuple):
-    """The selected entries of a block's tokens. Token r has ``ids[begin[r]:end[r]]``."""
+class Picked(NamedTuple):
+    """The picked entries of a block's tokens. Token r has ``ids[begin[r]:end[r]]``."""
 
     # [E] int64 relative to the shard, of all tokens of the call. An id outside ``[0, real_rows)`` has no logit here.
     ids: Tensor
@@ -83,8 +77,8 @@ class Selection(NamedTuple):
     begin: Tensor
     end: Tensor
 
-    def of_rows(self, rows: slice) -> Selection:
-        return Selection(self.ids, self.begin[rows], self.end[rows])
+    def of_rows(self, rows: slice) -> Picked:
+        return Picked(self.ids, self.begin[rows], self.end[rows])
 
     def inside(self, start: int, stop: int) -> Tensor:
         """Which ids lie in ``[start, stop)``, ``[E]``."""
@@ -102,24 +96,24 @@ class Selection(NamedTuple):
         return token, there & (entry < self.end[token])
 
 
-class SelectedGradient(NamedTuple):
-    """The selected entries' terms of the gradient of the projection's output ``x @ weight.T + bias``."""
+class PickedGradient(NamedTuple):
+    """The picked entries' terms of the gradient of the projection's output ``x @ weight.T + bias``."""
 
-    selection: Selection
+    entries: Picked
     # [E] in the statistics' dtype
     values: Tensor
     # [E]; None if no other entry has a gradient
     logits: Tensor | None = None
 
-    def of_rows(self, rows: slice) -> SelectedGradient:
-        return self._replace(selection=self.selection.of_rows(rows))
+    def of_rows(self, rows: slice) -> PickedGradient:
+        return self._replace(entries=self.entries.of_rows(rows))
 
 
-class SelectedLogits(NamedTuple):
-    """Memory ``out [E]`` for the logits of a block's selected entries. Elements of other shards and blocks are not
+class PickedLogits(NamedTuple):
+    """Memory ``out [E]`` for the logits of a block's picked entries. Elements of other shards and blocks are not
     written."""
 
-    selection: Selection
+    entries: Picked
     out: Tensor
 
 
@@ -184,11 +178,6 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
-    """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
-    return (z / cap).square_().neg_().add_(1.0)
-
-
 def differences_recovered(dtype: torch.dtype) -> bool:
     """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from what is saved.
 
@@ -199,7 +188,7 @@ def differences_recovered(dtype: torch.dtype) -> bool:
 
 
 def power_of_two_scale(
-    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, selected: SelectedGradient | None = None
+    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, picked: PickedGradient | None = None
 ) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
@@ -207,16 +196,17 @@ def power_of_two_scale(
     affect the others. ``coefficients``: without a factor. Gradients that are differences may be far smaller than their
     coefficients: with them, no p counts as more than ``1 / sum_exp [R]``.
     """
-    scale, (alpha, beta, gamma, delta, epsilon, _) = projection.token_scale, coefficients
+    logit_map, (alpha, beta, gamma, delta, epsilon, _) = projection.logit_map, coefficients
     if any(c is not None for c in (gamma, delta, epsilon)):
         alpha, delta, epsilon = (c if c is None else c / sum_exp for c in (alpha, delta, epsilon))
         epsilon = epsilon if epsilon is None else epsilon / sum_exp
     terms = [c for c in (alpha, beta, gamma, delta, epsilon) if c is not None]
-    scaled = [c.abs() if scale is None else (c * scale).abs() for c in terms]
+    token_scale = logit_map.token_scale
+    scaled = [c.abs() if token_scale is None else (c * token_scale).abs() for c in terms]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
-    largest = sum(others, start=first) * abs(projection.scale)
-    if selected is not None and len(selected.values):
-        largest = largest + selected.values.abs().nan_to_num(0.0, 0.0).amax()
+    largest = sum(others, start=first) * abs(logit_map.scale)
+    if picked is not None and len(picked.values):
+        largest = largest + picked.values.abs().nan_to_num(0.0, 0.0).amax()
     return power_of_two_near(largest)
 
 
@@ -224,37 +214,6 @@ def power_of_two_near(largest: Tensor) -> Tensor:
     """A power of two that brings ``largest`` near 2^10, 0-dimensional, on the device."""
     exponent = 10 - torch.frexp(largest).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
-
-
-class Pair(NamedTuple):
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's. A normalizer ``[2, R]`` holds, over
-    the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. A
-    log-probability is ``logit - normalizer[0] - normalizer[1]``."""
-
-    # [R, V/P], the statistics' dtype, rows contiguous
-    student: Tensor
-    teacher: Tensor
-    student_normalizer: Tensor
-    teacher_normalizer: Tensor
-    beta: float
-
-    @property
-    def mixed(self) -> bool:
-        return 0 < self.beta < 1
-
-
-class LogitsGradient(NamedTuple):
-    """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
-
-    # [R, V/P]: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - student_mean). The slope is that of
-    # the student's soft-cap.
-    out: Tensor
-    # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
-    factor: Tensor
-    # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
-    student_mean: Tensor | None
-    # The student's soft-cap: one number, or [R].
-    softcap: float | Tensor | None
 
 
 class ForwardTask(NamedTuple):
@@ -272,12 +231,43 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Save the partials of all windows, too: a filtered backward uses them to select the windows to recompute.
-    keep_windows: bool = False
-    # Selected entries, and memory for their logits.
-    selected: SelectedLogits | None = None
-    # A list to which the backend appends the window partials that its ``sampled_ids`` reads; None: nothing is sampled.
+    # Save the partials of all windows, too, from which a :class:`SliceForm` selects the windows to recompute.
+    save_window_partials: bool = False
+    # Picked entries, and memory for their logits.
+    picked: PickedLogits | None = None
+    # A list to which the backend appends the partials of the windows; None: it keeps none.
     windows: list[Any] | None = None
+
+
+class SliceProducts(Protocol):
+    """The products of a slice of the gradient of the logits ``[R, C]``."""
+
+    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
+        """``total += gradient[rows] @ weight``, or ``=``. ``weight [C, D]``: the slice's rows. ``total``: fp32."""
+
+    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
+        """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: fp32, or of lower precision with
+        ``overwrite``."""
+
+
+class SliceForm(Protocol):
+    """How the backward of one block forms slices of the gradient of the logits, and multiplies them, if not whole. The
+    slices are those of :class:`parallel_lce.backends.triton_gradient.Piece`; its ``Rows`` are a piece's operands."""
+
+    def begin(self, task: BackwardTask) -> int:
+        """Called once, before the block is cut into pieces and slices, with a dense ``x``. Returns the bytes that a
+        recomputed slice may take, even if ``scratch`` has fewer."""
+
+    def recomputes(self, x: Tensor, entries: int) -> bool:
+        """Whether :meth:`recompute` forms a slice of ``entries`` recomputed entries of a piece's ``x [R, D]``."""
+
+    def recompute(self, piece: slice, rows: Any, start: int, gradient: Tensor) -> SliceProducts:
+        """Write the part of the uninitialised ``gradient [R, C]`` that its products read: of the block's rows
+        ``piece``, and of the shard's entries from ``start`` on."""
+
+    def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
+        """The products of a slice that was formed whole; None: all of it is multiplied. ``dx_factor [R]``: factors of
+        the rows of ``gradient`` in dX; None: 1."""
 
 
 class BackwardTask(NamedTuple):
@@ -296,11 +286,11 @@ class BackwardTask(NamedTuple):
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # Terms of the selected entries, added to the gradient of the projection's output before it is rounded.
-    selected: SelectedGradient | None = None
-    # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by rank-one estimates
-    # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``selected``.
-    gradient_filter: float | None = None
+    # Terms of the picked entries, added to the gradient of the projection's output before it is rounded.
+    picked: PickedGradient | None = None
+    # Forms the slices of the gradient of the logits, and multiplies them; None: they are formed and multiplied whole.
+    # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
+    form: SliceForm | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
         """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""
@@ -310,5 +300,5 @@ class BackwardTask(NamedTuple):
             target=None if self.target is None else self.target[rows],
             partial=self.partial[:, rows],
             coefficients=self.coefficients.of_rows(rows),
-            selected=None if self.selected is None else self.selected.of_rows(rows),
+            picked=None if self.picked is None else self.picked.of_rows(rows),
         )

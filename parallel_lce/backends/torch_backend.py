@@ -2,8 +2,7 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB
-(:mod:`parallel_lce.backends.torch_tiles`). No tensor of size R * V exists but the saved exponentials. Gradients are
-exact: the backend ignores ``gradient_filter``.
+(:mod:`parallel_lce.backends.torch_tiles`). No tensor of size R * V exists but the saved exponentials.
 
 Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
 (:class:`Coefficients`):
@@ -22,31 +21,19 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
-from parallel_lce.backends.interface import (
-    BackwardTask,
-    ForwardTask,
-    Projection,
-    Scratch,
-    power_of_two_scale,
-    savable,
-    softcap_slope,
-)
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch, power_of_two_scale, savable
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
-    block_logits,
-    divergence,
     logits_gradient,
     logits_partial,
-    sampled_ids,
-    selected_hidden_gradient,
-    selected_logits,
-    selected_weight_gradient,
+    picked_hidden_gradient,
+    picked_logits,
+    picked_weight_gradient,
     set_gradient,
     set_log_probs,
-    top_k,
 )
 from parallel_lce.backends.torch_tiles import (
-    add_selected,
+    add_picked,
     borrowed,
     even_slices,
     logits,
@@ -55,7 +42,7 @@ from parallel_lce.backends.torch_tiles import (
     saved_logits,
     saved_tile,
     subtract_at_targets,
-    take_selected,
+    take_picked,
     take_targets,
     window_size,
 )
@@ -109,7 +96,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """A block's partial over the shard, ``[C, R]``, and the tensors that it saves: the exponentials of its first
     vocabulary rows."""
-    projection, given, target, columns, save, buffer, out, _, selected, _ = task
+    projection, given, target, columns, save, buffer, out, _, picked, _ = task
     rows, dtype, save = given.shape[0], projection.dtype, min(save, projection.real_rows)
     partial = empty_partial(columns, rows, dtype, given.device, out)
     if rows == 0 or projection.real_rows == 0:
@@ -140,8 +127,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
-            if selected is not None:
-                take_selected(z, selected, tile, window)
+            if picked is not None:
+                take_picked(z, picked, tile, window)
             near = None
             if store is not None and store.dtype == torch.bfloat16 and columns.differ:
                 near = packed_logits(z, store.dtype)
@@ -171,14 +158,14 @@ class BlockBackward:
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, selected, _ = task
+        projection, x, target, partial, coefficients, saved, grads, scratch, picked, _ = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
         # The last tile, which is added to dW after dX is complete.
         self._last: tuple[slice, slice, _Sums, Tensor] | None = None
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
-        if selected is not None and saved and saved.exponentials.dtype != dtype:
-            # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
+        if picked is not None and saved and saved.exponentials.dtype != dtype:
+            # A picked entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
             saved = ()
         self._saved: Saved | None = None
         # Number of entries with saved exponentials, and of a forward's window.
@@ -192,7 +179,7 @@ class BlockBackward:
         coefficients = coefficients.folded()
         alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
-        temporaries = projection.softcap is not None or coefficients.delta is not None
+        temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None or self._has_logits
         width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
         self._windows = [
@@ -212,18 +199,18 @@ class BlockBackward:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
             slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
-        factor: Tensor | float = projection.scale
-        if projection.token_scale is not None:
-            factor = factor * projection.token_scale
+        factor: Tensor | float = projection.logit_map.scale
+        if projection.logit_map.token_scale is not None:
+            factor = factor * projection.logit_map.token_scale
         # fp16 operands are multiplied by a power of two. None: 1
         self._fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
-            power = power_of_two_scale(coefficients, sum_exp, projection, selected)
+            power = power_of_two_scale(coefficients, sum_exp, projection, picked)
             factor, self._fp16_unscale = factor * power, 1 / power
-            if selected is not None:
-                selected = selected._replace(values=selected.values * power)
-        self._selected = selected
+            if picked is not None:
+                picked = picked._replace(values=picked.values * power)
+        self._picked = picked
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = alpha / sum_exp * factor
         self._beta, self._gamma, self._delta, self._epsilon = [None if c is None else c * factor for c in others]
@@ -231,9 +218,10 @@ class BlockBackward:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:
             self._epsilon = self._epsilon / sum_exp.square()
-        if self._beta is not None and projection.softcap is not None:
-            # Uses the target's fp32 logit, not a stored exponential.
-            self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
+        if self._beta is not None:
+            # Of the target's fp32 logit, not of a stored exponential.
+            slope = projection.logit_map.slope(partial[TARGET])
+            self._beta = self._beta if slope is None else self._beta * slope
 
     def hidden_grad(self) -> None:
         """Form dX, and dW and dbias of all tiles but the last."""
@@ -294,8 +282,8 @@ class BlockBackward:
             gradient *= slope
         if self._beta is not None and self._target is not None:
             subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
-        if self._selected is not None:
-            add_selected(gradient, self._selected, rows, window)
+        if self._picked is not None:
+            add_picked(gradient, self._picked, rows, window)
         return gradient.to(self._x.dtype)
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
@@ -306,11 +294,10 @@ class BlockBackward:
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
         packed = saved_logits(stored) if self._has_logits else None
-        cap, slope = self._projection.softcap, None
-        if cap is not None:
-            cap = cap[rows] if isinstance(cap, Tensor) else cap
+        logit_map, slope = self._projection.logit_map.of_rows(rows), None
+        if logit_map.softcap is not None:
             z = torch.log(stored.to(maximum.dtype) * scale).add_(maximum)
-            slope = softcap_slope(cap, z if packed is None else torch.where(*packed, z))
+            slope = logit_map.slope(z if packed is None else torch.where(*packed, z))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
         if self._delta is None and self._epsilon is None and packed is None:
             return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
@@ -328,7 +315,7 @@ class BlockBackward:
         projection = self._projection.of_rows(rows)
         out = borrowed(self._scratch, rows, window, projection.dtype)
         z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
-        slope = None if projection.softcap is None else softcap_slope(projection.softcap, z)
+        slope = projection.logit_map.slope(z)
         z.sub_(self._maximum[rows])
         if self._slack is None:
             z.clamp_(max=0.0)

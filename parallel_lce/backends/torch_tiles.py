@@ -6,11 +6,13 @@ rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import Projection, Scratch, SelectedGradient, SelectedLogits, Selection
+from parallel_lce.backends.gemm import accumulate_nt, operand
+from parallel_lce.backends.interface import Picked, PickedGradient, PickedLogits, Projection, Scratch
 from parallel_lce.core.partials import NEAR_ZERO
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
@@ -48,21 +50,9 @@ def logits(projection: Projection, x: Tensor, weight: Tensor, window: slice, out
     """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as
     operands."""
     accumulate_nt(out, weight, x, overwrite=True)
-    return finished(out, projection, None if projection.bias is None else projection.bias[window, None])
-
-
-def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
-    """Logits from products ``z [entries, rows]``, in place: adds the bias, then applies scales and soft-cap. ``bias``
-    and the tokens' scales and caps broadcast against z."""
-    if bias is not None:
-        z += bias
-    if projection.scale != 1.0:
-        z *= projection.scale
-    if projection.token_scale is not None:
-        z *= projection.token_scale
-    if projection.softcap is not None:
-        z.div_(projection.softcap).tanh_().mul_(projection.softcap)
-    return z
+    if projection.bias is not None:
+        out += projection.bias[window, None]
+    return projection.logit_map.apply(out)
 
 
 def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -> Tensor:
@@ -116,22 +106,37 @@ def subtract_at_targets(tile: Tensor, target: Tensor, window: slice, values: Ten
     tile.view(-1).scatter_add_(0, position, values.neg().masked_fill_(inside != entry, 0.0))
 
 
-def take_selected(tile: Tensor, selected: SelectedLogits, rows: slice, window: slice) -> None:
-    """Copy the selected entries' logits out of a tile."""
-    position, hit = _selected_positions(selected.selection, rows, window)
-    selected.out.copy_(tile.view(-1).index_select(0, position).where(hit, selected.out))
+def take_picked(tile: Tensor, picked: PickedLogits, rows: slice, window: slice) -> None:
+    """Copy the picked entries' logits out of a tile."""
+    position, hit = _picked_positions(picked.entries, rows, window)
+    picked.out.copy_(tile.view(-1).index_select(0, position).where(hit, picked.out))
 
 
-def add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
-    """Add the selected entries' values to a tile of the gradient."""
-    position, hit = _selected_positions(selected.selection, rows, window)
+def add_picked(tile: Tensor, picked: PickedGradient, rows: slice, window: slice) -> None:
+    """Add the picked entries' values to a tile of the gradient."""
+    position, hit = _picked_positions(picked.entries, rows, window)
     # Equal positions are summed in a fixed order, on CUDA too.
-    tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
+    tile.view(-1).index_put_((position,), picked.values.where(hit, 0.0), accumulate=True)
 
 
-def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
-    row, hit = selection.of_rows(rows).places()
-    hit &= selection.inside(window.start, window.stop)
+def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the picked entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = picked.of_rows(rows).places()
+    hit &= picked.inside(window.start, window.stop)
     height = rows.stop - rows.start
-    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
+    return ((picked.ids - window.start) * height + row).where(hit, 0), hit
+
+
+def projected_tiles(
+    projection: Projection, x: Tensor, height: int, width: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Projects again: the logits of at most ``height`` rows and a window of at most ``width`` entries of the shard. All
+    windows of some rows come before those of the next rows, in the order of ids."""
+    for a in range(0, len(x), height):
+        rows = slice(a, a + height)
+        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
+        for first in range(0, projection.real_rows, width):
+            window = slice(first, min(first + width, projection.real_rows))
+            weight = operand(projection.weight[window])
+            memory = x.new_empty(len(weight), len(x_rows), dtype=projection.dtype)
+            yield rows, window, logits(of_rows, x_rows, weight, window, memory).t()

@@ -2,7 +2,7 @@
 """The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
 A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
-for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits
+for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.epilogue`). The gradient of the logits
 is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
 the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
 
@@ -17,28 +17,17 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
-from parallel_lce.backends.interface import (
-    ForwardTask,
-    LogitsGradient,
-    Pair,
-    Projection,
-    SelectedGradient,
-    Selection,
-    savable,
-)
-from parallel_lce.backends.torch_logits import top_k
+from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
-from parallel_lce.backends.triton_filter import keeps_windows
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
-from parallel_lce.kernels import selected as kernels
-from parallel_lce.kernels.dense_logits import divergence as divergence_of
-from parallel_lce.kernels.draws import Draw, find_windows, list_tiles
+from parallel_lce.kernels import picked as kernels
+from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
-from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
+from parallel_lce.kernels.product import Product, new_window_partials
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED
@@ -55,33 +44,20 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
 
 
-def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, real, columns = x.shape[0], projection.real_rows, Columns()
-    logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
-    partial = empty_partial(columns, rows, projection.dtype, x.device)
-    if rows and real:
-        product = product_of(projection, dense(x), 0, real)
-        windows = new_window_partials(product, columns)
-        product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
-        width = product.tile.entries
-        merge_windows(windows, partial, None, columns, window=width, entries=real, start=projection.start)
-    return logits, partial
+def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
+    kernels.picked_logits(product_of(projection, dense(x), 0, projection.real_rows), picked, out)
 
 
-def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-    kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), selection, out)
+def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
+    kernels.hidden_gradient(weight, gradient.entries, gradient.values, dx)
 
 
-def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
-    kernels.hidden_gradient(weight, gradient.selection, gradient.values, dx)
-
-
-def selected_weight_gradient(
-    x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
+def picked_weight_gradient(
+    x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
     if len(dweight) == 0:
         return
-    kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
+    kernels.weight_gradient(dense(x), gradient.entries.ids, owner, gradient.values, dweight, dbias)
 
 
 def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
@@ -117,15 +93,11 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    divergence_of(*pair, sums, *(gradient or (None, None, None, None)))
-
-
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
-    """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
-    exponentials are saved, too, if a filtered backward could recompute fewer windows. fp16 has no softmax shift: its
-    exponentials are relative to each window's maximum."""
-    projection, x, target, columns, save, buffer, out, keep_windows, selected, kept = task
+    """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
+    sums of exponentials are saved, too. fp16 has no softmax shift: its exponentials are relative to each window's
+    maximum."""
+    projection, x, target, columns, save, buffer, out, save_partials, picked, kept = task
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, out), ()
@@ -134,7 +106,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
-    keep_windows = keep_windows and keeps_windows(projection, product, real - save)
     stored = exponentials = shift = sampled = flat = None
     if save:
         stride = stride_of(save)
@@ -145,14 +116,14 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             # Under a soft-cap every row is rewritten, as those of flat tokens are.
             flat = torch.ones_like(shift)
         # Under a soft-cap the shift is 0.
-        sampled = shift if projection.softcap is None else None
+        sampled = shift if projection.logit_map.softcap is None else None
     if target is None:
         partial[TARGET].zero_()
     if target is not None or sampled is not None:
         token_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
-    fitting = rows if save or keep_windows else max(1, _PARTIAL_BYTES // row_bytes)
+    fitting = rows if save or save_partials else max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
     saved: Saved | tuple[()] = ()
     for first in range(0, rows, size):
@@ -160,10 +131,10 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
         of_rows.launch(exponentials, ForwardEpilogue(windows, shift, flat=flat))
-        if selected is not None:
-            selection, logits = selected
+        if picked is not None:
+            entries, logits = picked
             known = WindowPartials(windows.max, windows.sum_exp, shift)
-            kernels.selected_logits(of_rows, selection.of_rows(some), logits, known)
+            kernels.picked_logits(of_rows, entries.of_rows(some), logits, known)
         on_shift = merge_windows(
             windows,
             partial[:, some],
@@ -176,32 +147,10 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         )
         if kept is not None:
             kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
-        if stored is not None or keep_windows:
-            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None, flat)
+        if stored is not None or save_partials:
+            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if save_partials else None, flat)
         del windows  # before the next ones are allocated
     return partial, saved
-
-
-def sampled_ids(
-    projection: Projection,
-    x: Tensor,
-    windows: list[WindowPartials],
-    partial: Tensor,
-    place: Tensor,
-    owned: Tensor | None,
-) -> Tensor:
-    """As :func:`parallel_lce.backends.torch_logits.sampled_ids`. Projects again only the windows with a place."""
-    rows, real = x.shape[0], projection.real_rows
-    ids = place.new_zeros(rows, dtype=torch.int64)
-    if rows == 0 or real == 0:
-        return ids
-    window, within = find_windows(windows, partial[MAX], place, owned)
-    window, order = window.sort(stable=True)
-    product = product_of(projection.of_rows(order), x.index_select(0, order), 0, real)
-    listed = list_tiles(window, product.row_blocks, product.tile.rows, product.windows)
-    draw = Draw(window, order, within, ids, projection.start)
-    product.launch(None, ForwardEpilogue(None, None, draw=draw), listed)
-    return ids
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:
@@ -209,7 +158,7 @@ def _new_softmax_shift(product: Product) -> Tensor | None:
     x = product.x
     if x.dtype == torch.float16:
         return None
-    new = x.new_empty if product.softcap is None else x.new_zeros
+    new = x.new_empty if product.logit_map.softcap is None else x.new_zeros
     return new(x.shape[0], dtype=torch.float32)
 
 

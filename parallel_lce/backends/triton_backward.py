@@ -17,12 +17,10 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import BackwardTask, HiddenGrad
-from parallel_lce.backends.triton_filter import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.backends.triton_gradient import Piece, Slice, tiling
-from parallel_lce.backends.triton_operands import dense, product_of
+from parallel_lce.backends.triton_operands import dense
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
-from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -35,8 +33,8 @@ class BlockBackward:
     """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
     complete before the last slice's dW product starts. If nothing is saved and nothing waits for dX, it is formed last,
     and recomputed slices may take its bytes, too. Peak memory beside the exponentials and ``scratch``: fp32 products of
-    at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. Where only active windows are
-    projected again ``scratch`` has ``WINDOWED_BYTES``."""
+    at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. ``scratch`` grows to the bytes
+    that the task's ``form`` asks for."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection = task.projection
@@ -64,9 +62,8 @@ class BlockBackward:
         task = self._task._replace(x=x)
         held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
         dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
-        windows = self._active_windows(x)
-        if windows is not None:
-            capacity = max(capacity, WINDOWED_BYTES // x.element_size())
+        wanted = 0 if task.form is None else task.form.begin(task)
+        capacity = max(capacity, wanted // x.element_size())
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
 
         def cut_for(capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
@@ -75,7 +72,7 @@ class BlockBackward:
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
-        if dx is not None and dx.last and summed and held == 0 and windows is None and not task.scratch.allocated:
+        if dx is not None and dx.last and summed and held == 0 and not wanted and not task.scratch.allocated:
             longest = len(x) * MEASURED.longest_slice
             wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
             self._dx_last = len(wider[0]) > 1
@@ -83,19 +80,8 @@ class BlockBackward:
         pieces = []
         for rows in cut:
             some = task if len(cut) == 1 else task.of_rows(rows)
-            some = some._replace(x=dense(some.x))
-            of_rows = None if windows is None or not fills_sample(len(some.x)) else windows.of_rows(rows)
-            pieces.append(Piece(some, rows, of_rows))
+            pieces.append(Piece(some._replace(x=dense(some.x)), rows))
         return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
-
-    def _active_windows(self, x: Tensor) -> WindowPartials | None:
-        """The forward's window partials, if only the active windows are projected again. Otherwise None: dbias needs
-        all windows, and saved-tensor hooks may have changed the operands' alignment, and with it the tile."""
-        windows, projection = kept_windows(self._saved), self._projection
-        if windows is None or self._task.gradient_filter is None or self._grads.dbias is not None:
-            return None
-        same = len(windows.max) == product_of(projection, x, 0, projection.real_rows).windows
-        return windows if same and fills_sample(len(x)) else None
 
     def hidden_grad(self) -> None:
         """Form dX, and dW of all slices but the last; of the last, too, if dX is formed last."""
@@ -142,7 +128,7 @@ class BlockBackward:
         self._dx_written = True
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
         plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
-        if plain and vocab_slice.filtered is None:
+        if plain and vocab_slice.products is None:
             vocab_slice.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
             return
         rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS

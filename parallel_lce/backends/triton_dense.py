@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import product
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.options import Options
 from parallel_lce.kernels.dense_logits import lce_backward_dense, lce_forward_dense
 from parallel_lce.kernels.losses import LossTerms, lce_forward_mean
@@ -19,24 +20,15 @@ from parallel_lce.kernels.tuning import MEASURED
 
 class Dense:
     """The work on dense logits ``[tokens, entries]``, for the calls of one signature. ``entries``: the shard's real
-    rows. ``scale``, ``cap``: of all tokens. ``scaled``, ``capped``: whether each token has a scale, or a soft-cap."""
+    rows."""
 
-    def __init__(
-        self, tokens: int, entries: int, options: Options, scale: float, cap: float | None, scaled: bool, capped: bool
-    ) -> None:
+    def __init__(self, tokens: int, entries: int, options: Options, logit_map: LogitMap) -> None:
         self.entries = entries
         shifted = options.columns.shifted
         self._tokens, self._number = tokens, 2 + shifted
-        self._affine = float(scale), 0.0 if cap is None else float(cap)
         block, warps = MEASURED.dense_block
-        self._traits = dict(
-            SHIFTED=shifted,
-            SCALED=scaled or scale != 1.0,
-            CAPPED=capped or cap is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
-        numbers = tokens, entries, entries, *self._affine, LossTerms.of(options)
+        self._traits = dict(SHIFTED=shifted, SCALED=logit_map.scale != 1.0, BLOCK=block, num_warps=warps)
+        numbers = tokens, entries, entries, LossTerms.of(options)
         self._forward = Bound(lce_forward_dense, (tokens,), numbers, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
         self._mean = Bound(lce_forward_mean, (1,), (tokens, options.ignore_index))
         # One launch for each stride of the upstream gradient.
@@ -52,12 +44,12 @@ class Dense:
             memory = x.new_empty(self._tokens, self.entries, dtype=torch.float32)
         return product(x, weight.t(), torch.float32, memory)
 
-    def partial(self, products: Tensor, partial: Tensor, per_token: tuple[Tensor | None, ...]) -> None:
+    def partial(self, products: Tensor, partial: Tensor, per_token: tuple[Tensor | LogitMap | None, ...]) -> None:
         """Write the ``partial [C, N]``. ``per_token``: targets relative to the shard, weights, the bias ``[V]``,
-        scales and caps."""
+        and the call's map."""
         self._forward(products, partial, None, *per_token)
 
-    def losses(self, products: Tensor, per_token: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def losses(self, products: Tensor, per_token: tuple[Tensor | LogitMap | None, ...]) -> tuple[Tensor, Tensor]:
         """The losses ``[N]``, if the shard is the whole vocabulary. Also, stacked, the rows of the partial ``[C, N]``,
         alpha, beta and, if labels are smoothed, gamma."""
         # The losses have memory of their own, since users may change them in place.
@@ -77,7 +69,7 @@ class Dense:
         stacked: Tensor,
         factor: Tensor,
         divisor: Tensor | None,
-        per_token: tuple[Tensor | None, ...],
+        per_token: tuple[Tensor | LogitMap | None, ...],
     ) -> Tensor:
         """The derivative ``[N, V]`` of (sum of ``factor`` times loss) / ``divisor`` by the products, in their memory.
         ``factor``: ``[N]`` or 0-dimensional. ``stacked``: as from :meth:`losses`, merged over the ranks.
@@ -86,7 +78,7 @@ class Dense:
         stride = factor.stride(0) if factor.dim() else 0
         bound = self._backward.get(stride)
         if bound is None:
-            numbers = self._tokens, self.entries, self.entries, 2 * self.entries, stride, *self._affine
+            numbers = self._tokens, self.entries, self.entries, 2 * self.entries, stride
             traits = dict(IN_PLACE=True, SPAN=self._traits["BLOCK"], **self._traits)
             bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
         bound(products, gradient, stacked, factor, divisor, *per_token)

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import BackwardTask, Projection, power_of_two_scale
-from parallel_lce.backends.triton_filter import ActiveWindows, FilteredGradient, inverse_of, units_of, worth_filtering
+from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts, power_of_two_scale
 from parallel_lce.backends.triton_operands import Rows, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
-from parallel_lce.kernels.filter.tiles import find_active_tiles
-from parallel_lce.kernels.partials import WindowPartials
+from parallel_lce.kernels.picked import place_picked
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.token_gradients import (
     GradientTerms,
     Saved,
@@ -78,42 +75,39 @@ class Slice:
     dx_factor: Tensor | None
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
-    # Products with the active tiles of ``gradient`` and estimates of the others. None: ``gradient`` is not filtered.
-    filtered: FilteredGradient | None = None
+    # None: ``gradient`` is multiplied whole.
+    products: SliceProducts | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """``total += gradient[rows] @ weight``, or ``=``. ``weight [stop - start, D]``: the slice's rows. ``total``:
         fp32, or of lower precision with ``overwrite``."""
-        if self.filtered is None:
+        if self.products is None:
             accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
         else:
-            self.filtered.add_hidden(total, weight, rows, overwrite)
+            self.products.add_hidden(total, weight, rows, overwrite)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: as for :meth:`add_hidden`."""
-        if self.filtered is None:
+        if self.products is None:
             gradient = some_rows(self.gradient.t(), entries.start, entries.stop)
             accumulate_nt(total, gradient, x.t(), overwrite=overwrite)
         else:
-            self.filtered.add_weight(total, x, entries, overwrite)
+            self.products.add_weight(total, x, entries, overwrite)
 
 
 class Piece:
     """Forms the slices of one piece of a block, with rows ``x [R, D]``. All slices of a block use the same memory: one
     must be consumed before the next is formed."""
 
-    def __init__(self, task: BackwardTask, rows: slice, windows: WindowPartials | None) -> None:
-        """``task``: of the piece's ``rows`` alone. ``windows``: their window partials, if only the active windows are
-        projected again."""
+    def __init__(self, task: BackwardTask, rows: slice) -> None:
+        """``task``: of the piece's ``rows`` alone."""
         projection, coefficients, saved, grads = task.projection, task.coefficients, task.saved, task.grads
-        self.rows, self.x, self._task, self._windows = rows, task.x, task, windows
+        self.rows, self.x, self._task = rows, task.x, task
         self._projection, self._partial = projection, task.partial.contiguous()
         self._saved = saved if saved and saved.exponentials is not None else None
-        # Projects the active windows. None before the first slice.
-        self._active: ActiveWindows | None = None
         # Rewrite every row of saved exponentials, so that there are no row factors: dbias is a sum over rows of G, and
-        # selected entries can be added only to rewritten rows.
-        self._rewrite = grads.dbias is not None or task.selected is not None
+        # picked entries can be added only to rewritten rows.
+        self._rewrite = grads.dbias is not None or task.picked is not None
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
@@ -126,48 +120,42 @@ class Piece:
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.selected)
+            self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.picked)
             self.fp16_unscale = 1 / self._fp16_scale
         contiguous = [c.contiguous() for c in coefficients.present]
         self._coefficients = coefficients.replaced(contiguous, coefficients.factor)
-        self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection)
+        self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
-        gradient_filter, selected = self._task.gradient_filter, self._task.selected
-        if not worth_filtering(self.x.numel() * (stop - start)):
-            gradient_filter = None
-        if gradient_filter is not None and self._windows is not None and self._is_recomputed(start):
-            return self._form_active(self._windows, gradient_filter, start, stop)
+        form, picked = self._task.form, self._task.picked
+        if form is not None and self._is_recomputed(start) and form.recomputes(self.x, stop - start):
+            return self._recomputed_by(form, start, stop)
         vocab_slice = self._formed(start, stop)
         gradient = vocab_slice.gradient
-        if selected is not None:
+        if picked is not None:
             target = self._task.target if self.has_targets else None
-            assert selected.logits is not None  # the other entries have gradients, too
-            place_selected(gradient, start, selected.selection, selected.values, selected.logits, target, self._terms)
-        if gradient_filter is not None:
-            units = units_of(self._coefficients, self._projection, self._fp16_scale)
-            inverse = inverse_of(units, vocab_slice.dx_factor)
-            active = find_active_tiles(gradient, inverse, gradient_filter, self._placed, start)
-            vocab_slice.filtered = FilteredGradient(gradient, active)
+            assert picked.logits is not None  # the other entries have gradients, too
+            place_picked(gradient, start, picked.entries, picked.values, picked.logits, target, self._terms)
+        if form is not None:
+            vocab_slice.products = form.products(self._rows(self._placed), start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
 
-    def _form_active(self, windows: WindowPartials, gradient_filter: float, start: int, stop: int) -> Slice:
+    def _recomputed_by(self, form: SliceForm, start: int, stop: int) -> Slice:
         gradient = self._memory(start, stop)
-        if self._active is None:
-            if self._tokens is None and self.has_targets:
-                # A gradient of 0 entries: no target is placed.
-                self._tokens = self._find_tokens(gradient[:, :0], None, start)
-            self._active = ActiveWindows(self._rows(self._placed), windows, start, gradient_filter)
-        return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
+        if self._tokens is None and self.has_targets:
+            # A gradient of 0 entries: no target is placed.
+            self._tokens = self._find_tokens(gradient[:, :0], None, start)
+        products = form.recompute(self.rows, self._rows(self._placed), start, gradient)
+        return Slice(start, stop, gradient, None, None, products)
 
     def _rows(self, targets: Targets | None) -> Rows:
         return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
 
     def _formed(self, start: int, stop: int) -> Slice:
-        """The slice without the selected entries."""
+        """The slice without the picked entries."""
         saved = None if self._is_recomputed(start) else self._saved
         if saved is None:
             gradient = self._recompute(start, stop)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.core.memory import some_rows
-from parallel_lce.kernels.projection import Product, logits_gradient
+from parallel_lce.kernels.product import Product, logits_gradient
 from parallel_lce.kernels.token_gradients import Targets, place_targets
 
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
@@ -24,7 +24,7 @@ def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Prod
     """The product of ``x`` with the shard's rows ``[start, stop)``."""
     bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
     weight = some_rows(projection.weight, start, stop)
-    return Product(x, weight, bias, projection.scale, projection.softcap, projection.token_scale)
+    return Product(x, weight, bias, projection.logit_map)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     projection: Projection
     # [>= 3, R], contiguous
     partial: Tensor
-    # without a factor
+    # without a factor, for :meth:`form`
     coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None

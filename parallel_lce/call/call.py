@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, Projection, softcap_slope
+from parallel_lce.backends.interface import Backend, Projection
 from parallel_lce.call import debug
-from parallel_lce.call.selection import Selected
+from parallel_lce.call.picks import PickedIds
+from parallel_lce.call.seam import Feature
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.memory import with_contiguous_rows
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
@@ -34,10 +36,7 @@ class Call:
     shape: torch.Size
     # Which inputs required a gradient in forward.
     needs: Needs
-    # The logits' scale, which token_scale multiplies, and the soft-cap's cap if it is one number. Both are divided by
-    # the temperature T: softcap(u) / T equals the soft-cap of u / T with cap / T.
-    scale: float
-    cap: float | None
+    logit_map: LogitMap
     # Dtype of statistics and sums.
     dtype: torch.dtype
     layout: Layout
@@ -45,16 +44,15 @@ class Call:
     dense: Any = None
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
-    # [N] in the statistics' dtype each. None: one scale and cap for all tokens; no weights.
-    token_scale: Tensor | None = None
-    token_cap: Tensor | None = None
+    # [N] in the statistics' dtype
     token_weight: Tensor | None = None
-    selected: Selected | None = None
-    # For sampled ids: the seed, and the tokens' positions [N] int64; None: 0 to N - 1.
-    seed: int | None = None
-    position: Tensor | None = None
+    picked: PickedIds | None = None
+    features: tuple[Feature, ...] = ()
+    feature_kinds: tuple[type[Feature], ...] = ()
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
+    # V, if targets are checked at each call.
+    readable_size: int | None = None
     # In debug mode, the number of the call among those of its group.
     number: int | None = None
 
@@ -65,60 +63,64 @@ class Call:
         return new
 
     @property
-    def per_token(self) -> tuple[Tensor | None, ...]:
-        """The call's per-token tensors. None of them needs a gradient."""
-        ids, offsets = (None, None) if self.selected is None else self.selected.tensors
-        return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The call's tensors of tokens, and those of its features. None of them needs a gradient."""
+        ids, offsets = (None, None) if self.picked is None else self.picked.tensors
+        logit_map = self.logit_map
+        own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, ids, offsets
+        if not self.features:
+            return own
+        return *own, *[tensor for feature in self.features for tensor in feature.tensors]
 
-    def with_tensors(self, per_token: tuple[Tensor | None, ...]) -> Call:
-        """The call with these as :attr:`per_token`. Saved-tensor hooks may have changed their strides."""
-        if self.selected is None and all(map(operator.is_, per_token, self.per_token)):
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Call:
+        """The call with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
+        if self.picked is None and not self.features and all(map(operator.is_, tensors, self.tensors)):
             return self
-        target, scale, cap, weight, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
-        selected = self.selected
-        if selected is not None and ids is not None:
-            selected = Selected(ids, offsets, selected.tokens)
-        return self.replaced(target=target, token_scale=scale, token_cap=cap, token_weight=weight, selected=selected)
+        target, scale, cap, weight, ids, offsets, *others = [t if t is None else t.contiguous() for t in tensors]
+        picked, features = self.picked, []
+        if picked is not None and ids is not None:
+            picked = PickedIds(ids, offsets, picked.tokens)
+        for feature in self.features:
+            count = len(feature.tensors)
+            features.append(feature.with_tensors(others[:count]))
+            del others[:count]
+        return self.replaced(
+            target=target,
+            logit_map=self.logit_map.with_tensors(scale, cap),
+            token_weight=weight,
+            picked=picked,
+            features=tuple(features),
+        )
 
-    @property
-    def softcap(self) -> float | Tensor | None:
-        """The cap of the soft-cap: one number, or ``[N]``."""
-        return self.cap if self.token_cap is None else self.token_cap
+    def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
+        """:meth:`with_tensors` of the first ``saved`` tensors, and the other ones."""
+        count = len(self.tensors)
+        return self.with_tensors(saved[:count]), saved[count:]
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
         # Kernels take rows contiguous in D. Saved-tensor hooks may have changed the strides.
-        weight, bias = with_contiguous_rows(weight), bias if bias is None else bias.contiguous()
-        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap, None, self.dtype)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        bias = bias if bias is None else bias.contiguous()
+        return Projection(weight, bias, shard.start, shard.real_rows, self.logit_map, self.dtype)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
-        """The ``projection`` with the scales and soft-caps of a block's tokens."""
-        if self.token_scale is None:
+        """The ``projection`` with the logit map of a block's tokens."""
+        if self.logit_map.token_scale is None:  # with it a token may have a soft-cap of its own, too
             return projection
-        softcap = projection.softcap if self.token_cap is None else self.layout.take(self.token_cap, block)
-        return replace(projection, token_scale=self.layout.take(self.token_scale, block), softcap=softcap)
+        logit_map = self.logit_map.each(lambda t: self.layout.take(t, block))
+        return projection if logit_map is self.logit_map else replace(projection, logit_map=logit_map)
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
-        if self.number is not None and self.reduced_over.ranks > 1:
+        layout = self.reduced_over
+        if self.number is not None and layout.ranks > 1:
             debug.agree_about_backward(self.layout, self.number)
-        return HiddenReduction(hidden, self.reduced_over, self.options.reduce_dtype)
+        return HiddenReduction(hidden, layout, self.options.reduce_dtype)
 
     @property
     def reduced_over(self) -> Layout:
         """The ranks over which dX is summed; this rank alone with ``reduce_hidden_grad=False``."""
         return self.layout if self.options.reduce_hidden_grad else Layout()
-
-    def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """The gradient ``[E]`` of the output ``x @ weight.T + bias``, from the ``gradient`` of selected ``logits``."""
-        gradient = gradient * self.scale
-        if self.token_scale is not None and self.selected is not None:
-            gradient *= self.selected.spread(self.token_scale)
-        if self.softcap is not None:
-            cap = self.softcap
-            if isinstance(cap, Tensor) and self.selected is not None:
-                cap = self.selected.spread(cap)
-            gradient *= softcap_slope(cap, logits)
-        return gradient
 
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard's first id. Targets of other shards lie outside ``[0, rows)``."""

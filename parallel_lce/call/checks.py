@@ -6,31 +6,32 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Never, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import (
     FLOATS,
     INTEGERS,
     LARGEST_VOCABULARY,
+    SPOKEN,
     Options,
     Tensors,
     as_int64,
     in_python,
     is_number,
-    unfiltered,
 )
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
 F = TypeVar("F", bound=Callable)
 # What torch.distributed.new_group returns to a process that is not a member.
@@ -63,22 +64,26 @@ def int64_ids(name: str, ids: object) -> Tensor:
 def public(function: F) -> F:
     """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
     refusal goes through here, once: what the outermost function raises before its exchange
-    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
-    names = [*inspect.signature(function).parameters]
+    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode. An unknown
+    keyword argument is a ``TypeError`` that suggests others."""
+    parameters = inspect.signature(function).parameters
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # the operator of the graph calls prepare
             return function(*given, **named)
-        state = debug.state()
+        state = debug.state
         state.depth += 1
         state.awaited = True
         try:
+            if not (any_keyword or parameters.keys() >= named.keys()):
+                raise TypeError(_unknown_argument(function, parameters.keys(), named))
             return function(*given, **named)
         except Exception as refusal:
             if state.depth == 1 and state.awaited:
                 state.awaited = False
-                if (layout := _layout_of(dict(zip(names, given)) | named)) is not None:
+                if (layout := _layout_of(dict(zip(parameters, given)) | named)) is not None:
                     debug.report_refusal(layout, refusal)
             raise
         finally:
@@ -93,7 +98,7 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     """The layout of a refused call over the group that it has noted, or that its arguments give. None if there is
     none."""
     names = ("process_group", "tp_group", "dist_process_group", "group")
-    given = [debug.state().group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
+    given = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
         if (group := next((group for group in given if group is not None), None)) is not None:
             return Layout.of(as_group(group), False)
@@ -109,15 +114,13 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     return None
 
 
-def refuse_unknown(function: Callable, given: Mapping[str, object]) -> Never:
-    """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message suggests arguments with
-    the same last word, or else the one with the most similar spelling."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    name = next(iter(given))
+def _unknown_argument(function: Callable, known: Collection[str], given: Mapping[str, Any]) -> str:
+    """Message that suggests arguments with the same last word, or else the one with the most similar spelling."""
+    name = next(name for name in given if name not in known)
     alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
     meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
-    hint = f": did you mean {meant}?" if meant else ""
-    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+    called = function.__qualname__.removesuffix(".__init__")
+    return f"{called}() got an unexpected keyword argument {name!r}{meant and f': did you mean {meant}?'}"
 
 
 def as_group(group: Any) -> dist.ProcessGroup | None:
@@ -148,6 +151,11 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
+def has_dtensor(values: Iterable[object]) -> bool:
+    tensor = getattr(dist, "tensor", None)
+    return tensor is not None and any([isinstance(value, tensor.DTensor) for value in values])
+
+
 def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.Size:
     """Raise ``ValueError`` for tensors that do not fit each other, the options or the layout. Returns the tokens'
     shape."""
@@ -175,14 +183,15 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         value = getattr(tensors, name)
         if value is not None:
             _check_per_token(name, value, tokens)
-    _check_selected(tensors, tokens)
-    if options.gradient_filter is not None and tensors.selected is not None:
-        raise ValueError(unfiltered(options, "selected"))
+    _check_picks(tensors, tokens)
     sums = accumulation_dtype(input.dtype)
     if options.reduce_dtype not in (None, input.dtype, sums):
         given = f"{sums} or the input's {input.dtype}, got {options.reduce_dtype!r}"
         raise ValueError(f"reduce_dtype must be None, {given}")
     _check_shard(options, tensors, layout)
+    vocab_size = known_vocab_size(rows, layout, options.vocab_start, options.vocab_size)
+    for feature in features_of(options, tensors):
+        feature.check(options, tensors, vocab_size)
     return tokens
 
 
@@ -214,7 +223,7 @@ def dispatches(kind: type[Tensor]) -> bool:
         return False
     if torch.compiler.is_compiling() or kind is AsyncCollectiveTensor:
         return False
-    return not kind.__module__.startswith("torch._subclasses.")
+    return not kind.__module__.startswith(TRACING)
 
 
 def _check_kinds(a: Tensors) -> None:
@@ -223,13 +232,13 @@ def _check_kinds(a: Tensors) -> None:
         if not isinstance(value, Tensor):
             own = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}{own}")
-    tensors = {name.removeprefix("selected_"): value for name, value in a.named().items()}
+    tensors = {SPOKEN.get(name, name): value for name, value in a.named().items()}
     for name, value in tensors.items():
         check_kind(name, value)
-    for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):
+    for name in ("target", "linear_bias", "token_weight", "picked", "picked_offsets"):
         value = getattr(a, name)
         if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor or None, got {type(value).__name__}")
+            raise ValueError(f"{SPOKEN.get(name, name)} must be a tensor or None, got {type(value).__name__}")
     input, weight = a.input, a.linear_weight
     if input.dim() < 1:
         raise ValueError(f"input must be [..., D], got {list(input.shape)}")
@@ -274,28 +283,27 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
         raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
 
 
-def _check_selected(a: Tensors, tokens: torch.Size) -> None:
-    for name, ids in (("selected", a.selected), ("offsets of selected", a.selected_offsets)):
+def _check_picks(a: Tensors, tokens: torch.Size) -> None:
+    for field in ("picked", "picked_offsets"):
+        ids = getattr(a, field)
         if ids is not None and ids.dtype not in INTEGERS:
-            raise ValueError(f"{name} must be of an integer dtype, got {ids.dtype}")
-    if (
-        a.selected is not None
-        and a.selected_offsets is None
-        and (not a.selected.dim() or a.selected.shape[:-1] != tokens)
-    ):
+            raise ValueError(f"{SPOKEN[field]} must be of an integer dtype, got {ids.dtype}")
+    if a.picked is not None and a.picked_offsets is None and (not a.picked.dim() or a.picked.shape[:-1] != tokens):
         raise ValueError(
-            f"selected must be ids of shape [..., K] for tokens of shape {list(tokens)}, got {list(a.selected.shape)}; "
-            "or a pair of ids [E] and offsets [N + 1]"
+            f"{SPOKEN['picked']} must be ids of shape [..., K] for tokens of shape {list(tokens)}, got "
+            f"{list(a.picked.shape)}; or a pair of ids [E] and offsets [N + 1]"
         )
-    if a.selected_offsets is not None and a.selected is not None:
+    if a.picked_offsets is not None and a.picked is not None:
         expected = tokens.numel() + 1
-        if a.selected.dim() != 1 or a.selected_offsets.shape != (expected,):
+        if a.picked.dim() != 1 or a.picked_offsets.shape != (expected,):
             raise ValueError(
-                f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
-                f"{list(a.selected.shape)} and {list(a.selected_offsets.shape)}"
+                f"{SPOKEN['picked']} must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
+                f"{list(a.picked.shape)} and {list(a.picked_offsets.shape)}"
             )
-        if expected == 1 and a.selected.numel():
-            raise ValueError(f"selected has {a.selected.numel()} ids, and there is no token that could have them")
+        if expected == 1 and a.picked.numel():
+            raise ValueError(
+                f"{SPOKEN['picked']} has {a.picked.numel()} ids, and there is no token that could have them"
+            )
 
 
 def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
@@ -306,9 +314,6 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
     first = layout.rank * rows if start is None else start
     if first + rows > LARGEST_VOCABULARY:
         raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
-    known = known_vocab_size(rows, layout, start, size)
-    if options.top_k is not None and known is not None and options.top_k > known:
-        raise ValueError(f"top_k={options.top_k} exceeds the {known} entries of the vocabulary")
     if layout.ranks == 1 and start:
         raise ValueError(
             f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"
@@ -332,7 +337,6 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
     the device. ``mask``: the tokens that count."""
     if target is None or vocab_size is None or options.ignore_index is None or not options.outside_is_nan:
         return
-    target = as_int64(target)
     low, high = map(int, target.aminmax()) if target.numel() else (0, 0)
     if 0 <= low and high < vocab_size:  # the usual case, at a third of the cost
         return

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from parallel_lce.core.collectives import Layout, all_gather
+from parallel_lce.core.private import device_of_objects
 
 T = TypeVar("T")
 
@@ -45,28 +45,18 @@ def _given() -> str:
     return os.environ.get("PARALLEL_LCE_DEBUG", "")
 
 
-class State:
+class _State(threading.local):
     """What a thread knows of the public function that it runs."""
 
-    def __init__(self) -> None:
-        # Public functions within each other: 0 outside all of them.
-        self.depth = 0
-        # Whether the other ranks wait for a message of this rank, or will: from a function's beginning to its exchange.
-        self.awaited = False
-        # The group of the outermost function, where its arguments do not give it.
-        self.group: dist.ProcessGroup | None = None
+    # Public functions within each other: 0 outside all of them.
+    depth = 0
+    # Whether the other ranks wait for a message of this rank, or will: from a function's beginning to its exchange.
+    awaited = False
+    # The group of the outermost function, where its arguments do not give it.
+    group: dist.ProcessGroup | None = None
 
 
-_OF_THREAD = threading.local()
-
-
-def state() -> State:
-    """This thread's."""
-    try:
-        return _OF_THREAD.state
-    except AttributeError:
-        _OF_THREAD.state = State()
-        return _OF_THREAD.state
+state = _State()
 
 
 class Slice(NamedTuple):
@@ -125,12 +115,9 @@ def agree(
         raise ValueError(
             f"rank(s) {[*refusing]} of process_group refused their arguments, rank {first} because: {refusing[first]}"
         )
-    names = list(dict.fromkeys(name for m in messages for name in m.values))
-    differing = {
-        name: said
-        for name in names
-        if len(set((said := {r: m.values[name] for r, m in enumerate(messages) if name in m.values}).values())) > 1
-    }
+    names = dict.fromkeys(name for m in messages for name in m.values)
+    values_of = {n: {rank: m.values[n] for rank, m in enumerate(messages) if n in m.values} for n in names}
+    differing = {name: said for name, said in values_of.items() if len(set(said.values())) > 1}
     if differing:
         differences = [
             _difference(layout, name, tensor)
@@ -211,8 +198,8 @@ def _stacked(layout: Layout, values: Tensor) -> Tensor:
 def _gathered(layout: Layout, own: T) -> list[T]:
     """Every rank's object, in rank order, without NumPy, which torch's collectives of objects need. Collectives: an
     all-gather of the sizes, 1 int64, and one of the bytes of the largest."""
-    state().awaited = False
-    device = torch.device(distributed_c10d._get_object_coll_device(layout.group))
+    state.awaited = False
+    device = device_of_objects(layout.group)
     message = pickle.dumps(own)
 
     def gathered(row: list[int], dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ variables that choose the backend and the budget. They do not depend on the tens
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,37 +14,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from parallel_lce.backends import VARIABLE, backend_of, valueless
+from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
 from parallel_lce.backends.interface import Backend, differences_recovered
 from parallel_lce.call import debug
+from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
-from parallel_lce.call.selection import Selected
+from parallel_lce.call.picks import PickedIds
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
-from parallel_lce.core.collectives import Layout, Shard, digest_of
+from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, agreed, as_bool, as_int64, check_options, with_python_numbers
+from parallel_lce.core.options import Options, Tensors, as_bool, as_int64, check_options, with_python_numbers
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
+from parallel_lce.core.private import environment, in_forward_mode
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
 
 _MOST_KNOWN = 1024
 _ALONE = Layout()
-# Names in debug mode's messages, where they are not the names of the fields.
-_DEBUG_NAMES = {
-    "logit_scale": "logit_scale of each token",
-    "temperature": "temperature of each token",
-    "selected_offsets": "offsets of selected",
-}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
-# os.environ as bytes: the methods of os.environ decode names and values, which takes the host some microseconds.
-_ENVIRONMENT = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 
 
@@ -79,8 +73,8 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    result = _with_tensors(known, tensors, layout, main_grad, options.sample_seed)  # may refuse a target
-    debug.state().awaited = False
+    result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
+    debug.state.awaited = False
     return result
 
 
@@ -126,16 +120,15 @@ def _signature(
 ) -> tuple | None:
     """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
     with an argument that is neither a plain tensor nor a number or string of Python's own types."""
-    debugging = _ENVIRONMENT.get(b"PARALLEL_LCE_DEBUG")
-    if forward_ad._current_level >= 0 or not (debugging is None or debugging in (b"", b"0")):
+    debugging = environment.get(b"PARALLEL_LCE_DEBUG")
+    if in_forward_mode() or not (debugging is None or debugging in (b"", b"0")):
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
-    if type(seed := options.sample_seed) is int and 0 <= seed < 2**63:
-        options = options._replace(sample_seed=0)  # each step has another seed
+    options = options.of_every_step()
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
-    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(_ENVIRONMENT.get, _VARIABLES)]
+    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
     for tensor in tensors:
         if tensor is None:
             key.append(None)
@@ -166,27 +159,38 @@ def _planned(
     planned: bool,
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
-    weight = tensors.linear_weight
+    weight, kinds = tensors.linear_weight, features_of(options, tensors)
     backend = backend_of(weight)
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
     options = options._replace(logits_budget=budget)
-    shard = _shard(options, weight, layout)
+    shard = shard_of(options, weight, layout)
     if layout.ranks > 1:
-        shard = replace(shard, digest=_digest(options, tensors, shape))
+        shard = replace(shard, digest=digest(options, tensors, shape))
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     number = None
-    if debug.enabled() and not valueless(weight):
+    if debug.enabled() and not is_meta_or_fake(weight):
         chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
         check_together(options, tensors, layout, chosen)
         number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
-    scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
-    scale, cap = scale / temperature, cap if cap is None else cap / temperature
-    dtype = accumulation_dtype(weight.dtype)
+    dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
+    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
     call = Call(
-        options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE, number=number
+        options,
+        backend,
+        shard,
+        columns,
+        its_plan,
+        shape,
+        needs,
+        logit_map,
+        dtype,
+        _ALONE,
+        feature_kinds=kinds,
+        readable_size=readable_size(options, weight, layout),
+        number=number,
     )
     if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
@@ -194,53 +198,32 @@ def _planned(
 
 
 def _with_tensors(
-    known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, seed: int | None
+    known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
 ) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, position = tensors
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, _ = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
-    check_readable_target(known.options, target, weight, layout)
-    softcap = None
+    if target is not None and known.readable_size is not None:
+        check_target(known.options, target, known.readable_size)
+    logit_map = known.logit_map
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
         scale, temperature, token_weight = (
             t if t is None else t.reshape(-1).to(dtype).contiguous() for t in (scale, temperature, token_weight)
         )
-    if temperature is not None:
-        scale = (1.0 if scale is None else scale) / temperature
-        cap = known.options.logit_softcap
-        softcap = cap if cap is None else cap / temperature
+        logit_map = LogitMap.of(known.options, scale, temperature)
     call = known.replaced(
         layout=layout,
         target=target,
-        token_scale=scale,
-        token_cap=softcap,
+        logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
-        selected=None if ids is None else Selected.of(ids, offsets, known.shape.numel()),
-        seed=seed,
-        position=position if position is None else position.flatten(),
+        picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
+        features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
-
-
-def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
-    rows = weight.shape[0]
-    start = layout.rank * rows if options.vocab_start is None else options.vocab_start
-    return Shard(start, rows, options.vocab_size)
-
-
-def _digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Of what all ranks must share for the loss. Without the seed, which differs from call to call, without the budget,
-    which may depend on a rank's memory, and without settings of the gradients, which a rank may not form."""
-    start = options.vocab_start if options.vocab_size is None else None
-    shared = dict(sample_seed=None, logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
-    values = agreed(options._replace(vocab_start=start, **shared))
-    values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
-    per_token = tensors.logit_scale is not None, tensors.temperature is not None
-    return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
 
 
 def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
@@ -272,6 +255,7 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
+        and all([kind.allows_accumulation for kind in features_of(options, tensors)])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -301,7 +285,8 @@ def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None
     ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    return options.reduction is not None and adds and weight.dtype == torch.bfloat16
+    allowed = all([kind.allows_dense for kind in features_of(options, tensors)])
+    return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
@@ -313,9 +298,7 @@ def _dense(call: Call, tensors: Tensors) -> Any:
         return None
     if 4 * tokens * entries > (options.logits_budget or 0):
         return None  # this rank's shard is larger than the plan assumes: its fp32 logits exceed the budget
-    scaled = tensors.logit_scale is not None or tensors.temperature is not None
-    capped = call.cap is not None and tensors.temperature is not None
-    return call.backend.Dense(tokens, entries, options, call.scale, None if capped else call.cap, scaled, capped)
+    return call.backend.Dense(tokens, entries, options, call.logit_map)
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
@@ -324,54 +307,14 @@ def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
     # With a temperature per token, the caps are unknown to the host.
     if options.logit_softcap is None or tensors.temperature is not None:
         return options.logit_softcap is None
-    return backend.savable(tensors.linear_weight.dtype, options.logit_softcap / options.temperature)
+    return backend.savable(tensors.linear_weight.dtype, LogitMap.of(options).softcap)
 
 
-def check_together(
-    options: Options, tensors: Tensors, layout: Layout, others: dict[str, object], mask: Tensor | None = None
-) -> None:
-    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments, the same ``others`` and, for
-    statistics, the same ``mask`` of the tokens that count; and for targets as :func:`check_target`."""
-    weight, shard = tensors.linear_weight, _shard(options, tensors.linear_weight, layout)
-    shards = [debug.Slice(shard.start, shard.rows, debug.fingerprint(weight[: shard.real_rows]))]
-    hidden, target = tensors.input, tensors.target
-    if layout.ranks > 1:
-        settings = agreed(options) | {
-            "tokens": (hidden.shape[0] * layout.sp_size, *hidden.shape[1:-1]) if hidden.dim() > 1 else (),
-            "hidden size": hidden.shape[-1],
-            "dtype": hidden.dtype,
-            **others,
-        }
-        for name in ("logit_scale", "temperature"):
-            if getattr(tensors, name) is not None:
-                settings[name] = "of each token"
-        if shard.rows:
-            settings["linear_bias given"] = tensors.linear_bias is not None
-        per_token = {
-            _DEBUG_NAMES.get(name, name): value
-            if value is None
-            else value.double()
-            if value.is_floating_point()
-            else as_int64(value).long()
-            for name, value in zip(Tensors._fields, tensors)
-            if name not in ("input", "linear_weight", "linear_bias")
-        }
-        if mask is not None and options.reduction is None:  # a loss makes it from the targets
-            per_token["mask"] = mask.long()
-        shards = debug.agree(layout, settings, per_token, shards[0])
-        if not layout.sequence_parallel:
-            debug.agree_about_hidden(layout, hidden)
-    vocab_size = debug.check_cover(shards, options.vocab_size)
-    check_target(options, target, vocab_size, mask)
-
-
-def check_readable_target(
-    options: Options, target: Tensor | None, weight: Tensor, layout: Layout, mask: Tensor | None = None
-) -> None:
-    """:func:`check_target` where it is free: on a CPU, if this rank knows V."""
-    if target is not None and target.device.type == "cpu" and not valueless(target):
-        size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
-        check_target(options, target, size, mask)
+def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
+    """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
+    if weight.device.type != "cpu" or is_meta_or_fake(weight):
+        return None
+    return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
 
 def autocasted(tensors: Tensors) -> Tensors:

@@ -9,6 +9,7 @@ import warnings
 import torch
 
 from parallel_lce.core.plan import DEFAULT_BUDGET
+from parallel_lce.core.private import constant_in_graphs, environment
 
 # Rounded down to whole steps: GPUs of one kind may differ by a few MiB, and all ranks must have the same budget.
 _SHARE, _STEP = 32, 256 << 20
@@ -24,6 +25,7 @@ runs, the activations of all layers exist, so saved exponentials raise the peak 
 30 to 40 % longer, and a step a few percent."""
 
 
+@constant_in_graphs
 def budget_of_environment() -> int | None:
     """Bytes, or None if the variable is unset or empty. Raises ``ValueError`` if it is not a number of bytes."""
     text = os.environ.get(BUDGET_VARIABLE, "")
@@ -51,11 +53,11 @@ def default_budget(device: torch.device) -> int:
     return max(_STEP, total // _SHARE // _STEP * _STEP)
 
 
+@constant_in_graphs
 def warn_of_unknown_variables() -> None:
     """Warn, once for each, of variables of the environment that begin as the package's do, and are none of them. It
     runs when the package is imported, and when calls of a new signature are checked."""
-    # As bytes, which os.environ would decode all: the names of other programs are many.
-    given = [name for name in os.environ._data if name[:13].upper() == b"PARALLEL_LCE_"]  # pyright: ignore[reportAttributeAccessIssue]
+    given = [name for name in environment if name[:13].upper() == b"PARALLEL_LCE_"]
     for name in map(os.fsdecode, given):
         suffix = name.upper().removeprefix(_PREFIX)
         known = name == _PREFIX + suffix and (suffix in _SUFFIXES or suffix.startswith("TEST_"))
@@ -67,8 +69,3 @@ def warn_of_unknown_variables() -> None:
             f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(map(_PREFIX.__add__, _SUFFIXES))}"
         )
         warnings.warn(f"parallel_lce ignores the environment variable {name}: {meant}", stacklevel=2)
-
-
-# torch.compile takes the result as a constant: see _name in parallel_lce.backends.
-for _function in (budget_of_environment, warn_of_unknown_variables):
-    _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -20,6 +20,7 @@ from torch import Tensor
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import TRAILER, Columns, accumulation_dtype, matching, trailer_of
 from parallel_lce.core.plan import Block
+from parallel_lce.core.private import constant_in_graphs
 
 # torch 2.13 renamed these two. With ``async_op=True`` they return a Work to every rank of the group.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -180,7 +181,7 @@ class Shard:
     # Of the arguments that all ranks must share: digest_of
     digest: int = 0
 
-    @property
+    @cached_property
     def real_rows(self) -> int:
         """Number of rows that are not padding. They come first."""
         if self.vocab_size is None:
@@ -203,13 +204,10 @@ _DIGESTS = 2**31
 _MIXER = 0x9E3779B1
 
 
+@constant_in_graphs
 def digest_of(*arguments: object) -> int:
     """A digest of the arguments' texts, the same in every process: CRC-32 without its highest bit."""
     return zlib.crc32(repr(arguments).encode()) % _DIGESTS
-
-
-# torch.compile calls it while it traces.
-digest_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def checksum_of(*ids: Tensor | None) -> Tensor:
@@ -247,24 +245,30 @@ class PartialsGather:
     each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
 
-    def __init__(
-        self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int | None = None
-    ) -> None:
+    def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int = 0) -> None:
         self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
         self._work: dist.Work | None = None
+        self._extra = extra
         dtype = accumulation_dtype(like.dtype)
         if layout.ranks == 1:
             self.local = like.new_empty(columns.count, rows, dtype=dtype)
-            self.extras = None if extra is None else like.new_empty(1, extra, dtype=dtype)
-            self.extra = self.extras
             return
         size = columns.count * rows
-        self._packed = like.new_empty(layout.ranks, size + (extra or 0) + TRAILER, dtype=dtype)
+        self._packed = like.new_empty(layout.ranks, size + extra + TRAILER, dtype=dtype)
         self._own = self._packed[layout.rank]
-        # [P, extra], and this rank's [1, extra]; None without extra elements
-        self.extras = None if extra is None else self._packed[:, size:-TRAILER]
-        self.extra = None if extra is None else self._own[size:-TRAILER].unsqueeze(0)
         self.local = self._own[:size].view(columns.count, rows)
+
+    @cached_property
+    def extras(self) -> Tensor:
+        """``[P, extra]``"""
+        if self._layout.ranks == 1:
+            return self.local.new_empty(1, self._extra)
+        return self._packed[:, self._columns.count * self._rows : -TRAILER]
+
+    @property
+    def extra(self) -> Tensor:
+        """This rank's ``[extra]``"""
+        return self.extras[self._layout.rank]
 
     def start(self, first: int | Tensor = 0) -> None:
         """``first``: as for :meth:`Shard.write_trailer`."""

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from parallel_lce.core.private import AsyncCollectiveTensor, current_cuda_device
 
 _NOTHING = nullcontext()
 
@@ -43,8 +44,7 @@ def with_contiguous_rows(tensor: Tensor) -> Tensor:
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """A context in which the tensor's device is the current one, as Triton's launches need. If it is already, the
     context is empty: entering a device takes the host microseconds."""
-    # torch.cuda.current_device without its call of _lazy_init
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+    if not tensor.is_cuda or tensor.get_device() == current_cuda_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)
 

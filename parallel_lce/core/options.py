@@ -6,6 +6,7 @@ them between ranks, and an operator's arguments are made from them (:mod:`parall
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -22,6 +23,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 # Ids are exchanged and stored in 32 bits.
 LARGEST_VOCABULARY = 2**31 - 1
+SPOKEN = {"picked": "selected", "picked_offsets": "offsets of selected"}
+"""Names of fields of :class:`Tensors` in messages, where users know the tensors by other names."""
+
 NO_LABEL = -100
 """The target of a token without a label, in statistics; in losses the default of ``ignore_index``."""
 
@@ -42,6 +46,7 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    max_logit_penalty: float = 0.0
     # 1 if each token has a scale of its own.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -70,6 +75,11 @@ class Options(NamedTuple):
         2.11 cannot trace ``locals()``."""
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
+    def of_every_step(self) -> Options:
+        """The same without the value of an option that has another value in each step."""
+        seed = self.sample_seed
+        return self._replace(sample_seed=0) if type(seed) is int and 0 <= seed < 2**63 else self
+
     @property
     def columns(self) -> Columns:
         """The columns of partials that the call needs."""
@@ -93,8 +103,8 @@ class Tensors(NamedTuple):
     logit_scale: Tensor | None = None
     temperature: Tensor | None = None
     # [..., K], or [E] with offsets [N + 1]
-    selected: Any = None
-    selected_offsets: Tensor | None = None
+    picked: Any = None
+    picked_offsets: Tensor | None = None
     # [...] int64, for sampled ids; None: 0 to N - 1.
     position: Tensor | None = None
 
@@ -103,8 +113,12 @@ class Tensors(NamedTuple):
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
     def with_int64_ids(self) -> Tensors:
-        names = "target", "selected", "selected_offsets"
-        return self._replace(**{name: as_int64(getattr(self, name)) for name in names})
+        changed = {}
+        for name in ("target", "picked", "picked_offsets"):
+            ids = getattr(self, name)
+            if ids is not None and getattr(ids, "dtype", None) is not torch.int64:
+                changed[name] = as_int64(ids)
+        return self._replace(**changed) if changed else self
 
 
 def as_int64(ids: Any) -> Any:
@@ -187,75 +201,60 @@ def in_python(name: str, value: Any, allowed: Callable[[Any], bool]) -> str:
 class _Rule(NamedTuple):
     """How one field is converted, checked and compared between ranks."""
 
-    # Converts other libraries' values to Python's.
-    convert: Callable[[Any], Any]
-    # Whether a converted value is allowed.
-    allowed: Callable[[Any], bool]
     # In the refusal: "NAME must be ..."
     expected: str
+    # Whether a converted value is allowed.
+    allowed: Callable[[Any], bool] = lambda value: True
+    # Converts other libraries' values to Python's.
+    convert: Callable[[Any], Any] = lambda value: value
     # The value that is compared between ranks, from the option's value.
     agreed: Callable[[Any], Any] = lambda value: value
 
 
-def _unchanged(value: Any) -> Any:
-    return value
+def _number(expected: str, fits: Callable[[float], bool] = lambda value: True) -> _Rule:
+    return _Rule(expected, lambda value: is_number(value) and fits(value), as_float)
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
+def _number_or_none(expected: str, fits: Callable[[float], bool]) -> _Rule:
+    return _Rule(expected, lambda value: value is None or (is_number(value) and fits(value)), as_float)
 
 
-_FLAG = _Rule(as_bool, _is_bool, "True or False")
+def _count_or_none(expected: str, first: int, end: float = math.inf) -> _Rule:
+    return _Rule(expected, lambda value: value is None or (is_count(value) and first <= value < end), as_number)
+
+
+_FLAG = _Rule("True or False", lambda value: isinstance(value, bool), as_bool)
+_FACTOR = _number("a finite Python number >= 0", lambda factor: factor >= 0)
 # A rule in the place of each value.
 _RULES = cast(Any, Options)(
-    function=_Rule(_unchanged, lambda name: True, "a name"),
-    reduction=_Rule(_unchanged, lambda name: name in (None, "none", "mean", "sum"), "'none', 'mean' or 'sum'"),
-    ignore_index=_Rule(
-        as_number, lambda i: i is None or (is_count(i) and -(2**63) <= i < 2**63), "an integer of 64 bits or None"
-    ),
+    function=_Rule("a name"),
+    reduction=_Rule("'none', 'mean' or 'sum'", lambda name: name in (None, "none", "mean", "sum")),
+    ignore_index=_count_or_none("an integer of 64 bits or None", -(2**63), 2**63),
     outside_is_nan=_FLAG,
     token_weight_gradient=_FLAG,
-    label_smoothing=_Rule(as_float, lambda eps: is_number(eps) and 0 <= eps <= 1, "a Python number in [0, 1]"),
-    z_loss=_Rule(as_float, lambda factor: is_number(factor) and factor >= 0, "a finite Python number >= 0"),
-    logit_scale=_Rule(as_float, is_number, "a finite Python number"),
-    logit_softcap=_Rule(
-        as_float, lambda cap: cap is None or (is_number(cap) and cap >= _SMALLEST), "None or a positive Python number"
-    ),
-    temperature=_Rule(as_float, lambda t: is_number(t) and t >= 1 / LARGEST, "a number > 0, or one per token"),
-    gradient_filter=_Rule(
-        as_float,
-        lambda eps: eps is None or (is_number(eps) and 0 < eps < 1),
-        "None or a number between 0 and 1, such as 2**-13",
-    ),
+    label_smoothing=_number("a Python number in [0, 1]", lambda eps: 0 <= eps <= 1),
+    z_loss=_FACTOR,
+    max_logit_penalty=_FACTOR,
+    logit_scale=_number("a finite Python number"),
+    logit_softcap=_number_or_none("None or a positive Python number", lambda cap: cap >= _SMALLEST),
+    temperature=_number("a number > 0, or one per token", lambda t: t >= 1 / LARGEST),
+    gradient_filter=_number_or_none("None or a number between 0 and 1, such as 2**-13", lambda eps: 0 < eps < 1),
     sequence_parallel=_FLAG,
-    sequence_dim=_Rule(as_number, lambda dim: is_count(dim) and dim in (0, 1), "0 or 1"),
+    sequence_dim=_Rule("0 or 1", lambda dim: is_count(dim) and dim in (0, 1), as_number),
     reduce_hidden_grad=_FLAG,
     # Its allowed values depend on the input's dtype: call.checks.
-    reduce_dtype=_Rule(_unchanged, lambda dtype: True, "None, torch.float32 or the input's dtype"),
-    vocab_start=_Rule(
-        as_number,
-        lambda start: start is None or (is_count(start) and 0 <= start <= LARGEST_VOCABULARY),
-        "None or an id >= 0 and < 2^31",
-        lambda start: "not given" if start is None else "given",
+    reduce_dtype=_Rule("None, torch.float32 or the input's dtype"),
+    vocab_start=_count_or_none("None or an id >= 0 and < 2^31", 0, LARGEST_VOCABULARY + 1)._replace(
+        agreed=lambda start: "not given" if start is None else "given"
     ),
-    vocab_size=_Rule(
-        as_number,
-        lambda size: size is None or (is_count(size) and 1 <= size <= LARGEST_VOCABULARY),
-        "None or a number of entries >= 1 and < 2^31",
-    ),
-    logits_budget=_Rule(
-        as_number, lambda size: size is None or (is_count(size) and size >= 0), "None or a number of bytes >= 0"
-    ),
+    vocab_size=_count_or_none("None or a number of entries >= 1 and < 2^31", 1, LARGEST_VOCABULARY + 1),
+    logits_budget=_count_or_none("None or a number of bytes >= 0", 0),
     mean_logit=_FLAG,
     expected_logit=_FLAG,
     argmax=_FLAG,
     sum_p_squared=_FLAG,
-    top_k=_Rule(as_number, lambda k: k is None or (is_count(k) and k >= 1), "None or a number of entries >= 1"),
-    sample_seed=_Rule(
-        as_number,
-        lambda seed: seed is None or (is_count(seed) and 0 <= seed < 2**63),
-        "None or an integer >= 0 and < 2^63",
-    ),
+    top_k=_count_or_none("None or a number of entries >= 1", 1),
+    sample_seed=_count_or_none("None or an integer >= 0 and < 2^63", 0, 2**63),
 )
 
 
@@ -296,26 +295,6 @@ def check_options(options: Options) -> None:
     cap = _SMALLEST if logit_softcap is None else logit_softcap / temperature
     if not (is_number(logit_scale / temperature) and _SMALLEST <= cap <= LARGEST):
         raise ValueError(f"{logit_scale=} and {logit_softcap=} divided by {temperature=} are beyond fp32")
-    if options.gradient_filter is not None:
-        _check_filtered(options)
-
-
-def _check_filtered(options: Options) -> None:
-    if options.label_smoothing != 0:
-        raise ValueError(unfiltered(options, f"label_smoothing={options.label_smoothing}"))
-    names = {"mean_logit": "mean_logit", "expected_logit": "entropy", "sum_p_squared": "sum_p_squared"}
-    for field, name in names.items():
-        if getattr(options, field):
-            raise ValueError(unfiltered(options, name))
-
-
-def unfiltered(options: Options, name: str) -> str:
-    """Message that refuses ``gradient_filter`` together with the option ``name``, whose gradient of the logits is not
-    the probabilities times one number per token."""
-    return (
-        f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is large where "
-        "probabilities are small"
-    )
 
 
 def agreed(options: Options) -> dict[str, object]:

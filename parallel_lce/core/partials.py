@@ -25,10 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from parallel_lce.core.private import foreach_mul
 
 MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
@@ -92,7 +95,7 @@ class Columns:
     def names(self) -> list[str]:
         return ["max", "sum_exp", "target", *self.requested]
 
-    @property
+    @cached_property
     def count(self) -> int:
         return 3 + self.shifted + self.total + self.weighted + self.squared + self.argmax
 
@@ -111,12 +114,6 @@ class Merged(NamedTuple):
     partial: Tensor
     # V, 0-dimensional int64 or a number
     vocab_size: Tensor | int
-    # [E], logits of the selected entries; 0 for an id outside the vocabulary
-    selected: Tensor | None = None
-    # The K largest logits [N, K] and their ids [N, K] int64
-    top: tuple[Tensor, Tensor] | None = None
-    # [N] int64, the sampled ids
-    sampled: Tensor | None = None
 
 
 class Coefficients(NamedTuple):
@@ -140,8 +137,11 @@ class Coefficients(NamedTuple):
 
     def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
         """``values`` in place of :attr:`present`."""
-        remaining = iter(values)
-        return Coefficients(*[c if c is None else next(remaining) for c in self[:5]], factor)  # pyright: ignore
+        remaining, coefficients = iter(values), list(self[:5])
+        for number, coefficient in enumerate(coefficients):
+            if coefficient is not None:
+                coefficients[number] = next(remaining)
+        return Coefficients(*coefficients, factor)  # pyright: ignore[reportArgumentType]
 
     def of_rows(self, rows: slice) -> Coefficients:
         """The coefficients of some tokens."""
@@ -152,8 +152,8 @@ class Coefficients(NamedTuple):
         """The same gradient without a factor: one launch multiplies the factor into the coefficients."""
         if self.factor is None:
             return self
-        factors = [self.factor] * len(self.present)
-        return self.replaced(torch._foreach_mul(self.present, factors))  # pyright: ignore[reportPrivateImportUsage]
+        present = self.present
+        return self.replaced(foreach_mul(present, [self.factor] * len(present)))
 
 
 def integer_view(column: Tensor) -> Tensor:

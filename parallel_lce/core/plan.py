@@ -367,6 +367,13 @@ def balanced(rows: int, most: int) -> int:
     return max(1, rounded if rounded <= most else size)
 
 
+def blocks_within(budget: int, rows: int, row_bytes: int, fewest: int = 1) -> tuple[Block, ...]:
+    """Blocks of ``rows`` tokens of each part, which save nothing: the largest that fit in the budget, or in
+    :data:`SMALLEST_BLOCK` if that is more; at least ``fewest`` rows."""
+    size = balanced(rows, max(max(budget, SMALLEST_BLOCK) // max(1, row_bytes), fewest))
+    return tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
+
+
 def shared_shard_rows(local_rows: int, ranks: int, vocab_start: int | None, vocab_size: int | None) -> int:
     """Vocabulary rows per rank that :func:`plan` assumes: the same number on every rank."""
     if vocab_size is not None:

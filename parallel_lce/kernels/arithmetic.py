@@ -1,4 +1,4 @@
-"""Arithmetic that several kernels share: exponentials, scales, soft-caps, and gradients of logits.
+"""Arithmetic that several kernels share: exponentials, and gradients of logits.
 
 The softmax shift is subtracted from a token's logits before exp: ``exp(z - shift)``. The functions run under Triton
 and, called from a Gluon kernel, under Gluon.
@@ -6,15 +6,12 @@ and, called from a Gluon kernel, under Gluon.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
 from parallel_lce.core.partials import ALONE, NEAR
-from parallel_lce.kernels.tuning import interpreted
+from parallel_lce.kernels.device import interpreted
 
 REACH = 32.0
 """Largest distance, in nats, of a window's maximum from the token's softmax shift. bf16 has fp32's exponent range:
@@ -27,18 +24,16 @@ SAVED_FP16_SCALE = 2.0**15
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
 _REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**126)
-_INTERPRETED = tl.constexpr(interpreted())
+INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
-_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-# |u / cap| below which the soft-cap is a polynomial.
-_SERIES_END = tl.constexpr(0.625)
+LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def exponential(x):
     """exp(x). Triton's ``exp2`` is one instruction, its ``exp`` is several."""
-    return tl.exp2(x * _LOG2_E)
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -48,16 +43,9 @@ def exponential_from(z, shift):
 
 
 @triton.jit
-def scaled(z, factor):
-    """``z * factor``, rounded. Compilers would fuse a plain product with the subtraction of the maximum, and skip this
-    rounding. The largest logit minus the maximum would not be 0. For huge logits, its exponential might be infinite."""
-    return tl.fma(z, factor, 0.0)
-
-
-@triton.jit
 def add_product(a, b, z):
     """``z + a @ b`` in fp32: fp32 operands are not rounded to tf32."""
-    if _INTERPRETED and a.dtype == tl.bfloat16:
+    if INTERPRETED and a.dtype == tl.bfloat16:
         # Triton's interpreter multiplies bf16 wrongly.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -78,7 +66,7 @@ def loaded(source, index, mask, factor):
 def _log2(x):
     """log2(x) with an error of 2^-22, absolute for x in [1/2, 2], else relative; on a GPU -inf for x < 2^-126. This is
     one instruction. Triton's ``log2`` is about twenty, but the interpreter has no other."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.log2(x)
     else:
         return libdevice.fast_log2f(x)
@@ -148,111 +136,6 @@ def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upst
         loaded(coefficients.epsilon, row, mask, upstream),
     )
     return gradient_of(tl.exp(moved) / sum_exp, tl.maximum(moved, LOWEST_SHIFT), values, coefficients)
-
-
-@triton.jit
-def _quotient(a, b):
-    """a / b for b in [1, 2], with an error of 2 ulp. On a GPU these are two instructions, where Triton's division, for
-    any b, is eight."""
-    if _INTERPRETED:
-        return a / b
-    else:
-        return libdevice.fast_dividef(a, b)
-
-
-@triton.jit
-def _inverse(cap):
-    """1 / cap, finite: 0 times infinity would be NaN. A cap below 2^-126 gives 2^126."""
-    return tl.minimum(1.0 / cap, 2.0**126)
-
-
-@triton.jit
-def softcapped(u, cap):
-    """``cap * tanh(u / cap)`` with an error of a few ulp, for every cap.
-
-    Large |u / cap| use the exponential of a negative number. Below :data:`_SERIES_END`, where ``1 - e`` would cancel,
-    an odd polynomial of degree 11 is used: the minimax polynomial (Remez), of relative error 4.4e-9.
-    """
-    ratio = u * _inverse(cap)
-    # exponential(-2 |ratio|), with one product less.
-    e = tl.exp2(tl.abs(ratio) * (-2.0 * _LOG2_E))
-    magnitude = cap * _quotient(1.0 - e, 1.0 + e)
-    far = tl.where(ratio < 0.0, -magnitude, magnitude)
-    square = ratio * ratio
-    series = -0.005704986993455203
-    series = series * square + 0.020639087244729175
-    series = series * square - 0.05373971508582496
-    series = series * square + 0.13331442198175808
-    series = series * square - 0.3333328194201277
-    near = u + u * (series * square)
-    return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
-
-
-@triton.jit
-def slope_at(z, cap):
-    """The derivative of :func:`softcapped` where it is ``z``."""
-    ratio = z * _inverse(cap)
-    return 1.0 - ratio * ratio
-
-
-class Scaling(NamedTuple):
-    """Scales and soft-cap of the logits ``softcap(scale * token_scale * u)``, with ``u = x @ weight.T + bias``."""
-
-    scale: float
-    # [R] fp32; None: 1
-    of_token: torch.Tensor | None
-    # None: no soft-cap.
-    cap: float | None
-    # [R] fp32: one cap per token. ``cap`` is then 1 and is not used.
-    token_cap: torch.Tensor | None
-
-    @classmethod
-    def of(cls, operands: Any) -> Scaling:
-        """From the ``scale``, ``token_scale`` and ``softcap`` of a ``Product`` or a ``Projection``."""
-        cap, token_cap = operands.softcap, None
-        if isinstance(cap, torch.Tensor):
-            cap, token_cap = 1.0, cap
-        return cls(float(operands.scale), operands.token_scale, None if cap is None else float(cap), token_cap)
-
-
-@triton.jit
-def scales_of(scaling, r, inside):
-    """``scale * token_scale`` of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
-    if scaling.of_token is not None:
-        return tl.load(scaling.of_token + r, mask=inside, other=0.0) * scaling.scale
-    else:
-        return scaling.scale
-
-
-@triton.jit
-def caps_of(scaling, r, inside):
-    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
-    if scaling.token_cap is not None:
-        return tl.load(scaling.token_cap + r, mask=inside, other=1.0)
-    else:
-        return scaling.cap
-
-
-@triton.jit
-def softcap_slope(logit, scaling, r, inside):
-    """The soft-cap's derivative at the point where it returns ``logit``; 1 without a soft-cap."""
-    if scaling.cap is not None:
-        return slope_at(logit, caps_of(scaling, r, inside))
-    else:
-        return 1.0
-
-
-@triton.jit
-def logit_of(u, bias, entry, hit, scaling, r, inside):
-    """The logits of the products ``u`` with the entries ``entry``. ``r``: the token of each, or one token of all."""
-    if bias is not None:
-        u += tl.load(bias + entry, mask=hit, other=0.0).to(tl.float32)
-    u *= scaling.scale
-    if scaling.of_token is not None:
-        u *= tl.load(scaling.of_token + r, mask=inside, other=0.0)
-    if scaling.cap is not None:
-        u = softcapped(u, caps_of(scaling, r, inside))
-    return u
 
 
 @triton.jit

@@ -6,7 +6,6 @@ read. Plain torch for a user's logits: :mod:`parallel_lce.backends.torch_logits`
 
 One program reads a token's row, or 2048 columns of it in :func:`logits_gradient`. Rows are addressed in int64: N * V
 passes 2^31 in ordinary use. Both kernels take tensors first, then numbers, for ``kernels.relaunch.Bound``.
-:func:`divergence` compares two models' fp32 logits by the formulas of :mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
@@ -15,15 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import (
-    exact_logit,
-    exponential,
-    exponential_from,
-    finite_base,
-    scaled,
-    slope_at,
-    softcapped,
-)
+from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponential_from, finite_base
+from parallel_lce.kernels.logit_map import caps_of, row_logits, scales_of, slope_at
 from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -32,25 +25,12 @@ _ENTRIES, _WARPS = 2048, 8
 
 
 @triton.jit
-def _scale_and_cap(token_scale, token_cap, scale, cap, row):
-    """A token's scale and soft-cap."""
-    if token_scale is not None:
-        scale *= tl.load(token_scale + row)
-    if token_cap is not None:
-        cap = tl.load(token_cap + row)
-    return scale, cap
-
-
-@triton.jit
-def _logits(products, column, inside, bias, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def _logits(products, column, inside, bias, logit_map, scale, cap, SCALED: tl.constexpr):
     """The logits of some columns of a token's row; -inf outside."""
     z = tl.load(products + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         z += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if SCALED:
-        z = scaled(z, scale)
-    if CAPPED:
-        z = softcapped(z, cap)
+    z = row_logits(z, logit_map, scale, cap, SCALED)
     return tl.where(inside, z, -float("inf"))
 
 
@@ -63,17 +43,13 @@ def lce_forward_dense(
     target,
     token_weight,
     bias,
-    token_scale,
-    token_cap,
+    logit_map,
     rows,
     entries,
     stride,
-    scale,
-    cap,
     terms,
     SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -81,7 +57,7 @@ def lce_forward_dense(
     beta and, with ``SHIFTED``, gamma then follow the partial. ``target``: relative to the first entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
+    scale, cap = scales_of(logit_map, row, True), caps_of(logit_map, row, True)
     # Per lane: the maximum, and the sum of the other exponentials relative to it. The maximum's own exponential, 1, is
     # added last: small exponentials, added to it one by one, would be rounded away.
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -89,7 +65,7 @@ def lce_forward_dense(
     lane = tl.arange(0, BLOCK)
     for first in range(0, entries, BLOCK):
         column = first + lane
-        z = _logits(products, column, column < entries, bias, scale, cap, SCALED, CAPPED)
+        z = _logits(products, column, column < entries, bias, logit_map, scale, cap, SCALED)
         is_larger = z > maxima
         # -inf - -inf is NaN.
         e = tl.where(z == -float("inf"), 0.0, exponential(-tl.abs(z - maxima)))
@@ -105,7 +81,7 @@ def lce_forward_dense(
         for first in range(0, entries, BLOCK):
             column = first + lane
             inside = column < entries
-            z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
+            z = _logits(products, column, inside, bias, logit_map, scale, cap, SCALED)
             shifted += tl.where(inside, z - base, 0.0)
     # With an infinite maximum the sum is NaN: inf - inf.
     sum_exp = tl.where(top == float("inf"), float("nan"), sum_exp)
@@ -113,8 +89,8 @@ def lce_forward_dense(
     top = tl.where((sum_exp != sum_exp) & (top != float("inf")), float("nan"), top)
     wanted = tl.load(target + row)
     inside = (wanted >= 0) & (wanted < entries)
-    logit = _logits(products, wanted, inside, bias, scale, cap, SCALED, CAPPED)
-    if CAPPED:
+    logit = _logits(products, wanted, inside, bias, logit_map, scale, cap, SCALED)
+    if logit_map.softcap is not None:
         # The loop may have soft-capped this logit with other instructions.
         logit = exact_logit(logit, top, sum_exp, 0.0)
     logit = tl.where(inside, logit, 0.0)
@@ -149,18 +125,14 @@ def lce_backward_dense(
     divisor,
     target,
     bias,
-    token_scale,
-    token_cap,
+    logit_map,
     rows,
     entries,
     stride,
     gradient_stride,
     factor_stride,
-    scale,
-    cap,
     SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -170,7 +142,7 @@ def lce_backward_dense(
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradient += row * gradient_stride
-    scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
+    scale, cap = scales_of(logit_map, row, True), caps_of(logit_map, row, True)
     upstream = scale
     if factor is not None:
         upstream *= tl.load(factor + row * factor_stride)
@@ -189,7 +161,7 @@ def lce_backward_dense(
     for first in range(begin, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < end
-        z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
+        z = _logits(products, column, inside, bias, logit_map, scale, cap, SCALED)
         if IN_PLACE:
             # The stores overwrite these and earlier products: all threads must have read them.
             tl.debug_barrier()
@@ -198,7 +170,7 @@ def lce_backward_dense(
         g = p * alpha - tl.where(column == wanted, beta, 0.0)
         if SHIFTED:
             g -= tl.load(coefficients + 2 * rows + row)
-        if CAPPED:
+        if logit_map.softcap is not None:
             g *= slope_at(z, cap)
         tl.store(gradient + column, (g * upstream).to(gradient.dtype.element_ty), mask=inside)
 
@@ -210,9 +182,9 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
     """
     rows, entries = logits.shape
     if rows:
-        numbers = rows, entries, logits.stride(0), 1.0, 0.0, LossTerms()
-        tensors = logits, partial, None, target, None, None, None, None
-        options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, OUTSIDE_NAN=False)
+        numbers = rows, entries, logits.stride(0), LossTerms()
+        tensors = logits, partial, None, target, None, None, LogitMap()
+        options = dict(SHIFTED=shifted, SCALED=False, OUTSIDE_NAN=False)
         lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=_ENTRIES, num_warps=_WARPS)
 
 
@@ -223,129 +195,7 @@ def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.T
     """
     rows, entries = logits.shape
     if rows and entries:
-        tensors = logits, gradient, partial, None, None, target, None, None, None
-        numbers = rows, entries, logits.stride(0), gradient.stride(0), 0, 1.0, 0.0
-        options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=_ENTRIES, BLOCK=_ENTRIES)
+        tensors = logits, gradient, partial, None, None, target, None, LogitMap()
+        numbers = rows, entries, logits.stride(0), gradient.stride(0), 0
+        options = dict(SHIFTED=True, SCALED=False, IN_PLACE=False, SPAN=_ENTRIES, BLOCK=_ENTRIES)
         lce_backward_dense.launch((rows, -(-entries // _ENTRIES)), *tensors, *numbers, **options, num_warps=_WARPS)
-
-
-_BLOCK = tl.constexpr(4096)
-
-
-@triton.jit
-def _log_probs(model, column, valid, row, rows):
-    logits, stride, normalizer = model
-    z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
-    return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
-
-
-@Relaunched
-@triton.jit
-def lce_backward_divergence(
-    student,
-    teacher,
-    sums,
-    gradient,
-    factor,
-    student_mean,
-    token_cap,
-    rows,
-    entries,
-    gradient_stride,
-    beta,
-    rest,
-    cap,
-    TEACHER: tl.constexpr,
-    STUDENT: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
-    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
-    ``CAPPED``: the student's logits are soft-capped. ``ENTROPY``: ``sums`` has a third row."""
-    row = tl.program_id(0).to(tl.int64)
-    if token_cap is not None:
-        cap = tl.load(token_cap + row)
-    of_teacher = 0.0
-    of_student = 0.0
-    of_entropy = 0.0
-    for first in range(0, entries, _BLOCK):
-        column = first + tl.arange(0, _BLOCK)
-        valid = column < entries
-        log_p = _log_probs(student, column, valid, row, rows)
-        log_q = _log_probs(teacher, column, valid, row, rows)
-        p = tl.exp(log_p)
-        q = tl.exp(log_q)
-        # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.
-        log_ratio = log_p - log_q
-        of_q = -log_ratio
-        of_p = log_ratio
-        if TEACHER and STUDENT:
-            smaller = tl.exp(-tl.abs(log_ratio))
-            up = log_ratio > 0
-            log_sum = tl.log(tl.where(up, rest + beta * smaller, beta + rest * smaller))
-            of_q = tl.where(up, -log_ratio, 0.0) - log_sum
-            of_p = tl.where(up, 0.0, log_ratio) - log_sum
-        if sums is not None:
-            if TEACHER:
-                of_teacher += tl.sum(tl.where(valid & (q != 0.0), q * of_q, 0.0), 0)
-            if STUDENT:
-                of_student += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
-            if ENTROPY:
-                of_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
-        if gradient is not None:
-            times = tl.load(factor + row)
-            if STUDENT:
-                g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
-            else:
-                g = p - q
-            if CAPPED:
-                z = tl.load(student[0] + row * student[1] + column, mask=valid, other=0.0)
-                g *= slope_at(z, cap)
-            # An ignored token has gradient 0, whatever its logits are.
-            g = tl.where(times != 0.0, g * times, 0.0)
-            tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
-    if sums is not None:
-        tl.store(sums + row, of_teacher)
-        tl.store(sums + rows + row, of_student)
-        if ENTROPY:
-            tl.store(sums + 2 * rows + row, of_entropy)
-
-
-def divergence(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    student_normalizer: torch.Tensor,
-    teacher_normalizer: torch.Tensor,
-    beta: float,
-    sums: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    student_mean: torch.Tensor | None,
-    softcap: float | torch.Tensor | None,
-) -> None:
-    """:func:`parallel_lce.backends.torch_logits.divergence`"""
-    rows, entries = student.shape
-    token_cap = softcap if isinstance(softcap, torch.Tensor) else None
-    if rows:
-        lce_backward_divergence.launch(
-            (rows,),
-            (student, student.stride(0), student_normalizer),
-            (teacher, teacher.stride(0), teacher_normalizer),
-            sums,
-            gradient,
-            factor,
-            student_mean,
-            token_cap,
-            rows,
-            entries,
-            0 if gradient is None else gradient.stride(0),
-            beta,
-            1 - beta,
-            1.0 if token_cap is not None or softcap is None else softcap,
-            TEACHER=beta < 1,
-            STUDENT=beta > 0,
-            CAPPED=softcap is not None,
-            ENTROPY=sums is not None and len(sums) > 2,
-            num_warps=8,
-        )

@@ -1,8 +1,8 @@
 """Inverse transform sampling. A token's *place* is a random point in the running sum of its exponentials. First the
 window that contains the place is found, then the entry in that window.
 
-See :mod:`parallel_lce.call.draws`. A forward's window partials tell the window. One tile of logits per window and row
-block is then formed again, for tokens that are sorted by their windows.
+See :mod:`parallel_lce.features.draws`. A forward's window partials tell the window. One tile of logits per window and
+row block is then formed again, for tokens that are sorted by their windows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _ROWS, _WINDOWS = 16, 64
 _LISTED = tl.constexpr(4096)
 
 
-class Draw(NamedTuple):
-    """Tokens sorted by the window in which their place lies."""
+class DrawEpilogue(NamedTuple):
+    """Stores the sampled entries of tokens that are sorted by the window in which their place lies."""
 
+    KIND = "draw"
     # [R] int32; the number of windows for a token whose place lies in none
     window: torch.Tensor
     # [R] int64, the number of each sorted token before it was sorted. The other tensors are not sorted.
@@ -41,7 +42,7 @@ class Draw(NamedTuple):
 @triton.jit
 def store_draw(z, position, draw, MASKED: tl.constexpr):
     """Store the entries of the tokens whose window is the tile of logits ``z [BLOCK_M, BLOCK_N]``. ``position``: as in
-    :func:`parallel_lce.kernels.projection.finish_tile`."""
+    :func:`parallel_lce.kernels.epilogue.finish_tile`."""
     r, c, window, rows, entries = position
     valid = r < rows
     if MASKED:

@@ -60,7 +60,7 @@ class WindowPartials(NamedTuple):
 def store_partials(z, position, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
     """Store the ``partials [windows, rows]`` of the logits ``z [BLOCK_M, BLOCK_N]``. Returns their exponentials.
 
-    ``position``: as in :func:`parallel_lce.kernels.projection.finish_tile`. ``shift``: the tokens' softmax shift, if
+    ``position``: as in :func:`parallel_lce.kernels.epilogue.finish_tile`. ``shift``: the tokens' softmax shift, if
     ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last vocabulary entry.
     """
     r, c, window, rows, entries = position

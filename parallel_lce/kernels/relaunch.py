@@ -128,7 +128,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Bound:
-    """Launches of a kernel that differ only in the addresses of their tensors.
+    """Launches of a kernel that differ only in the addresses of their tensors, which may be in tuples.
 
     Each argument always has the same shape and dtype, or is always None. If all tensors of a launch are 16 bytes
     aligned, its arguments are not described again.
@@ -138,18 +138,31 @@ class Bound:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._known: _Compiled | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        addresses, bits = [], 0
-        for tensor in tensors:
-            address = None
-            if tensor is not None:
-                # 1, as an unaligned address: tensors of other classes are described, and possibly refused.
-                address = tensor.data_ptr() if type(tensor) in _PLAIN else 1
-                bits |= address
-            addresses.append(address)
+    def __call__(self, *tensors: Tensor | tuple | None) -> None:
+        addresses, bits = _addresses(tensors)
         if bits & 15:
             self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
         elif self._known is None:
             self._known = self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
         else:
             self._known.start(self._grid, [*addresses, *self._numbers])
+
+
+def _addresses(arguments: tuple) -> tuple[list, int]:
+    """The arguments with addresses in place of tensors, and the union of the addresses' bits."""
+    addresses, bits = [], 0
+    for argument in arguments:
+        if argument is None:
+            pass
+        elif type(argument) in _PLAIN:
+            argument = argument.data_ptr()
+            bits |= argument
+        elif isinstance(argument, Tensor):
+            # As an unaligned address: tensors of other classes are described, and possibly refused.
+            bits |= 1
+        elif isinstance(argument, tuple):
+            inner, inner_bits = _addresses(argument)
+            argument = tuple(inner)
+            bits |= inner_bits
+        addresses.append(argument)
+    return addresses, bits

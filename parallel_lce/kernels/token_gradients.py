@@ -17,7 +17,7 @@ Saved rows are rewritten, with ``c_i = 1``, for
   gradient are 0;
 - confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
   ``p_ij`` is almost 1;
-- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are selected entries, if
+- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are picked entries, if
   the bias needs a gradient, or in fp16.
 
 A rewritten row holds the gradient of the logits except at the target, computed from
@@ -47,17 +47,17 @@ error of ``G_iy`` stays.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import ALONE, NEAR, Coefficients
 from parallel_lce.kernels.arithmetic import (
     REACH,
     SAVED_FP16_SCALE,
-    Scaling,
     exponential_from,
     finite_base,
     flattened,
@@ -65,12 +65,10 @@ from parallel_lce.kernels.arithmetic import (
     gradient_of_entry,
     loaded,
     logit_above,
-    scales_of,
-    slope_at,
-    softcap_slope,
     unflattened,
     window_shift,
 )
+from parallel_lce.kernels.logit_map import scales_of, slope_at, slope_of
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 _REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
@@ -230,7 +228,7 @@ class Saved(NamedTuple):
     softmax_shift: torch.Tensor | None = None
     # [R] uint8: whether all windows of a token are relative to its softmax shift
     on_shift: torch.Tensor | None = None
-    # [windows, R] fp32: each window's sum of exponentials. None: a filtered backward cannot skip windows.
+    # [windows, R] fp32: each window's sum of exponentials; None: not kept
     sums: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
@@ -247,16 +245,15 @@ class GradientTerms(NamedTuple):
     factor_stride: int
     # 0-dimensional: the gradient is stored times this number; None: 1
     fp16_scale: torch.Tensor | None
-    scaling: Scaling
+    logit_map: LogitMap
 
     @classmethod
     def of(
-        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, operands: Any
+        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, logit_map: LogitMap
     ) -> GradientTerms:
-        """``operands``: as for :meth:`Scaling.of`."""
         factor = coefficients.factor
         stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
-        return cls(partial, coefficients, stride, fp16_scale, Scaling.of(operands))
+        return cls(partial, coefficients, stride, fp16_scale, logit_map)
 
 
 @triton.jit
@@ -306,10 +303,9 @@ def rewrite_row(
         rebased = tl.where(alone, 1.0, rebased)
         moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
         g = gradient_of(rebased, moved, values, terms.coefficients)
-        cap = terms.scaling.cap
-        if cap is not None:
+        if terms.logit_map.softcap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
-            g *= slope_at(z, cap)
+            g *= slope_at(z, terms.logit_map.softcap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
 
@@ -330,7 +326,7 @@ def lce_backward_rewrite(
     row = tl.program_id(0)
     first = tl.program_id(1) * _SPAN
     coefficients = terms.coefficients
-    grad_scale = scales_of(terms.scaling, row, True)
+    grad_scale = scales_of(terms.logit_map, row, True)
     if terms.fp16_scale is not None:
         grad_scale *= tl.load(terms.fp16_scale)
     if coefficients.factor is not None:
@@ -362,7 +358,7 @@ def lce_backward_rewrite(
 def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, window: int) -> None:
     """Rewrite every row of ``gradient [R, C]``, the exponentials of ``saved``. The forward's windows have ``window``
     entries. With a cap per token no exponentials are saved."""
-    assert terms.scaling.token_cap is None
+    assert terms.logit_map.token_softcap is None
     rows, entries = gradient.shape
     lce_backward_rewrite.launch(
         (rows, -(-entries // _SPAN.value)),
@@ -402,7 +398,7 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
     logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
     g = gradient_of_entry(logit, base, sum_exp, alpha, terms.coefficients, row, hit, upstream)
     g = (g - tl.load(terms.coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
-    return tl.where(hit, g * softcap_slope(logit, terms.scaling, row, hit), 0.0)
+    return tl.where(hit, g * slope_of(logit, terms.logit_map, row, hit), 0.0)
 
 
 @triton.jit
@@ -445,7 +441,7 @@ def lce_backward_token_gradients(
     if coefficients.factor is not None:
         upstream = tl.load(coefficients.factor + row * terms.factor_stride, mask=valid, other=0.0)
     alpha = tl.load(coefficients.alpha + row, mask=valid, other=0.0) * upstream
-    grad_scale = scales_of(terms.scaling, row, valid)
+    grad_scale = scales_of(terms.logit_map, row, valid)
     t = tl.zeros((_TOKENS,), tl.float32)
     if target is not None:
         wanted = _local_ids(target, row, rows, entries)
@@ -545,7 +541,7 @@ def token_gradients(
     if saved is not None:
         _, maxima, softmax_shift, on_shift, _, flat = saved
         _, _, *beside_alpha, _ = coefficients
-        every = rewrite or terms.scaling.cap is not None or any([c is not None for c in beside_alpha])
+        every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
         if every or softmax_shift is None:
             rewrite_rows(gradient, saved, terms, window)
             maxima = softmax_shift = on_shift = flat = None

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.partials import NEAR_ZERO
-from parallel_lce.kernels.arithmetic import add_product, exponential, logit_of
-from parallel_lce.kernels.projection import Product
+from parallel_lce.kernels.arithmetic import add_product, exponential, loaded
+from parallel_lce.kernels.device import hopper_or_later
+from parallel_lce.kernels.logit_map import entry_logits, tile_caps, tile_logits
+from parallel_lce.kernels.product import Product
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import hopper_or_later
 
 # Tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
@@ -25,7 +26,7 @@ def lce_forward_token_logits(
     x,
     weight,
     bias,
-    scaling,
+    logit_map,
     target,
     target_logit,
     softmax_shift,
@@ -67,14 +68,13 @@ def lce_forward_token_logits(
             sample = add_product(a, b.T, sample)
     if target is not None:
         logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
-        logit = logit_of(logit, bias, wanted, hit, scaling, r, valid)
+        logit = entry_logits(logit, bias, wanted, hit, logit_map, r, valid)
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
     if softmax_shift is not None:
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
-        sample *= scaling.scale
-        if scaling.of_token is not None:
-            sample *= tl.load(scaling.of_token + r, mask=valid, other=0.0)[:, None]
+        caps = tile_caps(logit_map, r, valid)
+        sample = tile_logits(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), caps, True)
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         # A bias may make every sampled logit -inf.
         shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
@@ -111,7 +111,7 @@ def token_logits(
         x,
         weight,
         product.bias,
-        product.scaling,
+        product.logit_map,
         target,
         target_logit,
         softmax_shift,

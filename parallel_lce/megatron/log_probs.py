@@ -91,7 +91,7 @@ def token_log_probs(
     """
     inner = _language_model(model)
     of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
-    debug.state().group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
+    debug.state.group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
     for name in _REFUSED:
         if forward_arguments.get(name) is not None:
             raise ValueError(f"{_FUNCTION} takes no {name}: it gives no logits")
@@ -108,10 +108,10 @@ def token_log_probs(
             stack.enter_context(without_logits(inner.output_layer, _FUNCTION))
             loss = _log_probs_for_loss(inner, labels, divisor, entropy)
             stack.enter_context(replaced(inner, compute_language_model_loss=loss))
-        layout = Layout.of(debug.state().group, False)
+        layout = Layout.of(debug.state.group, False)
         if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
             debug.agree(layout, {"function": _FUNCTION}, {})
-        debug.state().awaited = False
+        debug.state.awaited = False
         output = model(input_ids, position_ids, attention_mask, **arguments)
     if not last:
         return output

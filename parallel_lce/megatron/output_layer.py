@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules import module as modules
 
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
+from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
@@ -163,7 +163,7 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     refused = hasattr(layer, "logits_refused_by")
     if not refused:
         name = replaced_on_the_way(sys._getframe(2))  # above this function and the layer's forward
-        if name is None and torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again
+        if name is None and backward_id() != -1:  # a checkpoint runs the layer again
             name = vars(layer).get("_parallel_lce_replaced")
         vars(layer)["_parallel_lce_replaced"] = name
         if name:
@@ -182,10 +182,9 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
         return "the output layer leaves its bias to others; build it with skip_bias_add=False"
     if getattr(layer, "disable_grad_reduce", False):
         return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
-    if not refused and (layer._forward_hooks or modules._global_forward_hooks):
+    if not refused and hooks(layer, "forward"):
         return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
-    # Both functions include global module hooks.
-    if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
+    if hooks(layer, "backward", "backward_pre"):
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None
 
@@ -270,13 +269,9 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     def in_backward(weight_node: Any) -> Tensor | None:
         if fusion:
             weight.main_grad = tensor
-            return tensor
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        elif has_hooks(weight) or not accumulates(weight_node):
             return None
-        try:
-            return weight.main_grad if torch._C._will_engine_execute_node(weight_node) else None
-        except RuntimeError:  # torch.autograd.grad captures it
-            return None
+        return weight.main_grad
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.

@@ -23,10 +23,11 @@ from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of, with_contiguous_rows
+from parallel_lce.core.private import transforming
 from parallel_lce.run import losses, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
-from parallel_lce.run.transforms import batched, first_order, transforming
+from parallel_lce.run.transforms import batched, first_order
 
 
 def first_order_only(backward: Callable) -> Callable:
@@ -49,18 +50,11 @@ def first_order_only(backward: Callable) -> Callable:
 
 
 class _Kept(NamedTuple):
-    """The first saved tensors of :class:`Fused`. The tensors that the backend saves follow them."""
+    """The first saved tensors of :class:`Fused`. The tensors of the call and those that the backend saves follow."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    # Call.per_token
-    target: Tensor | None
-    token_scale: Tensor | None
-    token_cap: Tensor | None
-    token_weight: Tensor | None
-    ids: Tensor | None
-    offsets: Tensor | None
     # [C, N], merged
     partial: Tensor
     # The gathered hidden states [N, D], if the plan saves them.
@@ -71,7 +65,6 @@ class _Kept(NamedTuple):
     gamma: Tensor | None
     divisor: Tensor | None
     vocab_size: Tensor | None
-    selected_logits: Tensor | None
     inside: Tensor | None
     elsewhere: Tensor | None
 
@@ -91,8 +84,8 @@ class Fused(torch.autograd.Function):
         outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
         if save:
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-            kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
-            ctx.save_for_backward(*kept, *saved)
+            kept = hidden, weight, bias, merged.partial, gathered, *residuals
+            ctx.save_for_backward(*kept, *call.tensors, *saved)
             ctx.call, ctx.consumed = call, False
         if is_loss:
             return outputs[0]
@@ -102,18 +95,17 @@ class Fused(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
-        call = ctx.call.with_tensors(kept[3:9])
+        kept, (call, saved) = _Kept(*saved_tensors[:_NUM_KEPT]), ctx.call.with_saved(saved_tensors[_NUM_KEPT:])
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
-        needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
+        needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[5:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
             folded = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            folded = losses.coefficients(residuals, in_memory(upstream[0])), None
+            folded = losses.coefficients(residuals, in_memory(upstream[0]))
         consumed, ctx.consumed = ctx.consumed, True
-        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, *folded, needs, consumed)
+        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, folded, needs, consumed)
         if call.main_grad is not None and needs.weight:
             dweight = call.main_grad.placeholder()
         return dx, dweight, dbias, None
@@ -126,18 +118,18 @@ class AccumulatedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.call = call
         value, ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors)
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        inputs, per_token, call = saved[:3], saved[3:], ctx.call
+        inputs, tensors, call = saved[:3], saved[3:], ctx.call
         # The first backward scales the gradients in place and returns them: a copy would double the call's largest
         # buffer. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = accumulate(call.with_tensors(per_token), *inputs, needs=call.needs)
+            _, gradients = accumulate(call.with_tensors(tensors), *inputs, needs=call.needs)
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
             upstream = in_memory(upstream)
@@ -150,7 +142,7 @@ class DenseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         layout, dense, options, backend = call.layout, call.dense, call.options, call.backend
-        target, scales, caps, weights = call.target, call.token_scale, call.token_cap, call.token_weight
+        target, logit_map, weights = call.target, call.logit_map, call.token_weight
         gathered = divisor = None
         with device_without_autocast(weight):
             x = hidden if hidden.dim() == 2 else flattened(hidden)
@@ -159,10 +151,10 @@ class DenseLoss(torch.autograd.Function):
                 gathered = x if call.plan.saves_hidden else None
             products = dense.products(x, weight)
             if layout.ranks == 1:
-                value, stacked = dense.losses(products, (target, weights, bias, scales, caps))
+                value, stacked = dense.losses(products, (target, weights, bias, logit_map))
             else:
                 gather = PartialsGather(x, len(x), call.shard, call.columns, layout)
-                dense.partial(products, gather.local, (call.local_targets(), None, bias, scales, caps))
+                dense.partial(products, gather.local, (call.local_targets(), None, bias, logit_map))
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
                 value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
@@ -171,7 +163,7 @@ class DenseLoss(torch.autograd.Function):
                 value, divisor = dense.mean(value, target, weights)
             elif options.reduction == "sum":
                 value = value.sum()
-        ctx.save_for_backward(hidden, weight, bias, target, scales, caps, stacked, divisor, gathered, products)
+        ctx.save_for_backward(hidden, weight, bias, target, *logit_map.tensors, stacked, divisor, gathered, products)
         ctx.call, ctx.consumed = call, False
         return value
 
@@ -183,6 +175,7 @@ class DenseLoss(torch.autograd.Function):
         contiguous: list[Any] = [t if t is None or t.is_contiguous() else t.contiguous() for t in others]
         bias, target, scales, caps, stacked, divisor, gathered, products = contiguous
         call, (needs_hidden, needs_weight, *_) = ctx.call, ctx.needs_input_grad
+        logit_map = call.logit_map.with_tensors(scales, caps)
         layout, dense, real = call.layout, call.dense, call.dense.entries
         consumed, ctx.consumed = ctx.consumed, True
         dx = dweight = reduction = incoming = None
@@ -200,7 +193,7 @@ class DenseLoss(torch.autograd.Function):
                 dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start
-            gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, scales, caps))
+            gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, logit_map))
             if needs_hidden and layout.ranks > 1 and call.reduced_over.ranks > 1:
                 block, reduction = call.plan.blocks[0], call.hidden_reduction(flattened(hidden))
                 local = reduction.open_block(block)

@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
-from parallel_lce.call.prepare import autocasted, check, check_readable_target, check_together
+from parallel_lce.call.agreement import check_together
+from parallel_lce.call.checks import check_target
+from parallel_lce.call.prepare import autocasted, check, readable_size
+from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, as_number, in_python, is_count, shortened
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_int64, as_number, in_python, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -90,17 +93,18 @@ def compacted(
     tensors = autocasted(tensors)
     # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
-    if debug.enabled() and not valueless(tensors.linear_weight):
+    if debug.enabled() and not is_meta_or_fake(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        check_readable_target(options, tensors.target, tensors.linear_weight, layout, masks[0])
-    if options.sample_seed is not None and tensors.position is None:
+        size = readable_size(options, tensors.linear_weight, layout)
+        check_target(options, as_int64(tensors.target), size, masks[0])
+    if tensors.position is None and need_position(options, tensors):
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {
-        name: compaction.of(value, dims=1 if name == "selected" else 0)
+        name: compaction.of(value, dims=1 if name == "picked" else 0)
         for name, value in tensors.named().items()
         if name not in ("input", "linear_weight", "linear_bias")
     }
@@ -123,6 +127,6 @@ def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tenso
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
     if mask.device != tensors.input.device:
         raise ValueError(f"mask is on {mask.device} and input is on {tensors.input.device}")
-    if tensors.selected_offsets is not None:
-        raise ValueError("selected must be ids [..., K], without offsets, where counted_tokens is given")
+    if tensors.picked_offsets is not None:
+        raise ValueError(f"{SPOKEN['picked']} must be ids [..., K], without offsets, where counted_tokens is given")
     return mask

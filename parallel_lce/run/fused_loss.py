@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.loss import counted, mean_loss
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
@@ -44,7 +44,7 @@ def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None,
     """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph, and for tensors without
     values, an operator runs the call."""
     weight = tensors.linear_weight
-    if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and valueless(weight)):
+    if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight)):
         tensors = autocasted(tensors)
         options, layout, shape = check(options, tensors, group, None, main_grad)
         return ops.call(options, tensors, layout, main_grad), shape

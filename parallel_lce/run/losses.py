@@ -31,7 +31,12 @@ def token_losses(
     call: Call, merged: Merged, target: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Losses ``[R]`` of tokens, and alpha, beta and gamma of the gradient of the sum of these losses."""
-    return call.backend.token_losses(merged.partial, merged.vocab_size, target, weight, call.options)
+    losses, alpha, beta, gamma = call.backend.token_losses(
+        merged.partial, merged.vocab_size, target, weight, call.options
+    )
+    for feature in call.features:
+        losses = feature.losses(call, losses, alpha, merged.partial)
+    return losses, alpha, beta, gamma
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:

@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel_lce.call.call import Call, Needs, token_count
 from parallel_lce.call.prepare import needs_of, prepare
+from parallel_lce.call.seam import Shapes, features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.private import group_of_name, keep_with, take_from
 from parallel_lce.run.autograd import AccumulatedLoss, DenseLoss, Fused
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.transforms import FIRST_ORDER
 
-# Attribute of a handle's storage that holds the :class:`_Forward`.
-_FORWARD = "_parallel_lce_forward"
 # An operator's numbers have 64 bits.
 _LARGEST_BUDGET = 1 << 60
 
@@ -98,8 +97,7 @@ class Arguments(NamedTuple):
 
     @property
     def process_group(self) -> Any:
-        # torch 2.13's annotation of a group's name is not str.
-        return _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
+        return group_of_name(self.group) if self.group else None
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
@@ -157,7 +155,7 @@ def _forward(*arguments):
     given, _ = _split(arguments)
     forward = _Forward(given, Needs(*given.needs))
     results, handle = forward.__dict__.pop("results"), given.tensors.input.new_zeros(1, dtype=torch.uint8)
-    vars(handle.untyped_storage())[_FORWARD] = forward
+    keep_with(handle, forward)
     return [results] if isinstance(results, Tensor) else [r for r in results if r is not None], handle
 
 
@@ -165,18 +163,17 @@ def _forward(*arguments):
 def _(*arguments):
     given, _ = _split(arguments)
     options, tensors = given.options(), given.tensors
-    hidden, ids = tensors.input, tensors.selected
+    hidden = tensors.input
     tokens = token_count(hidden, Layout.of(given.process_group, options.sequence_parallel))
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
     if options.reduction is not None:
         shape = (tokens,) if options.token_weight_gradient or options.reduction == "none" else ()
         return [hidden.new_empty(shape, dtype=dtype)], handle
-    shapes = {"vocab_size": (), "top_logits": (tokens, options.top_k), "top_ids": (tokens, options.top_k)}
-    if ids is not None:
-        shapes["selected_log_prob"] = (tokens, ids.shape[-1]) if tensors.selected_offsets is None else ids.shape
-    dtypes: dict[str, torch.dtype] = dict.fromkeys(("vocab_size", "argmax", "top_ids", "sampled_id"), torch.int64)
-    names = present(options, tensors)
-    return [hidden.new_empty(shapes.get(n, (tokens,)), dtype=dtypes.get(n, dtype)) for n in names], handle
+    shapes: Shapes = {"vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
+    for feature in features_of(options, tensors):
+        shapes |= feature.shapes(options, tensors, tokens)
+    given = [shapes.get(name, ((tokens,), dtype)) for name in present(options, tensors)]
+    return [hidden.new_empty(shape, dtype=each or dtype) for shape, each in given], handle
 
 
 def _save(ctx, inputs, output) -> None:
@@ -220,7 +217,7 @@ def _backward(*arguments):
     """Those of dX, dW and dbias that are ``wanted``. The forward runs again if the handle is a copy, if an earlier
     backward has used it, or if the forward did not prepare all wanted gradients."""
     given, (handle, *upstream, wanted) = _split(arguments)
-    forward = vars(handle.untyped_storage()).pop(_FORWARD, None)
+    forward = take_from(handle)
     if forward is None or any(each and not there for each, there in zip(wanted, forward.needs)):
         forward = _Forward(given, Needs(*wanted))
     gradients = forward.backward(upstream, wanted)

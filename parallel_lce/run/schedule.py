@@ -12,7 +12,7 @@ Gathers of hidden states are started one block ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial as partial_of
 from typing import NamedTuple
 
@@ -28,17 +28,15 @@ from parallel_lce.backends.interface import (
     Projection,
     Saved,
     Scratch,
-    SelectedGradient,
     differences_recovered,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
-from parallel_lce.call.draws import merged_ids, places
-from parallel_lce.call.selection import BesidePartials, Selected
+from parallel_lce.call.seam import ForwardPass
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, checksum_of, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
-from parallel_lce.core.partials import SUM_EXP, Merged
+from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
 from parallel_lce.run import losses
 
@@ -68,60 +66,46 @@ class Gathers:
 
     def ready(self) -> IncomingHidden:
         """The oldest block's hidden states, complete. Starts the gather of the next block."""
-        incoming = self.next()
+        if not self.sequence_parallel:
+            return self.next()
+        incoming = self._started.popleft()
         incoming.wait()
-        if self.sequence_parallel:
-            self.start()
+        self.start()
         return incoming
 
 
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
 ) -> tuple[Merged, Tensor | None, Saved | tuple[()]]:
-    """The merged results of ``hidden [..., D]``. With ``save`` also, for backward: the gathered hidden states, if the
+    """The merged partial of ``hidden [..., D]``. With ``save`` also, for backward: the gathered hidden states, if the
     plan saves them, and the backend's saved tensors of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
-    one all-gather of the partials. If ids are sampled: with several blocks the all-gathers of hidden states again, then
-    one all-reduce of N int64.
+    one all-gather of the partials and the features' numbers; then those of :meth:`Feature.merged`.
     """
-    layout, blocks, backend = call.layout, call.plan.forward_blocks, call.backend
-    # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
-    keep_windows = save and call.options.gradient_filter is not None and len(blocks) == 1 and call.plan.blocks == blocks
-    keep_windows = keep_windows and (bias is None or not bias.requires_grad)
+    layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets, tokens = call.local_targets(), token_count(hidden, layout)
-        beside, top_k = None, call.options.top_k
-        if call.selected is not None or top_k:
-            beside = BesidePartials(call.selected, top_k or 0, tokens, call.shard, layout)
-        partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
-        if beside is not None:
-            beside.begin(partials.extra)
-        # For sampled ids: the window partials of each block, kept by the backend until the ids are drawn.
-        windows: list[list] | None = None if call.seed is None else [[] for _ in blocks]
+        sizes = [feature.message_size(call) for feature in features] if features else []
+        partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, sum(sizes))
+        for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
+            feature.begin(call, message)
         gathered: Tensor | None = None
         saved: Saved | tuple[()] = ()
         gathers = Gathers(hidden, blocks, layout)
-        for number, block in enumerate(blocks):
-            x, of_block = gathers.ready().tensor, call.of_block(projection, block)
+        for block in blocks:
+            x = gathers.ready().tensor
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
-            task = ForwardTask(
-                of_block,
-                x,
-                layout.take(targets, block),
-                call.columns,
-                block.saved if save else 0,
-                out=out,
-                keep_windows=keep_windows,
-                selected=beside and beside.selected_of(block),
-                windows=windows and windows[number],
-            )
+            target, of_block = layout.take(targets, block), call.of_block(projection, block)
+            task = ForwardTask(of_block, x, target, call.columns, block.saved if save else 0, out=out)
+            for feature in features:
+                task = feature.before_block(call, task, block, save)
             partial, of_this = backend.block_forward(task)
             saved = saved or of_this
-            if beside is not None:
-                beside.find_top(backend, of_block, x, block)
+            for feature in features:
+                feature.after_block(call, task, block)
             if save and call.plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
@@ -130,39 +114,19 @@ def forward(
                 layout.put(partials.local, block, partial)
         merged = Merged(partials.local, projection.real_rows)
         if layout.ranks > 1:
-            partials.start(0 if call.selected is None else checksum_of(*call.selected.tensors))
+            partials.start(0 if call.picked is None else checksum_of(*call.picked.tensors))
             merged = Merged(*partials.finish(backend.merge_ranks))
-        if beside is not None:
-            merged = Merged(*merged[:2], *beside.merged(partials.extras))
-        if windows is not None:
-            only = x if len(blocks) == 1 else None
-            merged = merged._replace(sampled=_sampled(call, hidden, projection, partials, windows, only))
+        if features:
+
+            def blocks_again() -> Iterator[tuple[Block, Tensor, Projection]]:
+                gathers = Gathers(hidden, blocks, layout) if len(blocks) > 1 else None
+                for block in blocks:
+                    yield block, x if gathers is None else gathers.ready().tensor, call.of_block(projection, block)
+
+            messages = partials.extras.split(sizes, 1)
+            for feature, of_ranks in zip(features, messages):
+                feature.merged(ForwardPass(call, partials, blocks_again), of_ranks)
         return merged, gathered, saved
-
-
-def _sampled(
-    call: Call,
-    hidden: Tensor,
-    projection: Projection,
-    partials: PartialsGather,
-    windows: list[list],
-    only: Tensor | None,
-) -> Tensor:
-    """The sampled ids ``[N]``. ``windows``: each block's list from its forward. ``only``: the hidden states, if there
-    is one block. None: there are several blocks, whose hidden states are gathered again under sequence parallelism."""
-    layout, blocks = call.layout, call.plan.forward_blocks
-    assert call.seed is not None
-    place, owned = places(call.seed, call.position, token_count(hidden, layout), partials, layout)
-    ids = torch.empty_like(place, dtype=torch.int64)
-    gathers = Gathers(hidden, blocks, layout) if only is None else None
-    for number, block in enumerate(blocks):
-        x = gathers.ready().tensor if gathers is not None else only
-        of_block, local = call.of_block(projection, block), layout.take(partials.local[: SUM_EXP + 1], block)
-        where = layout.take(place, block), layout.take(owned, block)
-        found = call.backend.sampled_ids(of_block, x, windows[number], local.contiguous(), *where)
-        layout.put(ids, block, found)
-        windows[number].clear()
-    return merged_ids(ids, owned, layout)
 
 
 class GradientSums:
@@ -204,14 +168,11 @@ class _BlockGradients(GradientSums):
         needs: Needs,
         scratch_bytes: int,
         dtype: torch.dtype | None = None,
-        selected: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(call, hidden, projection, needs, len(call.plan.blocks), dtype)
         self._call, self._targets = call, call.target
         if call.target is not None and projection.start:
             self._targets = call.target - projection.start
-        # [E] each: the selected entries' terms of the gradient of the projection's output, and their logits.
-        self._selected = selected
         self.scratch = Scratch(scratch_bytes, hidden.device)
 
     def add_block(
@@ -219,11 +180,7 @@ class _BlockGradients(GradientSums):
     ) -> None:
         """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
         reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
-        call, reduction, selected = self._call, self.reduction, None
-        if self._selected is not None and call.selected is not None:
-            of_block = call.selected.of_block(call.layout, block, call.shard.start)
-            selected = SelectedGradient(of_block, *self._selected)
-        dx = None
+        call, reduction, dx = self._call, self.reduction, None
         if reduction is not None:
             alone = reduction.ranks == 1 and len(call.plan.blocks) == 1
             dx = HiddenGrad(partial_of(reduction.open_block, block), last=alone)
@@ -236,9 +193,9 @@ class _BlockGradients(GradientSums):
             saved,
             GradBuffers(dx, self.dweight, self.dbias),
             self.scratch,
-            selected,
-            call.options.gradient_filter,
         )
+        for feature in call.features:
+            task = feature.before_backward(call, task, block)
         work = call.backend.block_backward(task)
         if work.reads_hidden_first and not x.arrived:
             x.wait()
@@ -260,15 +217,13 @@ def backward(
     gathered: Tensor | None,
     saved: Sequence[Tensor | None],
     coefficients: Coefficients,
-    of_selected: tuple[Tensor, Tensor] | None,
     needs: Needs,
     consumed: bool = False,
 ) -> Gradients:
     """Gradients of a call whose :func:`forward` gave ``partial``, ``gathered`` and the fields of ``saved``.
 
-    ``coefficients`` and ``of_selected``: results of :func:`parallel_lce.run.statistics.coefficients`. A backward
-    overwrites ``saved``. ``consumed``: an earlier backward has overwritten it; all logits are then recomputed, in that
-    memory. Saved-tensor hooks may have changed the strides of all tensors.
+    A backward overwrites ``saved``. ``consumed``: an earlier backward has overwritten it; all logits are then
+    recomputed, in that memory. Saved-tensor hooks may have changed the strides of all tensors.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
     they were saved; then the reduction of dX (:class:`parallel_lce.core.collectives.HiddenReduction`).
@@ -279,14 +234,12 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        # A filtered backward may have saved window partials without exponentials.
+        # Window partials may be saved without exponentials.
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
-        selected = None
-        if of_selected is not None and call.selected is not None:
-            coefficients, selected = _selected_apart(call, call.selected, coefficients, *of_selected)
-        sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes, selected=selected)
-        differs = any([c is not None for c in coefficients[2:5]])
+        sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
+        _, _, gamma, delta, epsilon, _ = coefficients
+        differs = not (gamma is delta is epsilon is None)
         if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
             sums.scratch.adopt(exponentials)
             kept = ()
@@ -315,18 +268,6 @@ def backward(
                 sums.scratch.adopt(kept.exponentials)
             kept = ()
         return sums.deliver(shape)
-
-
-def _selected_apart(
-    call: Call, selected: Selected, coefficients: Coefficients, upstream: Tensor, logits: Tensor
-) -> tuple[Coefficients, tuple[Tensor, Tensor]]:
-    """The coefficients; and, ``[E]`` each, the selected entries' terms of the gradient of the projection's output, and
-    their logits. The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""
-    if call.target is not None and coefficients.beta is not None:
-        of_target = selected.ids == selected.spread(call.target)
-        beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
-        coefficients, upstream = coefficients._replace(beta=beta), upstream.masked_fill(of_target, 0.0)
-    return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
 
 
 class _Waiting(NamedTuple):

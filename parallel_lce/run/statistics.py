@@ -12,7 +12,6 @@ coefficients of the gradient of the logits (:func:`folded`). With the maximum M,
     expected_logit E  = M + ez / s                       d/dz_j = p_j (1 + z_j - E)
     entropy           = log s - ez / s                   d/dz_j = -p_j (z_j - E)
     sum_p_squared Q   = sq / s^2                         d/dz_j = 2 p_j (p_j - Q)
-    selected_log_prob = (z_k - M) - log s                d/dz_j = [j = k] - p_j
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.call.call import Call
-from parallel_lce.call.selection import Selected
+from parallel_lce.call.seam import features_of
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
+
+FEATURE = {"column": "feature"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class TokenStatistics:
     on have no gradient.
     """
 
-    # metadata["column"] names a column of the partial, or "target", "selected", "top" or "sampled". Without it the
-    # field is None.
+    # metadata["column"] names a column of the partial, or "target". If the call lacks it, the field is None. Fields of
+    # FEATURE are None unless a feature of the call fills them. Fields without metadata always exist.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
@@ -59,19 +60,19 @@ class TokenStatistics:
     # Sum of p^2: the probability that two independent samples are equal.
     sum_p_squared: Tensor | None = field(metadata={"column": "squared"})
     # log p of the selected entries, [..., K], or [E] for sets given with offsets. -inf for an id outside [0, V).
-    selected_log_prob: Tensor | None = field(metadata={"column": "selected"})
+    selected_log_prob: Tensor | None = field(metadata=FEATURE)
     max_logit: Tensor
     # int64 global id, the lowest among equals. If a logit of the token is NaN, or the shards are no partition, ids are
     # -1, and all fields but ``target_logit`` are NaN, except where the target is -100. (``torch.argmax`` and
     # ``torch.topk`` take NaN for the largest.)
     argmax: Tensor | None = field(metadata={"column": "argmax"})
     # [..., K], the largest first; all NaN if a logit of the token is NaN.
-    top_logits: Tensor | None = field(metadata={"column": "top"})
+    top_logits: Tensor | None = field(metadata=FEATURE)
     # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
-    top_ids: Tensor | None = field(metadata={"column": "top"})
+    top_ids: Tensor | None = field(metadata=FEATURE)
     # int64 global id, drawn from the softmax; -1 if a logit of the token is NaN or +inf, if all are -inf, or if the
     # shards are no partition.
-    sampled_id: Tensor | None = field(metadata={"column": "sampled"})
+    sampled_id: Tensor | None = field(metadata=FEATURE)
     # V, 0-dimensional int64.
     vocab_size: Tensor
 
@@ -100,9 +101,8 @@ class Residuals(NamedTuple):
     gamma: Tensor | None = None
     # For a mean, 0-dimensional: divisor of the sum of the losses.
     divisor: Tensor | None = None
-    # For statistics: V, 0-dimensional int64, and the logits of the selected entries [E].
+    # For statistics: V, 0-dimensional int64.
     vocab_size: Tensor | None = None
-    selected_logits: Tensor | None = None
     # [N]: which targets are ids; the value of a target's statistics elsewhere, 0 without a label, else NaN.
     inside: Tensor | None = None
     elsewhere: Tensor | None = None
@@ -110,15 +110,14 @@ class Residuals(NamedTuple):
 
 def present(options: Options, tensors: Tensors) -> list[str]:
     """The fields of :class:`TokenStatistics` that are not None."""
-    asked = {"target": tensors.target is not None, "selected": tensors.selected is not None, "top": bool(options.top_k)}
-    asked["sampled"] = options.sample_seed is not None
-    columns = {*options.columns.requested, *(name for name, there in asked.items() if there), None}
-    return [name for name, column in zip(NAMES, _COLUMNS) if column in columns]
+    columns = {*options.columns.requested, None} | ({"target"} if tensors.target is not None else set())
+    filled = [name for feature in features_of(options, tensors) for name in feature.results]
+    return [name for name, column in zip(NAMES, _COLUMNS) if column in columns or name in filled]
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:
     """The statistics in the order of ``NAMES``, and the residuals of their backward."""
-    partial, vocab_size, selected_logits, top, sampled = merged
+    partial, vocab_size = merged
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
     inside = elsewhere = None
@@ -127,26 +126,19 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
         elsewhere = torch.full_like(partial[TARGET], torch.nan)
         elsewhere.masked_fill_(call.target == call.options.ignore_index, 0.0)
     values = finish_statistics(call, partial, vocab_size, inside, elsewhere)
-    if call.selected is not None and selected_logits is not None:
-        values["selected_log_prob"] = selected_log_prob(call.selected, selected_logits, partial, vocab_size)
-    if top is not None:
-        nowhere = partial[MAX].isnan().unsqueeze(1)
-        values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
-        values["top_ids"] = top[1].masked_fill(nowhere, -1)
-    if sampled is not None:
-        values["sampled_id"] = sampled.where(values["lse"].isfinite(), -1)
-    residuals = Residuals(None, None, None, None, vocab_size, selected_logits, inside, elsewhere)
+    for feature in call.features:
+        values |= feature.outputs(call, Merged(partial, vocab_size))
+    residuals = Residuals(vocab_size=vocab_size, inside=inside, elsewhere=elsewhere)
     return [values[name] for name in NAMES], residuals
 
 
 def coefficients(
     call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
-) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-    """Coefficients of the gradient of the logits. If ``selected_log_prob`` has an upstream gradient, also the selected
-    entries' further terms of the gradient, and their logits, ``[E]`` each. ``upstream``: the gradients of the
-    differentiable statistics, in the order of ``DIFFERENTIABLE``."""
+) -> Coefficients:
+    """Coefficients of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics, in the
+    order of ``DIFFERENTIABLE``."""
     given = dict(zip(DIFFERENTIABLE, upstream))
-    vocab_size, logits = residuals.vocab_size, residuals.selected_logits
+    vocab_size = residuals.vocab_size
     assert vocab_size is not None
     of_target, of_logit = given["target_log_prob"], given["target_logit"]
     if residuals.inside is not None and residuals.elsewhere is not None:
@@ -157,24 +149,10 @@ def coefficients(
         if of_logit is not None:  # through lse: no rank has the logit of such a target
             elsewhere = residuals.elsewhere.masked_fill(residuals.inside | (of_logit == 0), 0.0)
             given["lse"] = elsewhere if given["lse"] is None else given["lse"] + elsewhere
-    of_all = folded(given, partial, vocab_size, call.columns)
-    of_selected = given["selected_log_prob"]
-    if of_selected is None or call.selected is None:
-        return of_all, None
-    of_selected = of_selected.reshape(-1).where(call.selected.inside(vocab_size), 0.0)
-    assert logits is not None
-    return of_all._replace(alpha=of_all.alpha - call.selected.sums(of_selected)), (of_selected, logits)
-
-
-def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor, vocab_size: Tensor) -> Tensor:
-    """``[N, K]`` or ``[E]``; -inf for an id outside the vocabulary, NaN if the given offsets are invalid."""
-    # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
-    shape = selected.given_ids.shape
-    shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
-    log_probs = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
-    # A token whose statistics are NaN has no log-probability.
-    log_probs = log_probs.where(selected.inside(vocab_size).view(shape) | log_probs.isnan(), -torch.inf)
-    return log_probs if selected.broken is None else log_probs.masked_fill(selected.broken, torch.nan)
+    result = folded(given, partial, vocab_size, call.columns)
+    for feature in call.features:
+        result = feature.coefficients(call, Merged(partial, vocab_size), given, result)
+    return result
 
 
 def finish_statistics(

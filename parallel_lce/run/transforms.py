@@ -7,7 +7,6 @@ exported graphs lose it. So here a function is one step from tensors to tensors,
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,24 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _pytree
 
-from parallel_lce.backends import valueless
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call.checks import as_group, is_dtensor
+from parallel_lce.core import private
 from parallel_lce.core.options import as_number
 from parallel_lce.core.partials import accumulation_dtype
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 _NO_TANGENTS = "parallel_lce has no forward-mode derivatives (jvp, jacfwd, hessian): use vjp, grad or jacrev"
-
-
-def transforming() -> bool:
-    """Whether a transform of ``torch.func``, or a backward of batched gradients, is running."""
-    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Step(torch.autograd.Function):
@@ -107,19 +98,18 @@ def batched(run: Callable, upstream: Sequence[Tensor | None]) -> tuple:
     ``is_grads_batched`` batches them by an older vmap than ``torch.func``'s."""
     if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, upstream)):
         return run(*upstream)
-    remove, add = (getattr(torch, f"_{verb}_batch_dim") for verb in ("remove", "add"))
     # A backward on a GPU has a thread of its own, which does not know the level of the vmap. At another level a tensor
     # is no batch, and gets an empty one.
     first = next(u for u in upstream if _is_batched(u))
-    level = next(level for level in range(1, 64) if len(remove(first, level, 0, 0)))
-    whole = [remove(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
+    level = next(level for level in range(1, 64) if len(private.remove_dim(first, level, 0, 0)))
+    whole = [private.remove_dim(u, level, 0, 0) if _is_batched(u) else None for u in upstream]
     count = next(len(w) for w in whole if w is not None)
     each = [run(*[u if w is None else w[n] for u, w in zip(upstream, whole)]) for n in range(count)]
-    return tuple([None if g[0] is None else add(torch.stack(g), 0, level) for g in zip(*each)])
+    return tuple([None if g[0] is None else private.add_dim(torch.stack(g), 0, level) for g in zip(*each)])
 
 
 def _is_batched(gradient: Tensor | None) -> bool:
-    return gradient is not None and is_legacy_batchedtensor(gradient)
+    return gradient is not None and private.is_batch(gradient)
 
 
 def _as_now(run: Callable, kind: str) -> Callable:
@@ -163,42 +153,50 @@ def transformable(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        return _outside_graphs(function, given, named) if transforming() else function(*given, **named)
+        return _outside_graphs(function, given, named) if private.transforming() else function(*given, **named)
 
     return call
 
 
+@private.outside_graphs
 def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
     # Importing torch._dynamo takes a second. Before, there are no compiled graphs.
     run: Any = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
     return run(function, given, named)
 
 
-# A graph of torch.compile breaks here.
-_outside_graphs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+def _split(given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list, Any]:
+    """A call's tensors; its other arguments, each in a list, and None for each tensor; and their structure."""
+    leaves, structure = private.pytree.tree_flatten((given, named))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves], structure
+
+
+def _joined(tensors: Sequence[Tensor], others: list, structure: Any) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call that :func:`_split` has split."""
+    remaining = iter(tensors)
+    leaves = [next(remaining) if other is None else other[0] for other in others]
+    return private.pytree.tree_unflatten(leaves, structure)
 
 
 def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
-    leaves, spec = _pytree.tree_flatten((given, named))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    results: dict[str, Any] = {}
+    tensors, others, structure = _split(given, named)
+    returned: list = [None]
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        filled = dict(enumerate(leaves)) | dict(zip(places, tensors))
-        given, named = _pytree.tree_unflatten([*filled.values()], spec)
-        result = function(*given, **named)
-        results["type"] = type(result)
-        of_tuple = isinstance(result, tuple)
-        results["fields"] = dict(enumerate(result)) if of_tuple else {} if isinstance(result, Tensor) else vars(result)
-        values = results["fields"].values() or [result]
+        given, named = _joined(tensors, others, structure)
+        returned[0] = result = function(*given, **named)
+        values = [result] if isinstance(result, Tensor) else result
+        values = values if isinstance(values, (list, tuple)) else vars(values).values()
         return tuple([value for value in values if value is not None])
 
-    tensors = [leaves[place] for place in places]
     found = iter(_Again.apply(_as_now(run, tensors[0].device.type) if tensors else run, *tensors))
-    if not results["fields"]:
+    (result,) = returned
+    if isinstance(result, Tensor):
         return next(found)
-    fields = {name: None if value is None else next(found) for name, value in results["fields"].items()}
-    return tuple(fields.values()) if results["type"] is tuple else results["type"](**fields)
+    if isinstance(result, tuple):
+        return tuple([None if value is None else next(found) for value in result])
+    return type(result)(**{name: None if value is None else next(found) for name, value in vars(result).items()})
 
 
 def operator(function: Callable) -> Callable:
@@ -212,14 +210,12 @@ def operator(function: Callable) -> Callable:
         if torch.compiler.is_dynamo_compiling():
             return plain(*given, **named)
         tensor = next((t for t in (*given, *named.values()) if isinstance(t, Tensor)), None)
-        traced = tensor is not None and (torch.compiler.is_compiling() or valueless(tensor))
-        if traced and (encoded := _encoded(function, given, named)) is not None:
+        traced = tensor is not None and (torch.compiler.is_compiling() or is_meta_or_fake(tensor))
+        if traced and (encoded := _encoded(given, named)) is not None:
             return torch.ops.parallel_lce.function(function.__name__, *encoded)
         return plain(*given, **named)
 
-    # For functions at which graphs of torch.compile break.
-    words = "graphs of torch.compile break at it, and torch.export takes it without strict=True"
-    vars(call)["_torchdynamo_disable_msg"] = words
+    private.explain_break(call, "graphs of torch.compile break at it, and torch.export takes it without strict=True")
     return call
 
 
@@ -230,24 +226,16 @@ def without_values(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
     return present[0].new_empty(shape, dtype=dtype) + torch.stack([t.sum() for t in present]).sum(dtype=dtype)
 
 
-def _encoded(function: Callable, given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list[str], str] | None:
-    """A call's tensors, their arguments' names, and its other arguments as JSON. None if one has no place there: a
-    DTensor, or what the function refuses."""
+def _encoded(given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], str] | None:
+    """A call's tensors, and its other arguments as text. None if one has no place there: a DTensor, or what the
+    function refuses."""
+    tensors, others, structure = _split(given, named)
+    if any(map(is_dtensor, tensors)):
+        return None
     try:
-        arguments = inspect.signature(function).bind(*given, **named).arguments
-        tensors = [
-            (name, t)
-            for name, value in arguments.items()
-            for t in (value if isinstance(value, (tuple, list)) else [value])
-            if isinstance(t, Tensor)
-        ]
-        names = [name for name, _ in tensors]
-        others = {name: value for name, value in arguments.items() if name not in names}
-        settings = json.dumps(others, default=_as_json)
+        return tensors, json.dumps([others, private.pytree.treespec_dumps(structure)], default=_as_json)
     except TypeError:
         return None
-    plain = [t for _, t in tensors if not is_dtensor(t)]
-    return (plain, names, settings) if len(plain) == len(names) else None
 
 
 def _as_json(value: Any) -> Any:
@@ -263,52 +251,50 @@ def _as_json(value: Any) -> Any:
 def _from_json(value: dict[str, str]) -> Any:
     if "dtype" in value:
         return getattr(torch, value["dtype"])
-    # torch 2.13's annotation of a group's name is not str.
-    return _resolve_process_group(value["group"]) if "group" in value else value  # pyright: ignore[reportArgumentType]
+    return private.group_of_name(value["group"]) if "group" in value else value
 
 
-def _runner(name: str, names: Sequence[str], settings: str) -> Callable:
+def _runner(name: str, settings: str) -> Callable:
     """The function of an operator's arguments, of tensors alone. It gives a tuple of one."""
-    others = json.loads(settings, object_hook=_from_json)
+    others, structure = json.loads(settings, object_hook=_from_json)
+    structure = private.pytree.treespec_loads(structure)
 
     def run(*tensors: Tensor) -> tuple[Tensor]:
-        by_name: dict[str, list[Tensor]] = {}
-        for each, tensor in zip(names, tensors):
-            by_name.setdefault(each, []).append(tensor)
-        arguments = {each: tuple(value) if len(value) > 1 else value[0] for each, value in by_name.items()}
-        return (_FUNCTIONS[name](**arguments, **others),)
+        given, named = _joined(tensors, others, structure)
+        return (_FUNCTIONS[name](*given, **named),)
 
     return run
 
 
-@torch.library.custom_op(
+def _run(name, tensors, settings):
+    return _runner(name, settings)(*tensors)[0]
+
+
+_function = torch.library.custom_op(
     "parallel_lce::function",
+    _run,
     mutates_args=(),
-    schema="(str name, Tensor[] tensors, str[] names, str settings) -> Tensor",
+    schema="(str name, Tensor[] tensors, str settings) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def _function(name, tensors, names, settings):
-    return _runner(name, names, settings)(*tensors)[0]
-
-
-_function.register_fake(_function._init_fn)
+_function.register_fake(_run)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.name, tensors, names, settings = inputs
-    ctx.run = _as_now(_runner(ctx.name, names, settings), tensors[0].device.type)
+    ctx.name, tensors, settings = inputs
+    ctx.run = _as_now(_runner(ctx.name, settings), tensors[0].device.type)
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, upstream):
     tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[1]
-    if get_proxy_mode() is not None:
+    if private.get_proxy_mode() is not None:
         raise RuntimeError(f"the backward of an exported {ctx.name} cannot be compiled: run it without torch.compile")
-    if any(map(valueless, tensors)):
+    if any(map(is_meta_or_fake, tensors)):
         gradients = [t.new_empty(t.shape) if each else None for t, each in zip(tensors, wanted)]
     else:
         gradients = [*_gradients(ctx.run, tensors, [upstream], wanted)]
-    return None, gradients, None, None
+    return None, gradients, None
 
 
 _function.register_autograd(_differentiate, setup_context=_save)

@@ -16,6 +16,9 @@ and were not faster.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,9 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from parallel_lce.kernels.projection import CHANGING, finish_tile, projection_name, tile_count, tile_rows, tile_start
+from parallel_lce.kernels import descriptors
+from parallel_lce.kernels.descriptors import addressable
+from parallel_lce.kernels.epilogue import finish_tile, tile_rows
+from parallel_lce.kernels.mainloops.tiles import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tuning import Tile
 
 # Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the
 # first warpgroup.
@@ -117,12 +125,12 @@ def multiply(
 def _consume(
     operands,
     WARPGROUP: gl.constexpr,
-    GRADIENT: gl.constexpr,
+    KIND: gl.constexpr,
     SCALED: gl.constexpr,
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
 ):
-    ring, out, staged, listed, sizes, bias, scaling, epilogue = operands
+    ring, out, staged, listed, sizes, bias, logit_map, epilogue = operands
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
@@ -138,12 +146,12 @@ def _consume(
         first = window * BLOCK_N
         r = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
+        row_values = tile_rows(epilogue, logit_map, r, rows, KIND)
         z = gl.zeros((HALF, BLOCK_N), gl.float32, layout)
         z = multiply(z, ring, count, steps, WARPGROUP * HALF, False, True, False)
         count += steps
         position = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        z = finish_tile(z, row_values, epilogue, bias, logit_map, position, KIND, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             tma.store_wait(0)
             staged.index(WARPGROUP).store(z.to(out.dtype))
@@ -154,13 +162,13 @@ def _consume(
 
 
 @Relaunched
-@gluon.jit(do_not_specialize=CHANGING, repr=projection_name)
+@gluon.jit(do_not_specialize=UNSPECIALIZED, repr=projection_name)
 def projection(
     x,
     weight,
     out,
     bias,
-    scaling,
+    logit_map,
     epilogue,
     listed,
     rows,
@@ -168,13 +176,13 @@ def projection(
     k_size,
     first_block,
     num_blocks,
-    GRADIENT: gl.constexpr,
+    KIND: gl.constexpr,
     SCALED: gl.constexpr,
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As ``kernels.projection._projection``. ``x``, ``weight`` and ``out`` are TMA descriptors; a block of ``out`` has
+    """As ``plain.projection``. ``x``, ``weight`` and ``out`` are TMA descriptors; a block of ``out`` has
     half the rows of a tile."""
     ring = new_ring(x, weight, STAGES)
     staged = ring[0]
@@ -182,13 +190,32 @@ def projection(
         HALVES: gl.constexpr = [2] + out.block_type.shape
         staged = gl.allocate_shared_memory(x.dtype, HALVES, out.layout)
     sizes = (rows, entries, k_size, first_block, num_blocks)
-    operands = (ring, out, staged, listed, sizes, bias, scaling, epilogue)
+    operands = (ring, out, staged, listed, sizes, bias, logit_map, epilogue)
     gl.warp_specialize(
         [
-            (_consume, (operands, 0, GRADIENT, SCALED, MASKED, SAVED_SCALE)),
-            (_consume, (operands, 1, GRADIENT, SCALED, MASKED, SAVED_SCALE)),
+            (_consume, (operands, 0, KIND, SCALED, MASKED, SAVED_SCALE)),
+            (_consume, (operands, 1, KIND, SCALED, MASKED, SAVED_SCALE)),
             (_produce, (x, weight, ring, listed, sizes)),
         ],
         [WARPS, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+def _new_descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    element = gl.float16 if tensor.dtype == torch.float16 else gl.bfloat16
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, element))
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """As :func:`parallel_lce.kernels.descriptors.descriptor`, for Gluon."""
+    return descriptors.descriptor(tensor, rows, columns, _new_descriptor)
+
+
+def operands(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, tile: Tile, tma: bool
+) -> tuple[tuple, tuple[int, ...], dict[str, Any]]:
+    """See :mod:`parallel_lce.kernels.mainloops.choice`. A launch that stores has one stage less."""
+    stored = out if out is None or not addressable(out) else descriptor(out, tile.rows // 2, tile.entries)
+    given = descriptor(x, tile.rows, tile.k), descriptor(weight, tile.entries, tile.k), stored
+    return given, (), dict(STAGES=tile.stages - (out is not None))

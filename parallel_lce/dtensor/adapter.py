@@ -1,9 +1,9 @@
 """DTensors, and sequences that are sharded along the second dimension, as the plain tensors of a call.
 
-A call takes plain tensors, and a sequence in equal parts along the first dimension. An :class:`Arrangement` makes them
-from the tensors that the user passes, and puts the results back. The call itself does not depend on the order of the
-tokens, so hidden states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``,
-the order in which an all-gather returns the tokens.
+A call takes plain tensors, and a sequence in equal parts along the first dimension. A :class:`DTensorAdapter` makes
+them from the user's tensors, and puts the results back. The call does not depend on the order of the tokens, so hidden
+states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``, the order in which
+an all-gather returns the tokens.
 
 DTensors follow the rules of PyTorch's ``loss_parallel``. One mesh dimension, here TP, shards the weight with
 ``Shard(0)``. The input is ``Replicate`` on it, or ``Shard`` of the first or second token dimension, which is sequence
@@ -12,6 +12,7 @@ parallelism. Other mesh dimensions may shard tokens; there the gradient of the w
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import as_group, is_dtensor
+from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
+from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_bool, as_number, check_option, is_count
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_bool, as_number, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 # The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
@@ -33,27 +35,25 @@ _SHARDED_PARAMETER = (
 )
 
 
-def arranged(
+def adapted(
     options: Options, tensors: Tensors, group: Any, reduction: str | None = None, also: Any = None
-) -> tuple[Options, Tensors, dist.ProcessGroup | None, Arrangement | None]:
-    """The call's options, plain tensors and group; ids are int64. The arrangement restores order and placements of the
+) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter | None]:
+    """The call's options, plain tensors and group; ids are int64. The adapter restores order and placements of the
     results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
-    ``also``: a further value per token, which the caller passes to :meth:`Arrangement.per_token`.
-
-    Raises:
-        ValueError: a group that is no process group and no one-dimensional DeviceMesh; placements that are not
-            supported; shapes that do not fit a sequence along the second dimension.
-    """
+    ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
+    ``ValueError`` for a group, placements or shapes that are not supported."""
     group, tensors = as_group(group), tensors.with_int64_ids()
-    check_option("sequence_dim", sequence_dim := as_number(options.sequence_dim))
-    if not sequence_dim and not any([is_dtensor(t) for t in (*tensors, also)]):
+    sequence_dim = options.sequence_dim
+    if type(sequence_dim) is not int or sequence_dim != 0:
+        check_option("sequence_dim", sequence_dim := as_number(sequence_dim))
+    if not sequence_dim and not has_dtensor((*tensors, also)):
         return options, tensors, group, None
-    arrangement = Arrangement(options, group, reduction or options.reduction)
-    plain = arrangement.enter(tensors)
-    return arrangement.options, plain, arrangement.group, arrangement
+    adapter = DTensorAdapter(options, group, reduction or options.reduction)
+    plain = adapter.enter(tensors)
+    return adapter.options, plain, adapter.group, adapter
 
 
-class Arrangement:
+class DTensorAdapter:
     """How a call's tokens and results are placed, from the placements of its tensors.
 
     Attributes, complete after :meth:`enter`:
@@ -73,7 +73,7 @@ class Arrangement:
         self._result: list | None = None
 
     def enter(self, tensors: Tensors) -> Tensors:
-        """The tensors of the call. Raises ``ValueError`` as :func:`arranged`."""
+        """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
         input, weight, target, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = as_bool(self.options.sequence_parallel), as_number(self.options.sequence_dim)
@@ -95,17 +95,19 @@ class Arrangement:
             if hidden.dim() < 3:
                 raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(hidden.shape)}")
             self.parts, self._part = dist.get_world_size(self.group), hidden.shape[:-1]
-        if tensors.selected_offsets is not None and (self.mesh is not None or self.parts > 1):
-            raise ValueError("selected must be ids [..., K], without offsets, for DTensors and for sequence_dim=1")
-        for ids in (target, tensors.selected):
+        if tensors.picked_offsets is not None and (self.mesh is not None or self.parts > 1):
+            raise ValueError(
+                f"{SPOKEN['picked']} must be ids [..., K], without offsets, for DTensors and sequence_dim=1"
+            )
+        for ids in (target, tensors.picked):
             if is_dtensor(ids) and self._result is None:
                 self._result = list(ids.placements)
         others = {
-            name: self.per_token(name, getattr(tensors, name), name == "selected")
-            for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
+            name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
+            for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
         }
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
-        if self.options.sample_seed is not None and (self.parts > 1 or self._gives_dtensors):
+        if (self.parts > 1 or self._gives_dtensors) and need_position(self.options, tensors):
             others["position"] = self._position()
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
@@ -288,7 +290,7 @@ class Arrangement:
         layout = Layout.of(self.group, False)
         if debug.enabled() and layout.ranks > 1:
             debug.agree(layout, {"function": f"{self.options.function}, which redistributes {name}"}, {})
-            debug.state().awaited = True
+            debug.state.awaited = True
         return value.redistribute(placements=placements)
 
     def _position(self) -> Tensor:
@@ -298,21 +300,12 @@ class Arrangement:
         else:
             batch, part, *rest = self._part
             shape = batch, self.parts * part, *rest
-        position = torch.zeros((), dtype=torch.int64, device=self._input.device)
-        for dim, size in enumerate(shape):
-            position = position.unsqueeze(-1) * size + self._coordinates(dim, size, position.device)
+        position = torch.arange(math.prod(shape), device=self._input.device).view(shape)
+        if self._gives_dtensors:
+            from torch.distributed.tensor import Replicate
+
+            position = self._placed(position, [Replicate()] * self.mesh.ndim, shape)
         return self.per_token("position", position)
-
-    def _coordinates(self, dim: int, size: int, device: torch.device) -> Tensor:
-        """The coordinates of this rank's tokens along a dimension of ``size``."""
-        whole = torch.arange(size, device=device)
-        if not self._gives_dtensors:
-            return whole
-        from torch.distributed.tensor import Replicate, Shard
-
-        placements = [Shard(0) if _shards(placement, (dim,)) else Replicate() for placement in self._tokens]
-        whole = self._placed(whole, [Replicate()] * self.mesh.ndim, (size,))
-        return whole.redistribute(placements=placements).to_local()
 
     # --- results ---
 
@@ -329,10 +322,8 @@ class Arrangement:
     def statistics(self, statistics: TokenStatistics) -> TokenStatistics:
         """A call's statistics, as the user expects them."""
         values: dict[str, Any] = {name: getattr(statistics, name) for name in NAMES}
-        for name, value in values.items():
-            if value is not None and name != "vocab_size":
-                values[name] = self.of_tokens(value)
-        return TokenStatistics(**values)
+        of_tokens = {n: self.of_tokens(v) for n, v in values.items() if v is not None and n != "vocab_size"}
+        return TokenStatistics(**(values | of_tokens))
 
     def of_tokens(self, value: Any) -> Any:
         """A call's values ``[...]`` or ``[..., K]`` of the tokens, in the user's order and placements."""
@@ -350,10 +341,7 @@ class Arrangement:
     def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor
 
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * max(size, 1))
-        stride = tuple(strides) if shape else ()
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.features.filter.kernels.tiles import TILE, new_masses
 from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
-from parallel_lce.kernels.filter.tiles import TILE, new_masses
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.token_gradients import Targets
@@ -167,7 +167,7 @@ def window_masses(
 
 
 def list_active_windows(largest: torch.Tensor, eps: float) -> torch.Tensor:
-    """The list, for :meth:`parallel_lce.kernels.projection.Product.launch`, of the windows whose bound exceeds ``eps``.
+    """The list, for :meth:`parallel_lce.kernels.product.Product.launch`, of the windows whose bound exceeds ``eps``.
     ``largest``: the bounds of :func:`window_masses`."""
     row_blocks, windows = largest.shape
     numbers = torch.arange(largest.numel(), device=largest.device).view(windows, row_blocks)

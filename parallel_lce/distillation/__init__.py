@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import valueless
-from parallel_lce.backends.torch_logits import of_classes
+from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import INTEGERS, described, public, refuse_unknown, renamed
+from parallel_lce.call.checks import INTEGERS, described, public, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
@@ -35,15 +34,18 @@ from parallel_lce.core.options import (
     shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.run.arrangement import arranged
-from parallel_lce.run.divergence import Divergence, divergences
+from parallel_lce.core.private import outside_graphs
+from parallel_lce.distillation.blocks import Divergence, divergences
+from parallel_lce.distillation.torch_part import of_classes
+from parallel_lce.dtensor.adapter import adapted
 from parallel_lce.run.fused_loss import fused_statistics
+from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator, without_values
-from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
+@outside_graphs
 @public
 @operator
 def divergence(
@@ -71,7 +73,6 @@ def divergence(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce_hidden_grad: bool = True,
-    **unknown: Never,
 ) -> Tensor:
     """Divergence of the teacher's softmax from the student's, differentiable by the student's tensors.
 
@@ -126,8 +127,6 @@ def divergence(
     Raises:
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
-    if unknown:
-        refuse_unknown(divergence, unknown)
     beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
     scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
@@ -140,13 +139,13 @@ def divergence(
     teachers = map(detached, (teacher_hidden, teacher_weight, teacher_bias))
     teacher_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     with _naming("student"):
-        options, given, group, arrangement = arranged(options, given, process_group, reduction, teacher_scale)
-        if arrangement is not None:
+        options, given, group, adapter = adapted(options, given, process_group, reduction, teacher_scale)
+        if adapter is not None:
             hidden, *weights = zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teachers)
-            teachers = arrangement.hidden(*hidden), *[arrangement.weight(*each) for each in weights]
-            teacher_scale = arrangement.per_token("teacher_logit_scale", teacher_scale)
+            teachers = adapter.hidden(*hidden), *[adapter.weight(*each) for each in weights]
+            teacher_scale = adapter.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
-    debug.state().awaited = True  # the teacher's exchange is to come
+    debug.state.awaited = True  # the teacher's exchange is to come
     hidden, weight, bias = teachers
     teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
     of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
@@ -158,7 +157,7 @@ def divergence(
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
-    if valueless(inputs[1]):
+    if is_meta_or_fake(inputs[1]):
         result = without_values(shape, *inputs)
     else:
         task = Divergence.of(student, teacher, beta, dtype)
@@ -170,11 +169,7 @@ def divergence(
             # An ignored token has no loss and no gradient, even if its logits are NaN.
             losses = torch.where(factor != 0, losses * factor, 0.0)
             result = losses.view(shape) if reduction == "none" else losses.sum()
-    return result if arrangement is None else arrangement.loss(result)
-
-
-# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
-divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return result if adapter is None else adapter.loss(result)
 
 
 @public
@@ -202,7 +197,6 @@ def top_k_divergence(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce_hidden_grad: bool = True,
-    **unknown: Never,
 ) -> Tensor:
     """:func:`divergence` from a teacher's stored largest log-probabilities, K of each token.
 
@@ -230,8 +224,6 @@ def top_k_divergence(
     Raises:
         ValueError: as :func:`divergence`.
     """
-    if unknown:
-        refuse_unknown(top_k_divergence, unknown)
     scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
     given = Tensors(
         student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids
@@ -239,10 +231,10 @@ def top_k_divergence(
     with _naming("student", selected="teacher_ids"):
         changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
         asked = Options.of("top_k_divergence", locals() | changed)
-        asked, given, group, arrangement = arranged(asked, given, process_group, reduction, teacher_log_probs)
-        if arrangement is not None:
-            teacher_log_probs = arrangement.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
-    target, teacher_ids = given.target, given.selected
+        asked, given, group, adapter = adapted(asked, given, process_group, reduction, teacher_log_probs)
+        if adapter is not None:
+            teacher_log_probs = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
+    target, teacher_ids = given.target, given.picked
     layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
@@ -252,16 +244,16 @@ def top_k_divergence(
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
-    if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
+    if debug.enabled() and layout.ranks > 1 and not is_meta_or_fake(teacher_ids):
         settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored)
-        debug.state().awaited = True  # the student's exchange is to come
+        debug.state.awaited = True  # the student's exchange is to come
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
     with _naming("student", selected="teacher_ids"):
-        given = given._replace(target=None, selected=ids)
+        given = given._replace(target=None, picked=ids)
         if tail == "renormalize":
             log_p, vocab_size = log_probs_of(asked, given, group)
         else:
@@ -279,7 +271,7 @@ def top_k_divergence(
     losses = torch.where(counted, of_classes(log_p, log_q, there, beta), 0.0)
     if reduction != "none":
         losses = losses.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)
-    return losses if arrangement is None else arrangement.loss(losses)
+    return losses if adapter is None else adapter.loss(losses)
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Active tiles of a slice of G, and estimates of the other tiles. :mod:`parallel_lce.kernels.filter` defines both."""
+"""Active tiles of a slice of G, and estimates of the other tiles. :mod:`parallel_lce.features.filter` defines both."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
 _SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
 # Lists: most tiles per step.
 _LISTED = 1024
+# Blocks of hidden elements of a product that are formed together, so that the tiles of G they share stay in the L2
+# cache.
+_TOGETHER = tl.constexpr(4)
 # Centroids: hidden elements per program, rows of the weight per step.
 _HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
 
@@ -149,6 +152,15 @@ def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps,
         tl.store(lists.numbers + block * places + position, number, mask=is_active != 0)
         count += tl.sum(is_active, 0)
     tl.store(lists.counts + block, count)
+
+
+@triton.jit
+def grouped_tile(number, order, blocks, hidden_blocks):
+    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
+    first = number // (blocks * _TOGETHER) * _TOGETHER
+    width = tl.minimum(hidden_blocks - first, _TOGETHER)
+    within = number % (blocks * _TOGETHER)
+    return tl.load(order + within // width).to(tl.int32), first + within % width
 
 
 @Relaunched

@@ -1,7 +1,7 @@
-"""Logits of selected entries, and their gradients, without the other rows of the weight.
+"""Logits of picked entries, and their gradients, without the other rows of the weight.
 
-A *selection* gives token r of a block the ids ``ids[begin[r]:end[r]]``, relative to the shard. Ids outside
-``[0, entries)`` are skipped. The kernels move one row of the weight, or of the hidden states, per selected entry. They
+Token r of a block has the ids ``ids[begin[r]:end[r]]``, relative to the shard. Ids outside
+``[0, entries)`` are skipped. The kernels move one row of the weight, or of the hidden states, per picked entry. They
 are bound by memory bandwidth. The same functions in plain torch are in :mod:`parallel_lce.backends.torch_logits`.
 """
 
@@ -19,43 +19,41 @@ from parallel_lce.kernels.arithmetic import (
     exponential_from,
     finite_base,
     gradient_of_entry,
-    logit_of,
-    scales_of,
-    softcap_slope,
     window_shift,
 )
+from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.projection import Product
+from parallel_lce.kernels.product import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.token_gradients import GradientTerms
 
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
-# and 64 entries per token, dW with 8, where most rows are selected once. Logits are products of at least 16 rows.
+# and 64 entries per token, dW with 8, where most rows are picked once. Logits are products of at least 16 rows.
 _LOGITS = 16, 128, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token that a program writes into G per step.
 _PLACED = tl.constexpr(32)
 # ids [E], begin [R] and end [R]
-_Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Picked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
 def _columns(ids, e, stop, first, entries):
-    """``ids[e] - first`` of the selected entries e; -1 outside ``[0, entries)`` and from ``stop`` on."""
+    """``ids[e] - first`` of the picked entries e; -1 outside ``[0, entries)`` and from ``stop`` on."""
     column = tl.load(ids + e, mask=e < stop, other=-1) - first
     return tl.where((column >= 0) & (column < entries), column, -1)
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "entries"])
-def lce_forward_selected_logits(
+def lce_forward_picked_logits(
     x,
     weight,
     bias,
-    scaling,
+    logit_map,
     windows,
-    selection,
+    picked,
     logits,
     rows,
     entries,
@@ -67,7 +65,7 @@ def lce_forward_selected_logits(
     WINDOW: tl.constexpr,
 ):
     token = tl.program_id(0)
-    ids, begin, end = selection
+    ids, begin, end = picked
     maxima, sums, softmax_shift = windows
     stop = tl.load(end + token)
     # The token's row, repeated: the smallest product has ENTRIES rows.
@@ -85,7 +83,7 @@ def lce_forward_selected_logits(
             b = tl.load(weight_rows + c, mask=hit[:, None] & (c < k_size), other=0.0)
             z = add_product(a, b.T, z)
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
-        logit = logit_of(logit, bias, wanted, hit, scaling, token, True)
+        logit = entry_logits(logit, bias, wanted, hit, logit_map, token, True)
         if maxima is not None:
             here = (wanted // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
@@ -99,16 +97,16 @@ def lce_forward_selected_logits(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first", "slice_entries"])
-def lce_backward_place_selected(gradient, selection, values, logits, target, terms, rows, slice_entries, stride, first):
+def lce_backward_place_picked(gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first):
     token = tl.program_id(0)
-    ids, begin, end = selection
+    ids, begin, end = picked
     coefficients, partial = terms.coefficients, terms.partial
     start, stop = tl.load(begin + token), tl.load(end + token)
     row = gradient + token.to(tl.int64) * stride
     unit = 1.0
     if terms.fp16_scale is not None:
         unit = tl.load(terms.fp16_scale)
-    grad_scale = scales_of(terms.scaling, token, True)
+    grad_scale = scales_of(terms.logit_map, token, True)
     if coefficients.factor is not None:
         grad_scale *= tl.load(coefficients.factor + token * terms.factor_stride)
     base = finite_base(tl.load(partial + token))
@@ -123,7 +121,7 @@ def lce_backward_place_selected(gradient, selection, values, logits, target, ter
         e = here + tl.arange(0, _PLACED)
         wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = (wanted >= 0) & (wanted != target_column)
-        # An id may be selected several times. Its first entry adds the values of all.
+        # An id may be picked several times. Its first entry adds the values of all.
         total = tl.zeros((_PLACED,), tl.float32)
         earlier = tl.zeros((_PLACED,), tl.float32)
         for there in range(start, stop, _PLACED):
@@ -135,13 +133,13 @@ def lce_backward_place_selected(gradient, selection, values, logits, target, ter
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, token, True, 1.0) * grad_scale
-        entry = (entry * softcap_slope(logit, terms.scaling, token, True) + total) * unit
+        entry = (entry * slope_of(logit, terms.logit_map, token, True) + total) * unit
         tl.store(row + wanted, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["entries"])
-def lce_backward_selected_rows(
+def lce_backward_picked_rows(
     begin,
     end,
     order,
@@ -157,7 +155,7 @@ def lce_backward_selected_rows(
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out[row]``: the sum of ``values[e] * source[ids[e]]`` over the selected entries ``order[begin[row]:end[row]]``;
+    """``out[row]``: the sum of ``values[e] * source[ids[e]]`` over the picked entries ``order[begin[row]:end[row]]``;
     without ``order`` over ``begin[row] ... end[row] - 1``. ``bias[row]``: the sum of ``values[e]``."""
     row, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
     stop = tl.load(end + row)
@@ -186,24 +184,24 @@ def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
     return {"ENTRIES": entries, "BLOCK_K": min(width, max(16, next_power_of_2(hidden_size))), "num_warps": warps}
 
 
-def selected_logits(
-    product: Product, selection: _Selection, logits: torch.Tensor, windows: WindowPartials | None = None
+def picked_logits(
+    product: Product, picked: _Picked, logits: torch.Tensor, windows: WindowPartials | None = None
 ) -> None:
-    """Write the logits of the selected entries to ``logits [E]`` fp32; 0 for ids of other shards.
+    """Write the logits of the picked entries to ``logits [E]`` fp32; 0 for ids of other shards.
 
-    ``selection``: int64, contiguous, for the rows of ``product.x [R, D]``. The logits are summed in the mainloop's
+    ``picked``: int64, contiguous, for the rows of ``product.x [R, D]``. The logits are summed in the mainloop's
     order, so that on GPUs they equal the projection's to the bit. ``windows``: the projection's partials. A logit that
     can only be its window's maximum becomes that maximum, on every device.
     """
     x, weight = product.x, product.weight
-    lce_forward_selected_logits.launch(
+    lce_forward_picked_logits.launch(
         (x.shape[0],),
         x,
         weight,
         product.bias,
-        product.scaling,
+        product.logit_map,
         windows or (None, None, None),
-        selection,
+        picked,
         logits,
         x.shape[0],
         weight.shape[0],
@@ -215,24 +213,24 @@ def selected_logits(
     )
 
 
-def place_selected(
+def place_picked(
     gradient: torch.Tensor,
     first: int,
-    selection: _Selection,
+    picked: _Picked,
     values: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor | None,
     terms: GradientTerms,
 ) -> None:
-    """Add ``values [E]`` to the selected entries of ``gradient [R, C]``, whose columns are the shard's entries from
+    """Add ``values [E]`` to the picked entries of ``gradient [R, C]``, whose columns are the shard's entries from
     ``first`` on. The entries of ``target [R]`` are not changed.
 
     For a confident token, value and gradient are large and nearly cancel. So the entry is formed anew in fp32 from its
     ``logits [E]``, added to the value, and rounded once.
     """
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
-    lce_backward_place_selected.launch(
-        (rows,), gradient, selection, values, logits, target, terms, rows, slice_entries, stride, first
+    lce_backward_place_picked.launch(
+        (rows,), gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first
     )
 
 
@@ -241,13 +239,13 @@ def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[in
     strides = source.stride(0), out.stride(0)
     grid = rows, -(-hidden_size // tile["BLOCK_K"])
     given = begin, end, order, ids, values, source, out, bias
-    lce_backward_selected_rows.launch(grid, *given, source.shape[0], hidden_size, *strides, **tile)
+    lce_backward_picked_rows.launch(grid, *given, source.shape[0], hidden_size, *strides, **tile)
 
 
-def hidden_gradient(weight: torch.Tensor, selection: _Selection, values: torch.Tensor, dx: torch.Tensor) -> None:
+def hidden_gradient(weight: torch.Tensor, picked: _Picked, values: torch.Tensor, dx: torch.Tensor) -> None:
     """``dx[r]``: the sum of ``values[e] * weight[ids[e]]`` over the entries e of token r, in fp32. ``dx [R, D]``,
     ``values [E]``, ``weight [V, D]``."""
-    ids, begin, end = selection
+    ids, begin, end = picked
     _add_rows(begin, end, None, ids, values, weight, dx, None, _FOR_HIDDEN)
 
 

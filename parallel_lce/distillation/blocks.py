@@ -19,22 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, put
-from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, power_of_two_near
-from parallel_lce.backends.torch_logits import aligned
+from parallel_lce.backends import part
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
-from parallel_lce.core import plan
 from parallel_lce.core.collectives import Layout, Shard, digest_of, gather_whole, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import TRAILER, accumulation_dtype
-from parallel_lce.core.plan import Block, balanced, shared_shard_rows
+from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
+from parallel_lce.distillation.torch_part import LogitsGradient, Pair, aligned
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.schedule import Gathers, GradientSums
+from parallel_lce.run.output_gradients import OutputGradients
+from parallel_lce.run.schedule import Gathers
 
 # Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r). If its
 # entropy is wanted, the sum of p log p follows.
@@ -58,30 +58,13 @@ class Divergence:
 
     @classmethod
     def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype, entropy: bool = False) -> Divergence:
-        """The largest blocks whose logits and gradient fit in the budget, or in 64 MiB if that is more; at least 128
-        tokens. ``dtype``: of the student."""
+        """The largest blocks whose logits and gradient fit in the budget; at least 128 tokens. ``dtype``: of the
+        student."""
         options, layout = student.options, student.layout
         shard_rows = shared_shard_rows(student.shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
-        sp_size = layout.sp_size
-        rows = student.shape.numel() // sp_size
-        token_bytes = shard_rows * (2 * accumulation_dtype(dtype).itemsize + dtype.itemsize)
-        fitting = max(options.logits_budget or 0, plan.SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
-        size = balanced(rows, max(fitting, -(-_FEWEST_TOKENS // sp_size)))
-        blocks = tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
-        return cls(student, teacher, beta, blocks, entropy)
-
-    @property
-    def of_tokens(self) -> tuple[Tensor | None, ...]:
-        """The tokens' scales and soft-caps, the student's and the teacher's."""
-        return tuple([t for call in (self.student, self.teacher) for t in (call.token_scale, call.token_cap)])
-
-    def with_tensors(self, of_tokens: Sequence[Tensor | None]) -> Divergence:
-        """The same with these as :attr:`of_tokens`. Saved-tensor hooks may have changed their strides."""
-        scale, cap, teacher_scale, teacher_cap = [t if t is None else t.contiguous() for t in of_tokens]
-        student = self.student.replaced(token_scale=scale, token_cap=cap)
-        return replace(
-            self, student=student, teacher=self.teacher.replaced(token_scale=teacher_scale, token_cap=teacher_cap)
-        )
+        row_bytes = layout.sp_size * shard_rows * (2 * accumulation_dtype(dtype).itemsize + dtype.itemsize)
+        rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
+        return cls(student, teacher, beta, blocks_within(options.logits_budget or 0, rows, row_bytes, fewest), entropy)
 
 
 class _Pass:
@@ -93,8 +76,6 @@ class _Pass:
         # Saved-tensor hooks may have changed strides.
         self.hidden, self.teacher_hidden = (flattened(each).contiguous() for each in (inputs[0], inputs[3]))
         self.projection, self.teacher = task.student.projection(*inputs[1:3]), task.teacher.projection(*inputs[4:])
-        # On CPUs low-precision products are slower, and no more exact.
-        self.gradient_dtype = self.hidden.dtype if self.hidden.is_cuda else self.projection.dtype
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
         shard = task.student.shard
         self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest))
@@ -103,60 +84,58 @@ class _Pass:
         count = _NUMBERS + task.entropy
         self.numbers = self.hidden.new_empty(count, tokens, dtype=dtype) if numbers is None else numbers
 
-    def run(self, factor: Tensor | None, gradients: _StudentGradients | None) -> None:
-        """Run all blocks. ``gradients`` collects the gradients of the sum of ``factor [N]`` times divergence."""
-        blocks, layout = self.task.blocks, self.layout
-        gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
-        for block in blocks:
+    def run(self, sums: OutputGradients | None) -> None:
+        """Run all blocks. ``sums`` collects the gradients of the student."""
+        gathers = [Gathers(hidden, self.task.blocks, self.layout) for hidden in (self.hidden, self.teacher_hidden)]
+        for block in self.task.blocks:
             x, y = [each.ready().tensor for each in gathers]
-            gradient = self._block(block, x, y, factor)
-            if gradients is not None and gradient is not None:
-                gradients.add(block, x, gradient)
+            gradient = self._block(block, x, y, sums)
+            if sums is not None and gradient is not None:
+                sums.add(block, x, gradient)
             del gradient  # before the next block's logits
 
-    def _block(self, block: Block, x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor | None:
-        """Compute the block's losses and numbers, unless numbers are given. Returns, with ``factor [N]``, the gradient
-        of the student's output ``[R, V/P]``. The logits are freed when this returns."""
-        beta, layout, gradient = self.task.beta, self.layout, None
-        projection = self.task.student.of_block(self.projection, block)
-        pair = self._pair(block, projection, x, y)
-        if factor is not None:
-            out = aligned(x, len(x), projection.real_rows, self.gradient_dtype)
-            gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None, projection.softcap)
-        if self.known is None:
-            # The gradient of KL(teacher || student) needs no sum: one pass computes both.
-            self._sum(pair, block, gradient if beta == 0 else None)
-        if gradient is None:
-            return None
-        if beta > 0:
-            gradient = gradient._replace(student_mean=layout.take(self.numbers[4], block).contiguous())
-        if beta > 0 or self.known is not None:
-            self.task.student.backend.divergence(pair, None, gradient)
-        return gradient.out
-
-    def _pair(self, block: Block, projection: Projection, x: Tensor, y: Tensor) -> Pair:
-        """The block's logits, normalized over all ranks. ``projection``: the student's, of the block."""
-        task, layout = self.task, self.layout
-        student = task.student.backend.block_logits(projection, x)
-        teacher = task.teacher.backend.block_logits(task.teacher.of_block(self.teacher, block), y)
+    def _block(self, block: Block, x: Tensor, y: Tensor, sums: OutputGradients | None) -> Tensor | None:
+        """Compute the block's losses and numbers, unless numbers are given. Returns, with ``sums``, the gradient of
+        the student's output ``[R, V/P]``. The logits are freed when this returns."""
+        task, layout, gradient = self.task, self.layout, None
+        projection = task.student.of_block(self.projection, block)
+        student = _part_of(task.student).block_logits(projection, x)
+        teacher = _part_of(task.teacher).block_logits(task.teacher.of_block(self.teacher, block), y)
         logits, partials = zip(student, teacher)
         if self.known is None:
             layout.put(self.numbers[:4], block, _normalizers(partials, self._shard, layout))
         numbers = layout.take(self.numbers[:4], block).contiguous()
-        return Pair(*logits, numbers[:2], numbers[2:], task.beta)
+        pair = Pair(*logits, numbers[:2], numbers[2:], task.beta)
+        if sums is not None:
+            out = aligned(x, len(x), projection.real_rows, sums.dtype)
+            gradient = LogitsGradient(out, layout.take(sums.factor, block).contiguous(), None, projection.logit_map)
+        if self.known is None:
+            # The gradient of KL(teacher || student) needs no sum: one pass computes both.
+            self._sum(pair, block, gradient if task.beta == 0 else None)
+        if gradient is None:
+            return None
+        if task.beta > 0:
+            gradient = gradient._replace(student_mean=layout.take(self.numbers[4], block).contiguous())
+        if task.beta > 0 or self.known is not None:
+            _part_of(task.student).divergence(pair, None, gradient)
+        return gradient.out
 
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
         """Write the block's losses and the student's sums."""
         layout, beta = self.layout, self.task.beta
         sums = pair.student.new_empty(layout.ranks, 2 + self.task.entropy, len(pair.student))
         own = sums[layout.rank]
-        self.task.student.backend.divergence(pair, own, gradient)
+        _part_of(self.task.student).divergence(pair, own, gradient)
         if layout.ranks > 1:
             gather_whole(sums.view(layout.ranks, -1), own.view(-1), layout)
         of_teacher, of_student, *_ = sums = sums.sum(0)
-        losses = beta * of_teacher + (1 - beta) * of_student if pair.mixed else of_teacher + of_student
+        losses = beta * of_teacher + (1 - beta) * of_student if 0 < beta < 1 else of_teacher + of_student
         layout.put(self.losses, block, losses)
         layout.put(self.numbers[4:], block, sums[1:])
+
+
+def _part_of(call: Call) -> ModuleType:
+    return part("parallel_lce.distillation", call.backend)
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
@@ -174,43 +153,14 @@ def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Te
     return numbers if broken is None else numbers.masked_fill_(broken, torch.nan)
 
 
-class _StudentGradients(GradientSums):
-    """The student's dX, dW and dbias, formed block by block from gradients of its output times ``unscale``."""
-
-    def __init__(self, work: _Pass, needs: Needs, unscale: Tensor | None, dtype: torch.dtype | None) -> None:
-        super().__init__(work.task.student, work.hidden, work.projection, needs, len(work.task.blocks), dtype)
-        self._unscale = unscale
-
-    def add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
-        real = self.projection.real_rows
-        if self.reduction is not None:
-            dx = self.reduction.open_block(block)
-            accumulate_nt(dx, gradient, self.projection.weight[:real].t(), overwrite=True, factor=self._unscale)
-            self.reduction.start(block, dx)
-        if self.dweight is not None:
-            total, empty = self.dweight.open(0, real, whole=True)
-            accumulate_nt(total, gradient.t(), x.t(), overwrite=empty, factor=self._unscale)
-            self.dweight.close(0, real, total)
-        if self.dbias is not None:
-            total, empty = self.dbias.open(0, real, whole=True)
-            column_sum = gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32))
-            put(total, column_sum if self._unscale is None else column_sum.mul_(self._unscale), empty)
-            self.dbias.close(0, real, total)
-
-
-def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences. For fp16 also the
-    number by which finished gradients are multiplied."""
-    factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
-    if task.student.token_scale is not None:
+def _output_factor(task: Divergence, factor: Tensor) -> Tensor:
+    """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences."""
+    logit_map = task.student.logit_map
+    factor = factor * (logit_map.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
+    if logit_map.token_scale is not None:
         # An ignored token has no gradient, whatever its scale is.
-        factor = (factor * task.student.token_scale).masked_fill_(factor == 0, 0.0)
-    if dtype != torch.float16 or not len(factor):
-        return factor, None
-    # A mean's gradients, 1 / N each, would underflow.
-    scale = power_of_two_near(factor.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
-    return factor * scale, 1 / scale
+        factor = (factor * logit_map.token_scale).masked_fill_(factor == 0, 0.0)
+    return factor
 
 
 def _evaluated(
@@ -219,12 +169,13 @@ def _evaluated(
     """Losses ``[N]`` (unless ``numbers`` are given), numbers ``[5, N]`` and, if ``factor [N]`` is given, the gradients
     of the sum of factor times divergence. ``summed``: dW stays in the statistics' dtype, since it is scaled later."""
     with device_without_autocast(inputs[1]):
-        work, gradients = _Pass(task, inputs, numbers), None
+        work, sums = _Pass(task, inputs, numbers), None
         if factor is not None:
-            factor, unscale = _output_factor(task, factor, inputs[0].dtype)
-            gradients = _StudentGradients(work, needs, unscale, work.projection.dtype if summed else None)
-        work.run(factor, gradients)
-        return work.losses, work.numbers, gradients and gradients.deliver(inputs[0].shape)
+            factor, dtype = _output_factor(task, factor), work.projection.dtype if summed else None
+            of_student = task.student, work.hidden, work.projection, needs, len(task.blocks)
+            sums = OutputGradients(*of_student, factor, _LARGEST_LOG_RATIO, dtype)
+        work.run(sums)
+        return work.losses, work.numbers, sums and sums.deliver(inputs[0].shape)
 
 
 def divergences(
@@ -243,7 +194,7 @@ class _Divergences(torch.autograd.Function):
         needs, summed = Needs(*ctx.needs_input_grad[:3]), factor is not None
         losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
-        ctx.save_for_backward(*inputs, *task.of_tokens, factor, numbers)
+        ctx.save_for_backward(*inputs, factor, numbers, *task.student.tensors, *task.teacher.tensors)
         entropy = -numbers[5] if task.entropy else None
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
@@ -253,15 +204,16 @@ class _Divergences(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
-        inputs, of_tokens, (factor, numbers) = saved[:6], saved[6:10], saved[10:]
+        inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         upstream = in_memory(upstream)
         if gradients is None:
             each, needs = upstream if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
-            gradients = _evaluated(ctx.task.with_tensors(of_tokens), inputs, needs, each, factor is not None, numbers)[
-                2
-            ]
+            student, tensors = ctx.task.student.with_saved(tensors)
+            teacher, _ = ctx.task.teacher.with_saved(tensors)
+            task = replace(ctx.task, student=student, teacher=teacher)
+            *_, gradients = _evaluated(task, inputs, needs, each, factor is not None, numbers)
             assert gradients is not None  # a factor is given
         if factor is not None:
             scaled = ctx.task.student.backend.scaled

@@ -1,5 +1,5 @@
-"""The mainloop of :mod:`parallel_lce.kernels.filter.products` for Hopper: that of :mod:`parallel_lce.kernels.hopper`,
-whose steps are the listed tiles of G.
+"""The mainloop of :mod:`.products` for Hopper: that of :mod:`parallel_lce.kernels.mainloops.hopper`, whose steps are
+the listed tiles of G.
 
 dX has few tiles, with long lists, some of which may be empty: those of tokens that are ignored. Each tile gets a
 program of its own, which the GPU starts where another has ended. dW has many tiles, with short lists. There a program
@@ -13,9 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from parallel_lce.kernels.filter.products import grouped_tile
-from parallel_lce.kernels.filter.tiles import TILE
-from parallel_lce.kernels.hopper import (
+from parallel_lce.features.filter.kernels.tiles import TILE, grouped_tile
+from parallel_lce.kernels.mainloops.hopper import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     WARPS,

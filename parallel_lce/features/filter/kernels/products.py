@@ -1,9 +1,9 @@
 """Products with listed tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``.
 
-G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. Each tile of the
-result has a list. The longest lists come first, so that all programs end at about the same time.
-Operands are loaded by TMA where it can address them and hidden sizes are multiples of 16, else by pointers. On Hopper
-TMA loads for the mainloop of :mod:`.hopper_products`.
+G ``[R, C]`` is dense in memory; :mod:`.tiles` lists the tiles to multiply. Each tile of the result has a list. The
+longest lists come first, so that all programs end at about the same time. Operands are loaded by TMA where it can
+address them and hidden sizes are multiples of 16, else by pointers. On Hopper TMA loads for the mainloop of
+:mod:`.hopper_products`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.features.filter.kernels.tiles import TILE, TileLists, grouped_tile
 from parallel_lce.kernels.arithmetic import add_product
-from parallel_lce.kernels.filter.tiles import TILE, TileLists
+from parallel_lce.kernels.descriptors import addressable
+from parallel_lce.kernels.device import num_sms
+from parallel_lce.kernels.mainloops.choice import mainloop_of, tile_of
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import addressable, descriptor, num_sms, runs_gluon
 
 # Hidden elements of a result's tile, terms of the sum per step, and stages: with loads by pointers, by TMA, and with
 # Hopper's mainloop, which has one stage less if it stages the result.
-_POINTERS, _TMA, _GLUON = (64, 32, 3), (256, 64, 3), (256, 64, 4)
-# Blocks of hidden elements that are formed together, so that the tiles of G they share stay in the L2 cache.
-_TOGETHER = tl.constexpr(4)
-
-
-@triton.jit
-def grouped_tile(number, order, blocks, hidden_blocks):
-    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
-    first = number // (blocks * _TOGETHER) * _TOGETHER
-    width = tl.minimum(hidden_blocks - first, _TOGETHER)
-    within = number % (blocks * _TOGETHER)
-    return tl.load(order + within // width).to(tl.int32), first + within % width
+_POINTERS, _TMA, _HOPPER = (64, 32, 3), (256, 64, 3), (256, 64, 4)
 
 
 @Relaunched
@@ -119,18 +110,19 @@ def sparse_product(
     tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
     # Else the result's mask takes a predicate per element, and the large tile spills registers.
     tma = tma and hidden_size % 16 == 0
-    gluon = tma and runs_gluon(gradient)
-    hidden, step, stages = _GLUON if gluon else _TMA if tma else _POINTERS
+    mainloop = tile_of(gradient, tma).mainloop
+    hidden, step, stages = _HOPPER if mainloop == "hopper" else _TMA if tma else _POINTERS
+    descriptor = mainloop_of(mainloop).descriptor
     if tma:
         block = (step, TILE) if transposed else (TILE, step)
-        operands = descriptor(gradient, *block, gluon), descriptor(other, step, hidden, gluon)
+        operands = descriptor(gradient, *block), descriptor(other, step, hidden)
     options = dict(TRANSPOSED=transposed, ADD=add, TILES=width // TILE)
     results = blocks * -(-hidden_size // hidden)
-    if gluon:
-        from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
+    if mainloop == "hopper":
+        from parallel_lce.features.filter.kernels.hopper_products import lce_backward_sparse_product as kernel
 
         staged = not add and total.dtype == gradient.dtype and addressable(total)
-        out = descriptor(total, TILE // 2, hidden, True) if staged else total
+        out = descriptor(total, TILE // 2, hidden) if staged else total
         sizes = rows, hidden_size, blocks, places, total.stride(0)
         options |= dict(STAGED=staged, STAGES=stages - staged, num_warps=4)
         programs = min(results, num_sms(total.device)) if transposed else results

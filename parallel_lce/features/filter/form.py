@@ -2,7 +2,7 @@
 of the other tiles; and recomputed slices in which only the active windows are projected again.
 
 The partials of the forward's windows tell which windows are active. A sample of the tokens is projected in full, and
-its sums estimate the sums over all tokens (:mod:`parallel_lce.kernels.filter.windows`).
+its sums estimate the sums over all tokens (:mod:`parallel_lce.features.filter.kernels.windows`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,28 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
-from parallel_lce.backends.interface import Coefficients, Projection
-from parallel_lce.backends.triton_operands import Rows, product_of, stride_of
+from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask
+from parallel_lce.backends.triton_operands import Rows, dense, product_of, stride_of
 from parallel_lce.core.memory import some_rows
+from parallel_lce.features.filter.kernels.products import sparse_product
+from parallel_lce.features.filter.kernels.tiles import (
+    TILE,
+    ActiveTiles,
+    centroids,
+    entry_shares,
+    find_active_tiles,
+    list_tiles,
+)
+from parallel_lce.features.filter.kernels.windows import list_active_windows, mean_shares, sample_tokens, window_masses
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
-from parallel_lce.kernels.filter.products import sparse_product
-from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, centroids, entry_shares, list_tiles
-from parallel_lce.kernels.filter.windows import list_active_windows, mean_shares, sample_tokens, window_masses
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.projection import Product
-from parallel_lce.kernels.token_gradients import Saved, Targets
-from parallel_lce.kernels.tuning import MEASURED
+from parallel_lce.kernels.token_gradients import Targets
 
-SMALLEST_FILTERED = MEASURED.smallest_filtered
-WINDOWED_BYTES = MEASURED.windowed_bytes
+# Measured on an H200. Fewest flops of a slice's products that are filtered. For smaller slices, as at D=1024 with
+# logits_budget=0, the host needs longer for a filtered backward than the GPU for an exact one.
+SMALLEST_FILTERED = 1e12
+# Bytes of a slice in which only active windows are projected. A smaller slice has too few to fill the GPU.
+WINDOWED_BYTES = 256 << 20
 
 
 def worth_filtering(multiplications: int) -> bool:
@@ -35,10 +43,11 @@ def worth_filtering(multiplications: int) -> bool:
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
-def units_of(coefficients: Coefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
+def units_of(rows: Rows) -> Tensor:
     """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
-    units = coefficients.alpha * projection.scale
-    for factor in (coefficients.factor, projection.token_scale, fp16_scale):
+    logit_map = rows.projection.logit_map
+    units = rows.coefficients.alpha * logit_map.scale
+    for factor in (rows.coefficients.factor, logit_map.token_scale, rows.fp16_scale):
         if factor is not None:
             units *= factor
     return units
@@ -46,11 +55,49 @@ def units_of(coefficients: Coefficients, projection: Projection, fp16_scale: Ten
 
 def inverse_of(units: Tensor, dx_factor: Tensor | None) -> Tensor:
     """``|dx_factor| / |units| [R]`` fp32. An element of G times this number is a probability. ``dx_factor [R]``: the
-    factors with which G's rows enter dX, None for 1. If the factor is 0, the result is 0, and no element is large. If
-    the unit is 0, the result is the largest number, and every element but 0 is large."""
+    factors with which G's rows enter dX, None for 1. Factor 0 gives 0. Unit 0 gives the largest fp32 number."""
     inverse = units.reciprocal() if dx_factor is None else dx_factor / units
     # Finite, so that 0 times it is 0.
     return inverse.abs_().nan_to_num_()
+
+
+class FilterForm:
+    """The :class:`parallel_lce.backends.interface.SliceForm` of one block's backward."""
+
+    def __init__(self, eps: float) -> None:
+        self._eps = eps
+        # The forward's window partials, if only the active windows are projected again.
+        self._windows: WindowPartials | None = None
+        # By the first row of a piece.
+        self._active: dict[int, ActiveWindows] = {}
+
+    def begin(self, task: BackwardTask) -> int:
+        """All windows are projected for dbias, and if saved-tensor hooks changed the operands' alignment, and with it
+        the tile."""
+        saved, projection = task.saved, task.projection
+        if not saved or saved.sums is None or task.grads.dbias is not None or not fills_sample(len(task.x)):
+            return 0
+        if len(saved.maxima) != product_of(projection, task.x, 0, projection.real_rows).windows:
+            return 0
+        self._windows = WindowPartials(saved.maxima, saved.sums, saved.softmax_shift)
+        return WINDOWED_BYTES
+
+    def recomputes(self, x: Tensor, entries: int) -> bool:
+        return self._windows is not None and fills_sample(len(x)) and worth_filtering(x.numel() * entries)
+
+    def recompute(self, piece: slice, rows: Rows, start: int, gradient: Tensor) -> FilteredGradient:
+        assert self._windows is not None
+        active = self._active.get(piece.start)
+        if active is None:
+            active = ActiveWindows(rows, self._windows.of_rows(piece), start, self._eps)
+            self._active[piece.start] = active
+        return active.form(start, start + gradient.shape[1], gradient)
+
+    def products(self, rows: Rows, start: int, gradient: Tensor, dx_factor: Tensor | None) -> FilteredGradient | None:
+        if not worth_filtering(rows.x.numel() * gradient.shape[1]):
+            return None
+        inverse = inverse_of(units_of(rows), dx_factor)
+        return FilteredGradient(gradient, find_active_tiles(gradient, inverse, self._eps, rows.targets, start))
 
 
 class FilteredGradient:
@@ -87,21 +134,19 @@ class FilteredGradient:
         )
 
 
-def keeps_windows(projection: Projection, product: Product, entries: int) -> bool:
-    """Whether to keep the partials of a ``product``'s windows. ``entries``: number of recomputed entries. Not under a
+def with_window_partials(task: ForwardTask) -> ForwardTask:
+    """The task, which also saves the partials of windows if a backward could recompute fewer windows. Not under a
     soft-cap, whose slope changes the gradients of a window, so that their sum is not the window's mass."""
-    (rows, hidden_size), tile = product.x.shape, product.tile
-    at_once = min(rows * entries, WINDOWED_BYTES // product.x.element_size())
-    is_useful = fills_sample(rows) and worth_filtering(at_once * hidden_size)
+    (rows, hidden_size), projection, real = task.x.shape, task.projection, task.projection.real_rows
+    if real == 0 or projection.logit_map.softcap is not None or not fills_sample(rows):
+        return task
+    x = dense(task.x)
+    tile = product_of(projection, x, 0, real).tile
+    recomputed = real - (real if task.save >= real else task.save // tile.entries * tile.entries)
+    at_once = min(rows * recomputed, WINDOWED_BYTES // x.element_size())
     # Products for dW begin at multiples of 256 entries.
-    return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries in (TILE, 2 * TILE)
-
-
-def kept_windows(saved: Saved | tuple[()]) -> WindowPartials | None:
-    """The partials of the windows, if the forward saved them."""
-    if not saved or saved.sums is None:
-        return None
-    return WindowPartials(saved.maxima, saved.sums, saved.softmax_shift)
+    fitting = tile.rows == TILE and tile.entries in (TILE, 2 * TILE)
+    return task._replace(x=x, save_window_partials=fitting and worth_filtering(at_once * hidden_size))
 
 
 def fills_sample(rows: int) -> bool:
@@ -116,12 +161,11 @@ class ActiveWindows:
     def __init__(self, rows: Rows, windows: WindowPartials, first: int, eps: float) -> None:
         self._rows, self._windows, self._first, self._eps = rows, windows, first, eps
         projection, alpha = rows.projection, rows.coefficients.alpha
-        self._units = units_of(rows.coefficients, projection, rows.fp16_scale)
+        self._units = units_of(rows)
         sample = sample_tokens(len(rows.x))
         assert sample is not None, "windows are given to rows that fill a sample"
         self._sample = sample
-        if projection.token_scale is not None:
-            projection = replace(projection, token_scale=sample.of(projection.token_scale))
+        projection = replace(projection, logit_map=projection.logit_map.each(sample.of))
         # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
         alpha = alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE
         self._sampled = Rows(
@@ -162,10 +206,10 @@ def _mean_logits(rows: Rows, first: int) -> Tensor:
     """Mean logits, fp32, of the shard's entries from ``first`` on, over the tokens with a gradient."""
     projection, counted = rows.projection, rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)
-    if projection.token_scale is not None:
-        weights = weights * projection.token_scale
+    if projection.logit_map.token_scale is not None:
+        weights = weights * projection.logit_map.token_scale
     mean, of_bias = torch.mv(rows.x.t(), weights.to(rows.x.dtype)), weights.sum()
     result = matmul_nt(mean[None], some_rows(projection.weight, first, projection.real_rows))[0]
     if projection.bias is not None:
         result += some_rows(projection.bias, first, projection.real_rows) * of_bias
-    return result.mul_(projection.scale)
+    return result.mul_(projection.logit_map.scale)

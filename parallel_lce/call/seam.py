@@ -1,0 +1,137 @@
+"""The seam between a call and its features.
+
+A feature adds to a call what not every call has: numbers in the message that the ranks gather, work on each block,
+results, terms of the gradient of the logits. The spine runs the hooks of a call's features, and knows none by name. To
+add a feature is to write a subclass of :class:`Feature` and to list it in :mod:`parallel_lce.features`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask, Projection
+from parallel_lce.core.collectives import PartialsGather
+from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.partials import Merged
+from parallel_lce.core.plan import Block
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+class Feature:
+    """One feature of one call. Hooks stand in the order in which they run. A hook that is not overridden does nothing.
+
+    ``call`` is the :class:`parallel_lce.call.call.Call`. No hook starts a collective but :meth:`merged`, which runs on
+    every rank.
+    """
+
+    # The fields of TokenStatistics that the feature fills.
+    results: ClassVar[tuple[str, ...]] = ()
+    # The columns that a partial must have.
+    columns: ClassVar[tuple[str, ...]] = ()
+    # Whether a small loss may make dense logits, which runs no hook.
+    allows_dense: ClassVar[bool] = False
+    # Whether a loss may form its gradients in forward, which runs no hook from message_size to outputs.
+    allows_accumulation: ClassVar[bool] = False
+    # The argument that asks for terms of the gradient at single entries; "": there are none.
+    adds_entries: ClassVar[str] = ""
+    # Whether it reads Tensors.position, so that tokens in another order must have it.
+    needs_position: ClassVar[bool] = False
+
+    def __init__(self, options: Options, tensors: Tensors) -> None:
+        """``options``, ``tensors``: of a call for which :meth:`asked` is true."""
+
+    @classmethod
+    def asked(cls, options: Options, tensors: Tensors) -> bool:
+        """Whether a call has the feature. It depends on the call's signature alone."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
+        """Raise ``ValueError`` for arguments that do not go with the feature. ``vocab_size``: V, None if this rank does
+        not know it."""
+
+    @classmethod
+    def shapes(cls, options: Options, tensors: Tensors, tokens: int) -> Shapes:
+        """Shape and dtype of each of the :attr:`results` of N ``tokens``, for compiled graphs. None: the dtype of
+        statistics."""
+        return {}
+
+    # --- forward ---
+
+    def message_size(self, call: Any) -> int:
+        """Numbers, of the statistics' dtype, that each rank adds to the message of partials."""
+        return 0
+
+    def begin(self, call: Any, message: Tensor) -> None:
+        """``message``: this rank's numbers ``[message_size]``, uninitialised. The hooks of the blocks write them."""
+
+    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
+        """The task that the backend gets for a block. ``save``: a backward may follow."""
+        return task
+
+    def after_block(self, call: Any, task: ForwardTask, block: Block) -> None:
+        """Runs after the backend's work on a block."""
+
+    def merged(self, forward: ForwardPass, messages: Tensor) -> None:
+        """Runs after the merge over the ranks. ``messages [P, message_size]``: of all ranks."""
+
+    def outputs(self, call: Any, merged: Merged) -> Mapping[str, Tensor]:
+        """The :attr:`results`, of the N tokens."""
+        return {}
+
+    def losses(self, call: Any, losses: Tensor, alpha: Tensor, partial: Tensor) -> Tensor:
+        """The losses ``[R]`` of some tokens, from those without the feature. ``alpha [R]``: see ``Coefficients``."""
+        return losses
+
+    # --- backward ---
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What the forward keeps for the backward."""
+        return ()
+
+    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Feature:
+        """A copy with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
+        return copy.copy(self)
+
+    def coefficients(
+        self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients
+    ) -> Coefficients:
+        """Coefficients of the gradient of the logits, from those without the feature. ``upstream``: the gradients of
+        the differentiable statistics, by name."""
+        return coefficients
+
+    def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
+        """The task that the backend gets for a block of the backward."""
+        return task
+
+
+class ForwardPass(NamedTuple):
+    """A forward whose partials are merged."""
+
+    call: Any
+    # The gather of the partials, finished.
+    partials: PartialsGather
+    # Gives each block again, with its hidden states [R, D] and projection. Under sequence parallelism hidden states of
+    # several blocks are gathered again.
+    blocks: Callable[[], Iterator[tuple[Block, Tensor, Projection]]]
+
+
+FEATURES: list[type[Feature]] = []
+"""All features, in the order of their hooks. Filled by :mod:`parallel_lce.features`."""
+
+
+def features_of(options: Options, tensors: Tensors) -> tuple[type[Feature], ...]:
+    """The features of a call."""
+    return tuple([feature for feature in FEATURES if feature.asked(options, tensors)])
+
+
+def need_position(options: Options, tensors: Tensors) -> bool:
+    """Whether a feature of the call reads the tokens' positions."""
+    return any([feature.needs_position for feature in features_of(options, tensors)])

@@ -1,0 +1,77 @@
+"""What turns a product into a logit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parallel_lce.core.options import Options
+
+
+class LogitMap(NamedTuple):
+    """``z = softcap(scale * token_scale * u)`` of ``u = x @ weight.T + bias``; ``softcap(u) = cap * tanh(u / cap)``.
+
+    A temperature T is part of all three: ``softcap(u) / T`` equals the soft-cap of ``u / T`` with ``cap / T``. The same
+    formulas as in :mod:`parallel_lce.kernels.logit_map`.
+    """
+
+    scale: float = 1.0
+    # [R] in the statistics' dtype: each token's factor beside ``scale``. None: 1
+    token_scale: Tensor | None = None
+    # The cap; None: no soft-cap.
+    softcap: float | None = None
+    # [R] in the statistics' dtype: each token's cap instead of ``softcap``.
+    token_softcap: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, options: Options, token_scale: Tensor | None = None, token_temperature: Tensor | None = None
+    ) -> LogitMap:
+        """``token_scale``, ``token_temperature``: ``[R]`` in the statistics' dtype."""
+        temperature, softcap, token_softcap = options.temperature, options.logit_softcap, None
+        if token_temperature is not None:
+            token_scale = (1.0 if token_scale is None else token_scale) / token_temperature
+            token_softcap = None if softcap is None else softcap / token_temperature
+        softcap = None if softcap is None else softcap / temperature
+        return cls(options.logit_scale / temperature, token_scale, softcap, token_softcap)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """The numbers of each token, for :meth:`with_tensors`. None of them needs a gradient."""
+        return self.token_scale, self.token_softcap
+
+    def with_tensors(self, token_scale: Tensor | None, token_softcap: Tensor | None) -> LogitMap:
+        return LogitMap(self.scale, token_scale, self.softcap, token_softcap)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> LogitMap:
+        """The map with its :attr:`tensors` changed: those of some tokens, or spread over other dimensions."""
+        if self.token_scale is None and self.token_softcap is None:
+            return self
+        return self.with_tensors(*[t if t is None else change(t) for t in self.tensors])
+
+    def of_rows(self, rows: slice | Tensor) -> LogitMap:
+        return self.each(lambda t: t[rows])
+
+    def apply(self, u: Tensor) -> Tensor:
+        """The logits of ``u [..., R]``, in place."""
+        if self.scale != 1.0:
+            u *= self.scale
+        if self.token_scale is not None:
+            u *= self.token_scale
+        cap = self.softcap if self.token_softcap is None else self.token_softcap
+        return u if cap is None else u.div_(cap).tanh_().mul_(cap)
+
+    def slope(self, z: Tensor) -> Tensor | None:
+        """The soft-cap's derivative ``[..., R]`` where it returns ``z``: ``1 - (z / cap)^2``. None: 1"""
+        cap = self.softcap if self.token_softcap is None else self.token_softcap
+        return None if cap is None else (z / cap).square_().neg_().add_(1.0)
+
+    def before(self, gradient: Tensor, z: Tensor) -> Tensor:
+        """The gradient ``[..., R]`` of u, from the ``gradient`` of the logits ``z``."""
+        gradient = gradient * self.scale
+        if self.token_scale is not None:
+            gradient *= self.token_scale
+        slope = self.slope(z)
+        return gradient if slope is None else gradient.mul_(slope)

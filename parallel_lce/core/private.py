@@ -1,0 +1,160 @@
+"""What the package uses of PyTorch's and Python's private interfaces. tests/test_private.py has a test of each use.
+
+All were seen in torch 2.13; those marked 2.15 also in 2.14.1 and 2.15.0. Private interfaces of other projects are used
+in one file each: Triton's launch of a compiled kernel in kernels/relaunch.py, Megatron-core's cross-entropies in
+megatron/cross_entropy.py, those of transformers, TRL, torchtitan and verl in the modules of these names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor  # 2.15
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.15
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules import module as _modules
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
+
+__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "get_proxy_mode", "pytree"]
+
+F = TypeVar("F", bound=Callable)
+# As Any, since type checkers do not know their private names.
+_torch: Any = torch
+_distributed: Any = distributed_c10d
+
+# --- Python ---
+
+# The environment as bytes: the methods of os.environ decode names and values, which takes the host some microseconds.
+# Python 3.11 to 3.13, on POSIX.
+environment: dict[bytes, bytes] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
+
+# --- graphs of torch.compile; torch.compiler has public decorators, which import torch._dynamo, and that takes a second
+
+
+def constant_in_graphs(function: F) -> F:
+    """Decorates a function that torch.compile calls while it traces, and whose result it takes as a constant. 2.15."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def outside_graphs(function: F) -> F:
+    """Decorates a function at which graphs of torch.compile break."""
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def explain_break(function: Callable, reason: str) -> None:
+    """Let torch.compile give this reason where a graph that must be whole breaks at the function."""
+    function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def must_be_one_graph() -> bool:
+    """Called by torch.compile while it traces: whether it must not break the graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
+
+
+# The module of the tensor classes with which torch traces: FakeTensor, FunctionalTensor.
+TRACING = "torch._subclasses."
+
+# --- autograd and torch.func ---
+
+# Whether a transform of torch.func is running.
+transforming: Callable[[], bool] = _torch._C._are_functorch_transforms_active
+# The vmap of is_grads_batched, which is older than torch.func's: whether a tensor is a batch; its whole of this level,
+# with the batch first; a batch of this level.
+is_batch: Callable[[Tensor], bool] = _torch._C._functorch.is_legacy_batchedtensor
+remove_dim: Callable[..., Tensor] = _torch._remove_batch_dim
+add_dim: Callable[..., Tensor] = _torch._add_batch_dim
+# False in the forward of an autograd.Function and in inference mode.
+forward_gradients_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
+# Number of the running backward; -1: none runs.
+backward_id: Callable[[], int] = _torch._C._current_graph_task_id
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are computed."""
+    return forward_ad._current_level >= 0
+
+
+def accumulates(leaf_node: Any) -> bool:
+    """Whether the running backward accumulates the gradient of the leaf of this node."""
+    try:
+        return _torch._C._will_engine_execute_node(leaf_node)
+    except RuntimeError:  # torch.autograd.grad captures it
+        return False
+
+
+# --- tensors ---
+
+# Products of each tensor of a list with a number, or with its own of a list of tensors, by one launch. 2.15.
+foreach_mul: Callable[[Any, Any], list[Tensor]] = _torch._foreach_mul
+# Number of the current device. torch.cuda.current_device without its check that CUDA is initialised.
+current_cuda_device: Callable[[], int] = getattr(_torch._C, "_cuda_getDevice", lambda: -1)
+# A tensor of a subclass, without memory.
+wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+# A context in which subclasses' __torch_function__ does not run.
+DisableTorchFunctionSubclass: Any = _torch._C.DisableTorchFunctionSubclass
+linear: Callable[..., Tensor] = _torch._C._nn.linear
+
+_KEPT = "_parallel_lce_kept"
+
+
+def keep_with(tensor: Tensor, value: object) -> None:
+    """Keep ``value`` as long as the memory of ``tensor``. Its storage is one Python object with attributes, as long as
+    that memory lives; also those of the tensor's aliases, and of what autograd saves of it."""
+    vars(tensor.untyped_storage())[_KEPT] = value
+
+
+def take_from(tensor: Tensor) -> Any:
+    """The value that is kept with ``tensor``, and is not from now on. None if there is none, as for a copy."""
+    return vars(tensor.untyped_storage()).pop(_KEPT, None)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether something waits for the gradient of a tensor, or for its accumulation."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor, or an alias, was changed in place. 2.15."""
+    return tensor._version
+
+
+# --- torch.distributed ---
+
+
+# 2.15. The type of the name differs between releases.
+group_of_name: Callable[[Any], dist.ProcessGroup] = _distributed._resolve_process_group
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+    """The device through which the group gathers Python objects."""
+    return torch.device(_distributed._get_object_coll_device(group))
+
+
+# --- modules ---
+
+
+def hooks(module: nn.Module, *kinds: str) -> list[Callable]:
+    """Hooks of the module, and of all modules. ``kinds``: 'forward', 'forward_pre', 'backward' or 'backward_pre'."""
+    found = [vars(module)[f"_{kind}_hooks"] for kind in kinds]
+    found += [getattr(_modules, f"_global_{kind}_hooks") for kind in kinds]
+    return [hook for each in found for hook in each.values()]
+
+
+def fsdp_output_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype to which a module under fully_shard casts its results."""
+    state: Any = module
+    return state._get_fsdp_state()._mp_policy.output_dtype

@@ -1,0 +1,131 @@
+"""The work on a block's logits with a projection in Triton and one kernel, which reads a token's row in one program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.triton_operands import dense, product_of, stride_of
+from parallel_lce.core.partials import Columns, empty_partial
+from parallel_lce.distillation.torch_part import LogitsGradient, Pair
+from parallel_lce.kernels.epilogue import ForwardEpilogue
+from parallel_lce.kernels.logit_map import caps_of, slope_at
+from parallel_lce.kernels.partials import merge_windows
+from parallel_lce.kernels.product import new_window_partials
+from parallel_lce.kernels.relaunch import Relaunched
+
+
+def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, real, columns = x.shape[0], projection.real_rows, Columns()
+    logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
+    partial = empty_partial(columns, rows, projection.dtype, x.device)
+    if rows and real:
+        product = product_of(projection, dense(x), 0, real)
+        windows = new_window_partials(product, columns)
+        product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
+        width = product.tile.entries
+        merge_windows(windows, partial, None, columns, window=width, entries=real, start=projection.start)
+    return logits, partial
+
+
+_BLOCK = tl.constexpr(4096)
+
+
+@triton.jit
+def _log_probs(model, column, valid, row, rows):
+    logits, stride, normalizer = model
+    z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
+    return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
+
+
+@Relaunched
+@triton.jit
+def lce_backward_divergence(
+    student,
+    teacher,
+    sums,
+    gradient,
+    rows,
+    entries,
+    beta,
+    rest,
+    TEACHER: tl.constexpr,
+    STUDENT: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
+    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
+    ``gradient``: memory, row stride, factor, student_mean, and the student's logit_map. ``ENTROPY``: ``sums`` has a
+    third row."""
+    row = tl.program_id(0).to(tl.int64)
+    if gradient is not None:
+        out, out_stride, factor, student_mean, logit_map = gradient
+        cap = caps_of(logit_map, row, True)
+    of_teacher = 0.0
+    of_student = 0.0
+    of_entropy = 0.0
+    for first in range(0, entries, _BLOCK):
+        column = first + tl.arange(0, _BLOCK)
+        valid = column < entries
+        log_p = _log_probs(student, column, valid, row, rows)
+        log_q = _log_probs(teacher, column, valid, row, rows)
+        p = tl.exp(log_p)
+        q = tl.exp(log_q)
+        # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.
+        log_ratio = log_p - log_q
+        of_q = -log_ratio
+        of_p = log_ratio
+        if TEACHER and STUDENT:
+            smaller = tl.exp(-tl.abs(log_ratio))
+            up = log_ratio > 0
+            log_sum = tl.log(tl.where(up, rest + beta * smaller, beta + rest * smaller))
+            of_q = tl.where(up, -log_ratio, 0.0) - log_sum
+            of_p = tl.where(up, 0.0, log_ratio) - log_sum
+        if sums is not None:
+            if TEACHER:
+                of_teacher += tl.sum(tl.where(valid & (q != 0.0), q * of_q, 0.0), 0)
+            if STUDENT:
+                of_student += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+            if ENTROPY:
+                of_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
+        if gradient is not None:
+            times = tl.load(factor + row)
+            if STUDENT:
+                g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
+            else:
+                g = p - q
+            if logit_map.softcap is not None:
+                z = tl.load(student[0] + row * student[1] + column, mask=valid, other=0.0)
+                g *= slope_at(z, cap)
+            # An ignored token has gradient 0, whatever its logits are.
+            g = tl.where(times != 0.0, g * times, 0.0)
+            tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=valid)
+    if sums is not None:
+        tl.store(sums + row, of_teacher)
+        tl.store(sums + rows + row, of_student)
+        if ENTROPY:
+            tl.store(sums + 2 * rows + row, of_entropy)
+
+
+def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
+    student, teacher, student_normalizer, teacher_normalizer, beta = pair
+    rows, entries = student.shape
+    to_gradient = None if gradient is None else (gradient.out, gradient.out.stride(0), *gradient[1:])
+    if rows:
+        lce_backward_divergence.launch(
+            (rows,),
+            (student, student.stride(0), student_normalizer),
+            (teacher, teacher.stride(0), teacher_normalizer),
+            sums,
+            to_gradient,
+            rows,
+            entries,
+            beta,
+            1 - beta,
+            TEACHER=beta < 1,
+            STUDENT=beta > 0,
+            ENTROPY=sums is not None and len(sums) > 2,
+            num_warps=8,
+        )

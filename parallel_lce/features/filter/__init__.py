@@ -1,0 +1,89 @@
+"""Filtered gradients: products that skip most of the gradient of the logits.
+
+Most of a trained softmax lies in few tiles of 128 tokens by 128 vocabulary entries. A token's *unit* is the entry of
+its row of the gradient G for a probability of 1. An entry of G divided by its token's unit is a probability. A tile is
+*active* if one of its probabilities exceeds the filter, or if it contains a target that several tokens share. (For
+other targets G holds 0: :mod:`parallel_lce.kernels.token_gradients`.) The backward's products read only the active
+tiles. In every other tile G is estimated by a number per token times a number per entry:
+
+    G_ij ~ m_it q_j        m_it = sum_j G_ij over tile t        q_j = sum_i |G_ij| u_i / sum_j sum_i |G_ij| u_i
+
+The sums over i run over the tokens whose tile is not active. The weights ``u_i = 1 / unit_i`` make G's entries
+probabilities. The estimate preserves each token's sum over the tile's entries, its *mass* m. It preserves the sums over
+tokens if all tokens have the same coefficient. Then
+
+    dX_i gets m_it c_t, with the centroid c_t = sum_j q_j W_j        dW_j gets q_j S_t, with S_t = sum_i m_it x_i
+
+Both products with m have at most 1/128 of the full products' size, and cuBLAS computes them.
+
+A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
+tokens; the lists of active tiles (:mod:`.kernels.tiles`); for dX the centroids, their product with the masses, and the
+product with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
+(:mod:`.kernels.products`; on Hopper :mod:`.kernels.hopper_products`).
+
+If a slice was not saved, the backward projects only its active windows again (:mod:`.kernels.windows`). The forward
+keeps the maximum and the sum of exponentials of each token's windows. They give a window's largest probability and its
+mass. Windows then take the place of the tiles t in the formulas.
+
+Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
+be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor. Rows of
+G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel_lce.backends.interface import BackwardTask, ForwardTask
+from parallel_lce.call.seam import Feature, features_of
+from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.plan import Block
+
+
+class Filter(Feature):
+    """The argument ``gradient_filter``. Gradients of the torch backend, and of dense logits, are exact with it, too."""
+
+    allows_dense = True
+    allows_accumulation = True
+
+    def __init__(self, options: Options, tensors: Tensors) -> None:
+        assert options.gradient_filter is not None
+        self._eps = options.gradient_filter
+
+    @classmethod
+    def asked(cls, options: Options, tensors: Tensors) -> bool:
+        return options.gradient_filter is not None
+
+    @classmethod
+    def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
+        """Refuses gradients of the logits that are not the probabilities times one number per token."""
+        refused = {
+            f"label_smoothing={options.label_smoothing}": options.label_smoothing != 0,
+            "mean_logit": options.mean_logit,
+            "entropy": options.expected_logit,
+            "sum_p_squared": options.sum_p_squared,
+            **{feature.adds_entries: True for feature in features_of(options, tensors) if feature.adds_entries},
+        }
+        for name, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is "
+                    "large where probabilities are small"
+                )
+
+    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
+        """Windows are skipped in a backward of one block without a gradient of the bias."""
+        plan = call.plan
+        alone = len(plan.blocks) == 1 and plan.blocks == plan.forward_blocks
+        if call.backend.NAME == "torch" or not (save and alone) or call.needs.bias:
+            return task
+        from parallel_lce.features.filter.form import with_window_partials
+
+        return with_window_partials(task)
+
+    def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
+        if call.backend.NAME == "torch":
+            return task
+        from parallel_lce.features.filter.form import FilterForm
+
+        return task._replace(form=FilterForm(self._eps))

@@ -1,0 +1,150 @@
+"""Epilogues: what is computed from a tile of logits before it leaves registers.
+
+    forward    stores the partials of every tile and, on request, its exponentials in the input's dtype. Logits are
+               not written.
+    backward   writes the gradient of the logits in the input's dtype. :mod:`parallel_lce.kernels.token_gradients` adds
+               the targets' entries.
+    draw       stores the sampled entries of the tile: :class:`parallel_lce.kernels.draws.DrawEpilogue`.
+
+An epilogue takes a tile ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and
+column numbers. A mainloop calls :func:`tile_rows` before a tile's product, so that its loads overlap the product, and
+:func:`finish_tile` after it. ``KIND``: the epilogue's. The functions run under Triton and Gluon. An absent tensor is
+None: Triton compiles the kernel without it.
+
+Saved exponentials are relative to ``arithmetic.window_shift``, nearly always the token's softmax shift.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, flattened, loaded
+from parallel_lce.kernels.draws import store_draw
+from parallel_lce.kernels.logit_map import slope_at, tile_caps, tile_logits
+from parallel_lce.kernels.partials import PartialColumns, store_partials
+
+
+class ForwardEpilogue(NamedTuple):
+    """Stores partials ``[windows, R]`` of each tile and, on request, its logits."""
+
+    KIND = "forward"
+    partials: PartialColumns
+    # [R] fp32. None: exponentials are relative to each window's maximum.
+    softmax_shift: torch.Tensor | None
+    # [R, V] fp32, an output, and its row stride. None: logits are not stored.
+    logits: torch.Tensor | None = None
+    logits_stride: int = 0
+    # [R] fp32: see ``arithmetic.flattened``. None: no token is flat.
+    flat: torch.Tensor | None = None
+
+
+class BackwardEpilogue(NamedTuple):
+    """``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap,
+    with p = exp(z - lse). Tensors are ``[R]`` fp32. ``fp16_scale`` is 0-dimensional."""
+
+    KIND = "backward"
+    max: torch.Tensor
+    sum_exp: torch.Tensor
+    alpha: torch.Tensor
+    gamma: torch.Tensor | None
+    delta: torch.Tensor | None
+    epsilon: torch.Tensor | None
+    fp16_scale: torch.Tensor | None
+
+
+@triton.jit
+def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
+    """Values of the tile's tokens for :func:`finish_tile`. The first are the tokens' scales."""
+    valid = r < rows
+    if KIND == "backward":
+        return _gradient_rows(epilogue, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), r, valid)
+    elif KIND == "draw":
+        return (loaded(logit_map.token_scale, r, valid, 1.0),)
+    else:
+        return (
+            loaded(logit_map.token_scale, r, valid, 1.0),
+            loaded(epilogue.softmax_shift, r, valid, 1.0),
+            loaded(epilogue.flat, r, valid, 1.0),
+        )
+
+
+@triton.jit
+def finish_tile(
+    z,
+    row_values,
+    epilogue,
+    bias,
+    logit_map,
+    position,
+    KIND: tl.constexpr,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SAVED_SCALE: tl.constexpr,
+):
+    """Turn a tile's product ``z = x @ weight.T`` into its exponentials, storing its partials, or into its gradient.
+    ``position``: row numbers, column numbers, window, number of rows, number of entries."""
+    r, c, window, rows, entries = position
+    if bias is not None:
+        z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
+    caps = tile_caps(logit_map, r, r < rows)
+    z = tile_logits(z, logit_map, row_values[0], caps, SCALED)
+    if KIND == "backward":
+        return _gradient(z, row_values, epilogue, logit_map, caps)
+    elif KIND == "draw":
+        store_draw(z, position, epilogue, MASKED)
+        return z
+    else:
+        if epilogue.logits is not None:
+            inside = (r < rows)[:, None] & (c < entries)[None, :]
+            tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
+        HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
+        e = store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        if epilogue.flat is not None:
+            e = flattened(e, row_values[2][:, None])
+        return e
+
+
+@triton.jit
+def _gradient_rows(epilogue, logit_map, token_scales, r, valid):
+    """Values per token: scale, maximum, factor of the exponentials, alpha, delta, epsilon, gamma.
+
+    The factor contains 1 / sum_exp and, without delta and epsilon, alpha. Factor and gamma contain the scales and
+    ``fp16_scale``. Epsilon contains 1 / sum_exp.
+    """
+    base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
+    grad_scale = logit_map.scale
+    if logit_map.token_scale is not None:
+        grad_scale = token_scales * logit_map.scale
+    if epilogue.fp16_scale is not None:
+        grad_scale *= tl.load(epilogue.fp16_scale)
+    to_p = 1.0 / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
+    factor = to_p * grad_scale
+    alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
+    delta, epsilon = loaded(epilogue.delta, r, valid, 1.0), loaded(epilogue.epsilon, r, valid, to_p)
+    if epilogue.delta is None and epilogue.epsilon is None:
+        factor *= alpha
+    return (token_scales, base, factor, alpha, delta, epsilon, loaded(epilogue.gamma, r, valid, grad_scale))
+
+
+@triton.jit
+def _gradient(z, row_values, epilogue, logit_map, cap):
+    _, base, factor, alpha, delta, epsilon, gamma = row_values
+    e = exponential_from(z, base[:, None])
+    g = e * factor[:, None]
+    # Summed before the product with the factor: the terms nearly cancel where z is near the expected logit.
+    if epilogue.delta is not None or epilogue.epsilon is not None:
+        terms = alpha[:, None]
+        if epilogue.delta is not None:
+            terms += delta[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
+        if epilogue.epsilon is not None:
+            terms += epsilon[:, None] * e
+        g *= terms
+    if epilogue.gamma is not None:
+        g -= gamma[:, None]
+    if logit_map.softcap is not None:
+        g *= slope_at(z, cap)
+    return g

@@ -1,0 +1,138 @@
+"""The logits of products, and the derivative: :class:`parallel_lce.core.logit_map.LogitMap` in kernels.
+
+``token_scale`` and ``cap`` are values of a product's token: ``arithmetic.loaded`` of the map's ``token_scale``, and
+:func:`caps_of`. Without such a field they are placeholders. The functions run under Triton and, called from a Gluon
+kernel, under Gluon.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from parallel_lce.kernels.arithmetic import INTERPRETED, LOG2_E, loaded
+
+# |u / cap| below which the soft-cap is a polynomial.
+_SERIES_END = tl.constexpr(0.625)
+
+
+@triton.jit
+def scales_of(logit_map, r, inside):
+    """``scale * token_scale`` of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    return loaded(logit_map.token_scale, r, inside, logit_map.scale)
+
+
+@triton.jit
+def caps_of(logit_map, r, inside):
+    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    if logit_map.token_softcap is not None:
+        return tl.load(logit_map.token_softcap + r, mask=inside, other=1.0)
+    else:
+        return logit_map.softcap
+
+
+@triton.jit
+def tile_caps(logit_map, r, inside):
+    """:func:`caps_of` for a tile whose rows are the tokens ``r``."""
+    caps = caps_of(logit_map, r, inside)
+    if logit_map.token_softcap is not None:
+        caps = caps[:, None]
+    return caps
+
+
+@triton.jit
+def tile_logits(u, logit_map, token_scale, cap, SCALED: tl.constexpr):
+    """The logits of a tile ``u [tokens, entries]`` of ``x @ weight.T + bias``. ``cap``: of :func:`tile_caps`.
+    ``SCALED``: whether the map's scale is not 1."""
+    if SCALED:
+        u = scaled(u, logit_map.scale)
+    if logit_map.token_scale is not None:
+        u = scaled(u, token_scale[:, None])
+    if logit_map.softcap is not None:
+        u = softcapped(u, cap)
+    return u
+
+
+@triton.jit
+def entry_logits(u, bias, entry, hit, logit_map, r, inside):
+    """The logits of the products ``u`` with the entries ``entry``. ``r``: the token of each, or one token of all."""
+    if bias is not None:
+        u += tl.load(bias + entry, mask=hit, other=0.0).to(tl.float32)
+    u = scaled(u, logit_map.scale)
+    if logit_map.token_scale is not None:
+        u = scaled(u, tl.load(logit_map.token_scale + r, mask=inside, other=0.0))
+    if logit_map.softcap is not None:
+        u = softcapped(u, caps_of(logit_map, r, inside))
+    return u
+
+
+@triton.jit
+def row_logits(u, logit_map, scale, cap, SCALED: tl.constexpr):
+    """The logits of one token's row of ``x @ weight.T + bias``. ``scale``: of :func:`scales_of`."""
+    if SCALED or logit_map.token_scale is not None:
+        u = scaled(u, scale)
+    if logit_map.softcap is not None:
+        u = softcapped(u, cap)
+    return u
+
+
+@triton.jit
+def slope_of(z, logit_map, r, inside):
+    """The soft-cap's derivative where it returns ``z``; 1 without a soft-cap. ``r``: as for :func:`entry_logits`."""
+    if logit_map.softcap is not None:
+        return slope_at(z, caps_of(logit_map, r, inside))
+    else:
+        return 1.0
+
+
+@triton.jit
+def scaled(z, factor):
+    """``z * factor``, rounded. Compilers would fuse a plain product with the subtraction of the maximum, and skip this
+    rounding. The largest logit minus the maximum would not be 0. For huge logits, its exponential might be infinite."""
+    return tl.fma(z, factor, 0.0)
+
+
+@triton.jit
+def _quotient(a, b):
+    """a / b for b in [1, 2], with an error of 2 ulp. On a GPU these are two instructions, where Triton's division, for
+    any b, is eight."""
+    if INTERPRETED:
+        return a / b
+    else:
+        return libdevice.fast_dividef(a, b)
+
+
+@triton.jit
+def _inverse(cap):
+    """1 / cap, finite: 0 times infinity would be NaN. A cap below 2^-126 gives 2^126."""
+    return tl.minimum(1.0 / cap, 2.0**126)
+
+
+@triton.jit
+def softcapped(u, cap):
+    """``cap * tanh(u / cap)`` with an error of a few ulp, for every cap.
+
+    Large |u / cap| use the exponential of a negative number. Below :data:`_SERIES_END`, where ``1 - e`` would cancel,
+    an odd polynomial of degree 11 is used: the minimax polynomial (Remez), of relative error 4.4e-9.
+    """
+    ratio = u * _inverse(cap)
+    # exponential(-2 |ratio|), with one product less.
+    e = tl.exp2(tl.abs(ratio) * (-2.0 * LOG2_E))
+    magnitude = cap * _quotient(1.0 - e, 1.0 + e)
+    far = tl.where(ratio < 0.0, -magnitude, magnitude)
+    square = ratio * ratio
+    series = -0.005704986993455203
+    series = series * square + 0.020639087244729175
+    series = series * square - 0.05373971508582496
+    series = series * square + 0.13331442198175808
+    series = series * square - 0.3333328194201277
+    near = u + u * (series * square)
+    return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
+
+
+@triton.jit
+def slope_at(z, cap):
+    """The derivative of :func:`softcapped` where it is ``z``."""
+    ratio = z * _inverse(cap)
+    return 1.0 - ratio * ratio

@@ -1,0 +1,124 @@
+"""The projection: one persistent matrix product ``x @ weight.T``, run by a mainloop, with an epilogue.
+
+In all kernels of this package each output element is written by one program, without atomics and without waits between
+programs, and sums have a fixed order. Offsets into ``[tokens, vocabulary]`` are 64-bit: N * V passes 2^31 in ordinary
+use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.partials import Coefficients
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
+from parallel_lce.kernels.descriptors import addressable
+from parallel_lce.kernels.device import blocks_per_launch, num_sms
+from parallel_lce.kernels.draws import DrawEpilogue
+from parallel_lce.kernels.epilogue import BackwardEpilogue, ForwardEpilogue
+from parallel_lce.kernels.mainloops.choice import mainloop_of, tile_of
+from parallel_lce.kernels.partials import PartialColumns
+from parallel_lce.kernels.tuning import Tile
+
+Epilogue = ForwardEpilogue | BackwardEpilogue | DrawEpilogue
+
+
+@dataclass(frozen=True)
+class Product:
+    """``logit_map(x @ weight.T + bias)``. The K dimension is contiguous in both operands."""
+
+    # [R, D]
+    x: torch.Tensor
+    # [V, D], rows of a vocabulary shard
+    weight: torch.Tensor
+    # [V]
+    bias: torch.Tensor | None = None
+    logit_map: LogitMap = LogitMap()
+
+    def of_rows(self, rows: slice) -> Product:
+        return replace(self, x=self.x[rows], logit_map=self.logit_map.of_rows(rows))
+
+    @cached_property
+    def tma(self) -> bool:
+        return addressable(self.x, self.weight)
+
+    @cached_property
+    def tile(self) -> Tile:
+        return tile_of(self.weight, self.tma)
+
+    @cached_property
+    def windows(self) -> int:
+        return -(-self.weight.shape[0] // self.tile.entries)
+
+    @cached_property
+    def row_blocks(self) -> int:
+        return -(-self.x.shape[0] // self.tile.rows)
+
+    def launch(self, out: torch.Tensor | None, epilogue: Epilogue, listed: torch.Tensor | None = None) -> None:
+        """Start the product with an epilogue. ``listed [1 + n]`` int32: n, then the numbers ``window * row_blocks + row
+        block`` of the only tiles to form; None: all."""
+        tile, mainloop = self.tile, mainloop_of(self.tile.mainloop)
+        (rows, k_size), entries = self.x.shape, self.weight.shape[0]
+        saves_fp16 = isinstance(epilogue, ForwardEpilogue) and out is not None and out.dtype == torch.float16
+        operands, strides, options = mainloop.operands(self.x, self.weight, out, tile, self.tma)
+        options |= dict(
+            KIND=epilogue.KIND,
+            SCALED=self.logit_map.scale != 1.0,
+            MASKED=entries % tile.entries != 0,
+            SAVED_SCALE=SAVED_FP16_SCALE if saves_fp16 else 1.0,
+            num_warps=tile.warps,
+        )
+        row_blocks, windows = self.row_blocks, self.windows
+        programs = num_sms(self.x.device)
+        step = blocks_per_launch(row_blocks, windows, programs, tile.rows * k_size * self.x.element_size())
+        step = step if listed is None else max(1, row_blocks)
+        for first in range(0, row_blocks, step):
+            number = min(step, row_blocks - first)
+            mainloop.projection.launch(
+                (min(number * windows, programs),),
+                *operands,
+                self.bias,
+                self.logit_map,
+                epilogue,
+                listed,
+                rows,
+                entries,
+                k_size,
+                first,
+                number,
+                *strides,
+                **options,
+            )
+
+
+def new_window_partials(product: Product, columns) -> PartialColumns:
+    """Uninitialised partials of all windows, ``[windows, R]`` fp32 each, with all ``columns`` but the target's."""
+    windows, rows = product.windows, product.x.shape[0]
+    # One allocation per column: maxima may outlive the others.
+    maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
+    sum_exp, wanted = torch.empty_like(maximum), columns.requested
+    others = [torch.empty_like(maximum) if name in wanted else None for name in PartialColumns._fields[3:]]
+    return PartialColumns(maximum, sum_exp, None, *others)
+
+
+def logits_gradient(
+    product: Product,
+    partial: torch.Tensor,
+    coefficients: Coefficients,
+    fp16_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    listed: torch.Tensor | None = None,
+) -> None:
+    """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
+
+    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
+    beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
+    last entry is overwritten up to the next boundary. ``listed``: as for :meth:`Product.launch`.
+    """
+    alpha, _, gamma, delta, epsilon, factor = coefficients
+    assert factor is None
+    epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
+    product.launch(out, epilogue, listed=listed)

@@ -1,0 +1,59 @@
+"""The gradients of a call that holds one block's logits at a time, in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.gemm import accumulate_nt, put
+from parallel_lce.backends.interface import Projection, power_of_two_near
+from parallel_lce.call.call import Call, Needs
+from parallel_lce.core.plan import Block
+from parallel_lce.run.schedule import GradientSums
+
+
+class OutputGradients(GradientSums):
+    """The sums, formed from the gradients of the projection's output, block by block.
+
+    ``factor [N]``: of each token's gradients, which the caller multiplies by :attr:`factor` and rounds to
+    :attr:`dtype`. ``largest``: most that a factor is multiplied by. ``dtype``: as of :class:`GradientSums`."""
+
+    def __init__(
+        self,
+        call: Call,
+        hidden: Tensor,
+        projection: Projection,
+        needs: Needs,
+        blocks: int,
+        factor: Tensor,
+        largest: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(call, hidden, projection, needs, blocks, dtype)
+        # On CPUs low-precision products are slower, and no more exact.
+        self.dtype = hidden.dtype if hidden.is_cuda else projection.dtype
+        self.factor, self._unscale = factor, None
+        if hidden.dtype == torch.float16 and len(factor):
+            # A mean's gradients, 1 / N each, would underflow.
+            power = power_of_two_near(factor.abs().nan_to_num(0.0, 0.0).amax() * largest)
+            self.factor, self._unscale = factor * power, 1 / power
+
+    def unscaled(self, total: Tensor) -> Tensor:
+        """``total``, in place, as it would be with the factors that the caller gave."""
+        return total if self._unscale is None else total.mul_(self._unscale)
+
+    def add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
+        """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
+        real = self.projection.real_rows
+        if self.reduction is not None:
+            dx = self.reduction.open_block(block)
+            accumulate_nt(dx, gradient, self.projection.weight[:real].t(), overwrite=True, factor=self._unscale)
+            self.reduction.start(block, dx)
+        if self.dweight is not None:
+            total, empty = self.dweight.open(0, real, whole=True)
+            accumulate_nt(total, gradient.t(), x.t(), overwrite=empty, factor=self._unscale)
+            self.dweight.close(0, real, total)
+        if self.dbias is not None:
+            total, empty = self.dbias.open(0, real, whole=True)
+            put(total, self.unscaled(gradient.sum(0, dtype=self.projection.dtype)), empty)
+            self.dbias.close(0, real, total)

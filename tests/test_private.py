@@ -1,0 +1,322 @@
+"""The private interfaces that the package uses (core/private.py, kernels/relaunch.py) do what it uses them for."""
+
+import ast
+import gc
+import inspect
+import os
+import textwrap
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules import module
+
+from parallel_lce.core import private
+from tools import on_ranks
+from world import mesh_of
+
+
+def test_the_environment_is_a_dict_of_bytes_that_follows_changes(monkeypatch):
+    monkeypatch.setenv("PARALLEL_LCE_TEST_X", "ä")
+    assert private.environment[b"PARALLEL_LCE_TEST_X"] == os.fsencode("ä")
+    monkeypatch.delenv("PARALLEL_LCE_TEST_X")
+    assert b"PARALLEL_LCE_TEST_X" not in private.environment
+
+
+# --- graphs of torch.compile ------------------------------------------------------------------------
+
+
+def _untraceable() -> int:
+    """No graph can hold it."""
+    return len(gc.get_referrers(_untraceable)) and 3
+
+
+def test_a_constant_in_graphs_is_called_while_torch_compile_traces():
+    constant = private.constant_in_graphs(_untraceable)
+    compiled = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_graphs_break_at_a_function_outside_of_them_and_give_its_reason():
+    outside = private.outside_graphs(lambda x: x + 1)
+    private.explain_break(outside, "it is the reason")
+    called = lambda x: outside(x * 2)  # noqa: E731
+    assert torch.compile(called, backend="eager")(torch.ones(1)).item() == 3
+    torch.compiler.reset()  # it has code of the first call
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it is the reason"):
+        torch.compile(called, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+@torch.compiler.assume_constant_result
+def _is_one_graph() -> bool:
+    return private.must_be_one_graph()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_torch_compile_says_whether_it_must_make_one_graph(whole):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + (2 if _is_one_graph() else 1), backend="eager", fullgraph=whole)
+    assert compiled(torch.zeros(1)).item() == (2 if whole else 1)
+
+
+def test_tensors_of_tracing_are_of_one_package():
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert isinstance(fake, private.FakeTensor) and not fake.is_meta
+    with FunctionalTensorMode():
+        functional = FunctionalTensor.to_functional(torch.ones(2))
+    for tensor in (fake, functional):
+        assert type(tensor).__module__.startswith(private.TRACING)
+
+
+def test_a_proxy_mode_runs_while_a_graph_is_made():
+    seen = []
+    make_fx(lambda x: (seen.append(private.get_proxy_mode() is not None), x + 1)[1])(torch.ones(2))
+    assert seen == [True] and private.get_proxy_mode() is None
+
+
+# --- autograd and torch.func ------------------------------------------------------------------------
+
+
+def test_transforms_are_seen():
+    seen = []
+
+    def look(x):
+        seen.append(private.transforming())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    assert seen == [False, True, True]
+
+
+def test_a_batch_of_gradients_is_taken_apart_and_made_again():
+    seen = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, upstream):
+            seen.append(private.is_batch(upstream))
+            whole = private.remove_dim(upstream, 1, 0, 0)
+            assert whole.shape == (3, 2) and not private.is_batch(whole)
+            assert len(private.remove_dim(upstream, 2, 0, 0)) == 0  # of another level it is no batch
+            return private.add_dim(torch.stack([each * 2 for each in whole]), 0, 1)
+
+    x, batch = torch.ones(2, requires_grad=True), torch.arange(6.0).view(3, 2)
+    (found,) = torch.autograd.grad(Doubled.apply(x), [x], batch, is_grads_batched=True)
+    assert torch.equal(found, batch * 2) and seen == [True] and not private.is_batch(x)
+
+
+def test_forward_gradients_are_off_within_functions_and_in_inference_mode():
+    seen = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(private.forward_gradients_enabled())
+            return x.clone()
+
+    Noted.apply(torch.ones(1, requires_grad=True))
+    with torch.inference_mode():
+        seen.append(private.forward_gradients_enabled())
+    assert seen == [False, False] and private.forward_gradients_enabled()
+
+
+def test_forward_mode_is_seen():
+    assert not private.in_forward_mode()
+    with forward_ad.dual_level():
+        assert private.in_forward_mode()
+
+
+def test_a_backward_has_a_number_and_knows_whether_it_accumulates():
+    x, seen = torch.ones(2, requires_grad=True), []
+    leaf = torch.autograd.graph.get_gradient_edge(x).node
+    y = x * 2
+    y.register_hook(lambda g: seen.append((private.backward_id(), private.accumulates(leaf))))
+    y.sum().backward(retain_graph=True)
+    torch.autograd.grad(y.sum(), [x])
+    (first, accumulated), (second, captured) = seen
+    assert private.backward_id() == -1 and -1 not in (first, second) and first != second
+    assert accumulated and not captured
+
+
+# --- tensors ----------------------------------------------------------------------------------------
+
+
+def test_products_of_lists(device):
+    tensors = [torch.full((n,), 2.0, device=device) for n in (1, 3)]
+    assert [t.tolist() for t in private.foreach_mul(tensors, [3.0, 0.5])] == [[6.0], [1.0] * 3]
+    assert [t.tolist() for t in private.foreach_mul(tensors, tensors)] == [[4.0], [4.0] * 3]
+
+
+@pytest.mark.gpu
+def test_the_current_device():
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(index):
+            assert private.current_cuda_device() == index
+
+
+def test_tensors_without_memory_whose_torch_function_can_be_turned_off():
+    class Nothing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(function)
+
+    tensor = private.wrapper_subclass(Nothing, (2, 3), dtype=torch.bfloat16, device="cpu")
+    assert type(tensor) is Nothing and callable(tensor.size())
+    with private.DisableTorchFunctionSubclass():
+        assert tensor.size() == (2, 3) and tensor.dtype == torch.bfloat16 and tensor.data_ptr() == 0
+
+
+def test_linear_is_the_one_of_torch_nn_functional():
+    assert private.linear is nn.functional.linear
+
+
+def test_a_value_is_kept_as_long_as_memory(device):
+    class Value:
+        pass
+
+    value, x = Value(), torch.ones(1, device=device, requires_grad=True)
+    watched, handle = weakref.ref(value), torch.zeros(1, device=device)
+    private.keep_with(handle, value)
+    assert private.take_from(handle.clone()) is None
+    saved = x * handle  # autograd saves it
+    del value, handle
+    gc.collect()
+    assert watched() is not None
+    (kept,) = (t for t in (saved.grad_fn._saved_self, saved.grad_fn._saved_other) if t is not None)
+    assert private.take_from(kept.view(1)) is watched() and private.take_from(kept) is None
+    private.keep_with(kept, found := Value())
+    watched = weakref.ref(found)
+    del found, kept, saved
+    gc.collect()
+    assert watched() is None
+
+
+def test_versions_count_changes_in_place_of_all_aliases():
+    x = torch.ones(4)
+    before = private.version(x)
+    x.view(2, 2).mul_(2)
+    assert private.version(x) == before + 1 and private.version(x.clone()) == 0
+
+
+def test_hooks_of_a_tensor():
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        x = torch.ones(1, requires_grad=True)
+        assert not private.has_hooks(x)
+        getattr(x, register)(lambda g: None)
+        assert private.has_hooks(x)
+
+
+def test_trees_of_tensors():
+    leaves, spec = private.pytree.tree_flatten(((1, [2]), {"a": 3}))
+    assert leaves == [1, 2, 3] and private.pytree.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": 6})
+    assert private.pytree.tree_leaves(((1, [2]), {"a": 3})) == leaves
+    assert private.pytree.tree_map_only(int, str, [1, 2.0, (3,)]) == ["1", 2.0, ("3",)]
+
+
+def test_the_mode_of_a_default_device_is_known():
+    assert private.function_modes() == []
+    with torch.device("cpu"):
+        assert [type(mode) for mode in private.function_modes()] == [private.DeviceContext]
+
+
+# --- torch.distributed ------------------------------------------------------------------------------
+
+
+DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
+
+
+@on_ranks(2)
+def test_groups_and_results_of_functional_collectives(member):
+    assert private.group_of_name(member.group.group_name) is member.group
+    assert private.device_of_objects(member.group).type == (
+        "cpu" if dist.get_backend(member.group) == "gloo" else "cuda"
+    )
+    own = torch.full((1,), float(member.rank), device=member.device)
+    result = collectives.all_reduce(own, "sum", member.group)
+    assert isinstance(result, private.AsyncCollectiveTensor)
+    plain = result.trigger_wait()
+    assert type(plain) is torch.Tensor and plain.item() == 1
+
+
+@on_ranks(2)
+def test_fsdp_tells_the_dtype_of_results(member):
+    for dtype in (None, torch.float32):
+        layer, policy = nn.Linear(4, 4, device=member.device), MixedPrecisionPolicy(torch.bfloat16, output_dtype=dtype)
+        fully_shard(layer, mesh=mesh_of(member.device.type, (2,)), mp_policy=policy)
+        assert private.fsdp_output_dtype(layer) == dtype
+        found = layer(torch.ones(1, 4, device=member.device)).dtype
+        assert found == (dtype or torch.bfloat16)
+
+
+# --- modules ----------------------------------------------------------------------------------------
+
+
+KINDS = "forward", "forward_pre", "backward", "backward_pre"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_a_module_and_of_all_modules(kind):
+    name = kind.replace("backward", "full_backward") + "_hook"
+    layer, hook = nn.Linear(2, 2), lambda *_: None
+    for register in (getattr(layer, f"register_{name}"), getattr(module, f"register_module_{name}")):
+        assert not private.hooks(layer, *KINDS)
+        handle = register(hook)
+        try:
+            assert private.hooks(layer, kind) == private.hooks(layer, *KINDS) == [hook]
+        finally:
+            handle.remove()
+
+
+# --- Triton -----------------------------------------------------------------------------------------
+
+
+def test_triton_launches_a_compiled_kernel_with_the_arguments_of_a_relaunch():
+    """``start`` of kernels/relaunch.py: grid, stream, function, metadata, three that may be None, all arguments."""
+    jit = pytest.importorskip("triton.runtime.jit", reason="needs triton")
+    tree = ast.parse(textwrap.dedent(inspect.getsource(jit.JITFunction.run)))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "kernel.run"]
+    (arguments,) = ([ast.unparse(a) for a in call.args] for call in calls)
+    assert arguments[:7] == [
+        *("grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata")
+    ]
+    assert [name.rpartition(".")[2] for name in arguments[7:9]] == ["launch_enter_hook", "launch_exit_hook"]
+    assert arguments[9:] == ["*bound_args.values()"]
+
+
+@pytest.mark.gpu
+def test_a_relaunch_computes_what_the_first_launch_did():
+    triton = pytest.importorskip("triton", reason="needs triton")
+    import triton.language as tl
+
+    from parallel_lce.kernels.relaunch import Relaunched
+
+    @Relaunched
+    @triton.jit
+    def scaled(x, out, factor, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + at, tl.load(x + at, mask=at < count) * factor, mask=at < count)
+
+    for factor in (2.0, 3.0):  # the second goes past Triton
+        x, out = torch.arange(100.0, device="cuda"), torch.zeros(100, device="cuda")
+        scaled.launch((4,), x, out, factor, 100, BLOCK=32)
+        assert torch.equal(out, x * factor)
+    assert len(scaled._compiled) == 1

@@ -499,7 +499,7 @@ def _patched(base: type) -> type:
         _parallel_lce_base = base
         _parallel_lce_place = [*inspect.signature(base.forward).parameters, "labels"].index("labels") - 1
 
-        @_as(base.forward)
+        @functools.partial(_named_as, base.forward)
         def forward(self, *arguments, **named):
             return _forward(self, functools.partial(base.forward, self), arguments, named)
 
@@ -522,17 +522,13 @@ def _patched(base: type) -> type:
     return Patched
 
 
-def _as(own: Callable[..., Any]) -> Callable[[Any], Any]:
-    """As ``functools.wraps``, without the attribute by which accelerate finds what it takes for a wrapper's function,
-    and puts that into the model."""
-
-    def named(forward: Any) -> Any:
-        functools.update_wrapper(forward, own)
-        del forward.__wrapped__
-        forward.__signature__ = inspect.signature(own)
-        return forward
-
-    return named
+def _named_as(own: Callable[..., Any], forward: Any) -> Any:
+    """As ``functools.update_wrapper``, without the attribute by which accelerate finds what it takes for a wrapper's
+    function, and puts that into the model."""
+    functools.update_wrapper(forward, own)
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(own)
+    return forward
 
 
 def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
@@ -592,7 +588,7 @@ def patch(
     vars(owner)[_DOOR] = _Door(token_accuracy, eval_logits, options)
     if (given := vars(owner).get("forward")) is not None:  # which may not call the class's forward
 
-        @_as(given)
+        @functools.partial(_named_as, given)
         def forward(*arguments, **named):
             return _forward(owner, given, arguments, named)
 

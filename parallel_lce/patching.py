@@ -78,9 +78,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._imported(module)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname not in self.waiting:
-            return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if fullname in self.waiting else ()
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in behind)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_flag, check_reduction, shortened
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
 from parallel_lce.dtensor.adapter import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted
@@ -147,8 +147,8 @@ def linear_cross_entropy(
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
     no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
-    for targets out of range, and for arguments that one rank refuses; it synchronises the host with the device. Meta
-    and fake tensors give the shapes of results.
+    for equal shards, for targets out of range, and for arguments that one rank refuses; it synchronises the host with
+    the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
@@ -158,7 +158,7 @@ def linear_cross_entropy(
     """
     if reduction is None or weight is not None or options is not None:
         _refuse_unsupported(reduction, weight=weight, options=options)
-    one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
     chosen = Options(
         "linear_cross_entropy",
@@ -262,7 +262,7 @@ def token_statistics(
     all-reduce of N int64.
     """
     ids, offsets = ids_and_offsets(selected)
-    one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options(
         "token_statistics",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_lce.call.checks import as_group, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, apart, as_flag, as_number, shortened
+from parallel_lce.core.options import Options, Tensors, as_flag, as_number, shortened, split_per_token
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.transforms import transformable
 
@@ -71,7 +71,7 @@ def linear_cross_entropy(
     _check_tensors(hidden=hidden, weight=weight, labels=labels)
     if hidden.dim() < 1:
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
-    _, number, _, each = apart(1.0, 1.0 if temperature is None else temperature)
+    _, number, _, each = split_per_token(1.0, 1.0 if temperature is None else temperature)
     flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
     tensors = Tensors(flat, weight, labels.reshape(-1), bias, temperature=each if each is None else each.reshape(-1))
     options = Options(

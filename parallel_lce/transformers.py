@@ -27,13 +27,17 @@ from torch.distributed.tensor import DTensor
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import (
+    FSDP_MODULES,
     DeviceContext,
     fsdp_output_dtype,
     function_modes,
     hooks,
     in_forward_mode,
     linear,
+    module_calls,
     must_be_one_graph,
+    parameters_of,
+    submodules_of,
     transforming,
 )
 from parallel_lce.functional import linear_cross_entropy, token_statistics
@@ -42,7 +46,6 @@ from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import called_with, is_own
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable")
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
 
@@ -62,7 +65,7 @@ class _LazyLogits(RecordedLogits):
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
         weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
-        trainable = any([p is not None and p.requires_grad for p in layer._parameters.values()])
+        trainable = any([p is not None and p.requires_grad for p in parameters_of(layer).values()])
         self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
         self.watch.weight = own = layer.weight
         vars(self).update(vocabulary=own.shape[0], kind=(own.dtype, own.device))
@@ -83,7 +86,7 @@ class _LazyLogits(RecordedLogits):
         elif (weight.dtype, weight.device) != self.kind:
             return f"the output layer's weight became {weight.dtype} on {weight.device}"
         elif type(weight) is DTensor:
-            replaced = self.layer._parameters.get("weight", weight) is not weight
+            replaced = parameters_of(self.layer).get("weight", weight) is not weight
             return "the output layer got another weight" if replaced else None
         if weight is None or transforming() or weight.numel() == 0:
             return None
@@ -124,7 +127,7 @@ class _LazyLogits(RecordedLogits):
 
     def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:
         """The loss has no logits in its graph: its own hook gets their gradient, of the model's own loss."""
-        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(_FSDP):
+        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(FSDP_MODULES):
             vars(self)["hooks"] = (*self.hooks, hook)  # FSDP puts one on each output, and needs one of them
             return
         node, own = self.origin.loss
@@ -174,11 +177,12 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
     forward = hooks(layer, "forward", "forward_pre")
-    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(_FSDP)]
+    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(FSDP_MODULES)]
     if others or hooks(layer, "backward", "backward_pre"):
         return "its output layer has hooks"
-    calls = zip((nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl), _CALLS)
-    if not all(is_own(call, *of) for call, of in calls) or nn.functional.linear is not linear:
+    calls = [is_own(call, nn.Module.__module__, name) for name, call in module_calls().items()]
+    calls.append(is_own(nn.Linear.forward, nn.Linear.__module__, "Linear.forward"))
+    if not all(calls) or nn.functional.linear is not linear:
         return "nn.Linear, or what that calls, was replaced"
     modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
@@ -189,13 +193,6 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
-
-
-_CALLS = (
-    ("torch.nn.modules.linear", "Linear.forward"),
-    ("torch.nn.modules.module", "Module._wrapped_call_impl"),
-    ("torch.nn.modules.module", "Module._call_impl"),
-)
 
 
 def _is_computed(layer: nn.Module) -> bool:
@@ -443,7 +440,7 @@ class _Door:
         for _ in range(2):  # by the path of the last call, or anew
             modules: list[Any] = [model]
             for name in self.path:
-                modules.append(getattr(modules[-1], "_modules", {}).get(name))
+                modules.append(submodules_of(modules[-1]).get(name) if modules[-1] is not None else None)
             if modules[-1] is layer:
                 return modules[1:-1]
             self.path = next((name for name, module in model.named_modules() if module is layer), "").split(".")

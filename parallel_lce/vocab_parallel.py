@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import backend_of, is_meta_or_fake
-from parallel_lce.backends.interface import Backend
+from parallel_lce.backends.protocol import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of

@@ -1,9 +1,8 @@
 """An order of the vocabulary in which :mod:`filtered gradients <parallel_lce.features.filter>` skip many tiles.
 
-A new model may assign the rows of its weight to tokens in any order. A tokenizer's own order spreads frequent tokens
-over all rows, so that most tiles of 128 neighbouring rows have a large probability. In descending order of frequency
-most tiles hold rare tokens alone. If each tensor-parallel rank's shard has the same share of frequent tokens, the ranks
-have equal work with the remaining tiles.
+A tokenizer's own order spreads frequent tokens over all rows, so that most tiles of 128 neighbouring rows have a large
+probability. In descending order of frequency most tiles hold rare tokens alone. If each tensor-parallel rank's shard
+has the same share of frequent tokens, the ranks have equal work with the remaining tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from parallel_lce.call.checks import INTEGERS, described
 
 
 class VocabularyOrder:
-    """A permutation of the vocabulary. No method runs a collective: every rank computes or loads the same order.
+    """A permutation of the vocabulary, the same on every rank; no method runs a collective.
 
     Ids and rows in the tokenizer's order are called old; in the model's order, new. Ids and weights may be on any
     device: each call copies ``new_id`` to that device, unless it is there already (:meth:`to`).
@@ -52,22 +51,19 @@ class VocabularyOrder:
 
     @classmethod
     def by_frequency(cls, counts: Tensor, *, ranks: int = 1, rows: int | None = None) -> VocabularyOrder:
-        """The order in which every rank's shard is in descending order of frequency.
+        """The order in which every rank's shard is in descending order of frequency, on the device of ``counts``.
 
         Ids are dealt to the ranks in turn: the most frequent id gets the first row of rank 0's shard, the next id the
         first row of rank 1's. Ids of the same count are dealt in ascending order. Padding stays at the end of the whole
-        weight, as a loss with ``vocab_size`` expects; a rank whose shard has padding is dealt fewer ids. The order is
-        on the device of ``counts``.
+        weight, as a loss with ``vocab_size`` expects; a rank whose shard has padding is dealt fewer ids.
 
         Args:
-            counts: ``[V]``, integers or floating-point numbers: how often each id occurs in the training text, or
-                in a sample of it.
-            ranks: tensor-parallel size P. Rank r has the r-th block of ``rows / P`` rows.
-            rows: rows of the whole weight, a multiple of ``ranks``. None: V.
+            counts: ``[V]`` numbers >= 0: how often each id occurs in the training text, or in a sample of it.
+            ranks: tensor-parallel size P >= 1. Rank r has the r-th block of ``rows / P`` rows.
+            rows: rows of the whole weight, at least V and a multiple of ``ranks``. None: V.
 
         Raises:
-            ValueError: ``counts`` is no such tensor or has a NaN or negative number; ``ranks`` is less than 1; ``rows``
-            is less than V or no multiple of ``ranks``.
+            ValueError: for other arguments.
         """
         if not isinstance(counts, Tensor) or counts.dim() != 1 or not len(counts):
             raise ValueError(f"counts must be a tensor [V] with V > 0, got {described(counts)}")
@@ -95,8 +91,8 @@ class VocabularyOrder:
     def apply(self, ids: Tensor) -> Tensor:
         """New ids of old ``ids``, such as inputs and targets, of any shape.
 
-        Numbers outside [0, V) stay as they are, such as ``ignore_index``. The host does not synchronise with the device
-        if ``new_id`` is on it. Raises ``ValueError`` unless ``ids`` is of an integer dtype that can hold V - 1.
+        Numbers outside [0, V) stay as they are, such as ``ignore_index``. Raises ``ValueError`` unless ``ids`` is of an
+        integer dtype that can hold V - 1.
         """
         return _mapped(ids, self.new_id)
 
@@ -105,12 +101,9 @@ class VocabularyOrder:
         return _mapped(ids, self._old_id)
 
     def apply_rows(self, weight: Tensor) -> Tensor:
-        """A whole weight, embedding or bias ``[rows, ...]``, or ``[V, ...]`` without padding, with its rows moved from
-        the old to the new order, as a new tensor. Differentiable.
-
-        Padding stays where it is. With ``n = rows // P``, the shard of rank r is
-        ``apply_rows(weight)[r * n : (r + 1) * n]``. Raises ``ValueError`` for another number of rows.
-        """
+        """A new tensor: a whole weight, embedding or bias ``[rows, ...]``, or ``[V, ...]`` without padding, with its
+        rows moved from the old to the new order. Differentiable. Padding stays where it is. With ``n = rows // P``, the
+        shard of rank r is ``[r * n : (r + 1) * n]``. Raises ``ValueError`` for another number of rows."""
         return self._moved("weight", weight, self._old_id)
 
     def undo_rows(self, weight: Tensor) -> Tensor:
@@ -118,16 +111,13 @@ class VocabularyOrder:
         return self._moved("weight", weight, self.new_id)
 
     def apply_checkpoint(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """A checkpoint from the old to the new order.
+        """A checkpoint from the old to the new order, as a new dict.
 
         Args:
             state: whole tensors by name, as a model without shards saves them.
             names: of the tensors whose rows are vocabulary entries: the embedding, the output layer's weight and bias.
-                For a tied weight, every name under which it is saved.
-
-        Returns:
-            A new dict. The named tensors are new, as from :meth:`apply_rows`, without gradients. Names that shared
-            memory share it again. All other values are not copied.
+                For a tied weight, every name under which it is saved. These tensors are new, as from
+                :meth:`apply_rows`, without gradients; names that shared memory share it again.
 
         Raises:
             ValueError: ``names`` is one string, a name is missing, or its tensor has another number of rows.

@@ -3,7 +3,6 @@ without ``--all``, and tests of a GPU where there is none."""
 
 import gc
 import os
-from collections import Counter
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Test processes share the cores. PyTorch and NumPy read this when they are imported.
@@ -16,18 +15,13 @@ if not torch.cuda.is_available():
     # Kernels then run on the CPU; Triton reads this when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiers import repeated_pairs_of, slow_of
+from tiers import left_out
 from tools import chosen_backend
 from world import World, configure
 
 configure()
 
 SHARED_GPU = os.environ.get("PARALLEL_LCE_TEST_SHARED_GPU") == "1"
-SLOW = "slow: --all runs them"
-PAIRS = "combinations in which every pair of values occurs in another test; -m thinned runs all"
-NO_GPU = "need a GPU, and there is none"
-_left_out: dict[str, int] = {}
-"""Reason: the number of tests that this run leaves out."""
 
 
 def pytest_addoption(parser) -> None:
@@ -38,21 +32,15 @@ def pytest_addoption(parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # -k and -m have selected by then
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
+    """Whoever selects GPU tests, slow or thinned tests or single tests gets all of them."""
     marks = config.option.markexpr
     on_gpu = {item for item in items if item.get_closest_marker("gpu")}
     asked_for = on_gpu if "gpu" in marks else set()
-    reasons = {}
-    if not torch.cuda.is_available():
-        reasons |= dict.fromkeys(on_gpu - asked_for, NO_GPU)
-    # Whoever selects GPU tests, slow or thinned tests or single tests gets all of them.
+    without = set() if torch.cuda.is_available() else on_gpu - asked_for
     if not ("slow" in marks or "thinned" in marks or any("::" in argument for argument in config.args)):
-        left_out, reason = (repeated_pairs_of, PAIRS) if config.option.all else (slow_of, SLOW)
-        reasons |= dict.fromkeys(left_out([i for i in items if i not in reasons and i not in asked_for]), reason)
-    config.hook.pytest_deselected(items=[*reasons])
-    items[:] = [item for item in items if item not in reasons]
-    _left_out.update(Counter(reasons.values()))
-    if hasattr(config, "workeroutput"):  # in a worker of pytest-xdist
-        config.workeroutput["left_out"] = _left_out
+        without |= left_out([item for item in items if item not in without | asked_for], config.option.all)
+    config.hook.pytest_deselected(items=[*without])
+    items[:] = [item for item in items if item not in without]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,22 +51,11 @@ def _nothing_old_is_collected() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node) -> None:
-    """A worker of pytest-xdist has ended. All workers collect, and leave out, the same tests."""
-    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config) -> int:
     """Worker processes of ``-n auto``, each with process groups of its own. A few files take no longer than to start
     them. On GPUs, whose memory tests measure, one test runs at a time."""
     files_are_named = config.args_source is config.ArgsSource.ARGS
     return 0 if files_are_named or torch.cuda.is_available() else 2
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    for reason, number in _left_out.items():
-        terminalreporter.write_line(f"left out: {number} tests ({reason})")
 
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]

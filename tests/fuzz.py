@@ -21,13 +21,10 @@ if __name__ == "__main__":
 
 from fuzz_draw import Configuration, draw
 
-_LINES = 6
-_BETWEEN_REPORTS = 100
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What the meaning of an index and of a result depends on."""
+    """The settings that decide which configuration an index stands for."""
 
     seed: int
     backend: str
@@ -42,14 +39,12 @@ class Settings:
 
     def command(self, ranks: int, index: int) -> str:
         """What shows one configuration again."""
-        return (
-            f"python tests/fuzz.py --only {index} --ranks {ranks} --seed {self.seed} "
-            f"--backend {self.backend} --device {self.device}"
-        )
+        where = f"--ranks {ranks} --seed {self.seed} --backend {self.backend} --device {self.device}"
+        return f"python tests/fuzz.py --only {index} {where}"
 
 
 class Ranks:
-    """Processes that run configurations; new ones after a hang, and where some may have left the others waiting."""
+    """Processes that run configurations. They are restarted after a hang or an error on some ranks."""
 
     def __init__(self, ranks: int, settings: Settings, timeout: float) -> None:
         self._ranks, self._settings, self._timeout = ranks, settings, timeout
@@ -59,12 +54,11 @@ class Ranks:
         from fuzz_run import execute
         from world import World
 
-        timeout = self._timeout
-        if self._world is None:
+        fresh = self._world is None
+        if fresh:
             self._world = World(self._ranks, self._settings.device)
-            timeout += 120
         try:
-            return self._world.run(execute, c, self._settings.backend, timeout=timeout)
+            return self._world.run(execute, c, self._settings.backend, timeout=self._timeout + 120 * fresh)
         except AssertionError:
             if self._ranks > 1 or not self._world.alive:
                 self.close(kill=True)
@@ -86,7 +80,7 @@ def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tup
     except Exception as error:
         # A world's message is the first failed rank's traceback.
         text = f"{error}" if type(error) is AssertionError else f"{type(error).__name__}: {error}"
-        return [], "\n".join(text.strip().splitlines()[-_LINES:]) or "AssertionError"
+        return [], "\n".join(text.strip().splitlines()[-6:]) or "AssertionError"
     return verdicts, "\n".join(str(v) for v in verdicts if not v.good)
 
 
@@ -108,27 +102,33 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     torch.set_num_threads(1)
-    first, count = (options.first, options.count) if options.only is None else (options.only, 1)
-    findings = 0
-    for ranks in options.ranks:
-        run, before = Ranks(ranks, settings, options.timeout), findings
-        try:
-            for done, index in enumerate(range(first, first + count), 1):
-                c = settings.draw(ranks, index)
-                verdicts, finding = examine(c, run)
-                findings += bool(finding)
-                if options.only is not None:
-                    print(f"{c}\n")
-                    for verdict in sorted(verdicts, key=lambda v: -v.ratio):
-                        print(f"{'ok   ' if verdict.good else 'WRONG'} {verdict}")
-                    print("" if verdicts else finding)
-                elif finding:
-                    print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
-                if options.only is None and (done % _BETWEEN_REPORTS == 0 or done == count):
-                    print(f"{ranks} ranks, configuration {index}: {findings - before} findings in {done}", flush=True)
-        finally:
-            run.close()
-    return 1 if findings else 0
+    if options.only is not None:
+        options.first, options.count = options.only, 1
+    return int(any([_findings(settings, ranks, options) for ranks in options.ranks]))
+
+
+def _findings(settings: Settings, ranks: int, options: argparse.Namespace) -> int:
+    """The number of findings over so many ranks, each of which is printed."""
+    run, findings = Ranks(ranks, settings, options.timeout), 0
+    try:
+        for done in range(1, options.count + 1):
+            index = options.first + done - 1
+            c = settings.draw(ranks, index)
+            verdicts, finding = examine(c, run)
+            findings += bool(finding)
+            if options.only is not None:
+                print(f"{c}\n")
+                for verdict in sorted(verdicts, key=lambda v: -v.ratio):
+                    print(f"{'ok   ' if verdict.good else 'WRONG'} {verdict}")
+                print("" if verdicts else finding)
+                continue
+            if finding:
+                print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
+            if done % 100 == 0 or done == options.count:
+                print(f"{ranks} ranks, configuration {index}: {findings} findings in {done}", flush=True)
+    finally:
+        run.close()
+    return findings
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ Each token and each row of a gradient is judged on its own, so that one wrong ro
 far as roundings move it (:mod:`fuzz_truth`), in fp32 plus twice the error of torch's path. In low precision that would
 be too lenient, as it rounds the logits.
 
-Roundings of tokens that are sure of an entry are as large as those of others, and their gradients as small as 1 - p;
-where logits are nearly equal, a gradient may be as small as their differences. So tokens that are as sure as each other
-are judged as a group, too, tokens that are not sure as another one, and those of nearly equal logits as a third: in low
-precision the norm of a group's error is at most twice that of torch's path, whose logits are rounded, plus the rounding
-of what is delivered and a few roundings of 1.
+A confident token has the usual rounding errors but gradients of size 1 - p; where logits are nearly equal, a gradient
+may be as small as their differences. So tokens that are as sure as each other are judged as a group, too, tokens that
+are not sure as another one, and those of nearly equal logits as a third: in low precision the norm of a group's error
+is at most twice that of torch's path, whose logits are rounded, plus the rounding of what is delivered and a few
+roundings of 1.
 """
 
 import math
@@ -26,15 +26,14 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.features.draws import uniforms
 
 _SUMMED = ("dweight", "dbias")
-"""Over all tokens."""
+"""Gradients that are sums over all tokens."""
 _OF_IDS = ("argmax", "top_logits", "top_ids", "sampled_id")
 _FEWEST = 8
 """Tokens of a group. With fewer of them torch may be right by luck."""
 _FLAT = 1.0
 """Nats between the largest and the smallest logit of a token that is flat."""
 _ROUNDINGS = 2
-"""Of 1: of a probability and of the sums that it is formed from. Torch may have fewer. At 1 - p of 1e-6 they are an
-eighth of it."""
+"""Allowed roundings of a probability, in units of 1. Torch may have fewer. At a 1 - p of 1e-6 they are an eighth."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,12 @@ class Verdict:
         return self.ratio <= 1
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} row {self.row}: error {self.error:.3g}, allowed {self.allowed:.3g}, "
-            f"yardstick's {self.yardstick:.3g}, norm {self.truth:.3g}"
-        )
+        its = f"yardstick's {self.yardstick:.3g}, norm {self.truth:.3g}"
+        return f"{self.name} row {self.row}: error {self.error:.3g}, allowed {self.allowed:.3g}, {its}"
 
 
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
-    """The verdict on each result of the ranks; :class:`Wrong` where they disagree or have another form."""
+    """The verdict on each result of the ranks; AssertionError where they disagree or have another form."""
     found, whole = assemble(c, parts), make(c)
     for name, value in found.items():
         _check_form(c, whole, name, value)

@@ -21,13 +21,10 @@ from tools import chosen_backend, debug_mode, shrunk, unchecked
 from world import Member
 
 
-class Wrong(AssertionError):
-    """A result that no number need be compared to see is wrong."""
-
-
 def require(condition: object, message: str) -> None:
+    """Of what no number need be compared to see that it is wrong."""
     if not condition:
-        raise Wrong(message)
+        raise AssertionError(message)
 
 
 def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]:
@@ -143,6 +140,7 @@ def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[st
         given |= dict.fromkeys(others, given[name])
     parameters = inspect.signature(_FUNCTIONS[c.kind]).parameters.values()
     given |= {"teacher_logit_scale": None, "teacher_logit_softcap": None}  # the student's
+    given |= {"max_logit_penalty": 0.0, "weight": None, "options": None}  # a feature with a test of its own; torch's
     found = _FUNCTIONS[c.kind](**{p.name: given[p.name] for p in parameters if p.kind != p.VAR_KEYWORD})
     if isinstance(found, Tensor):
         return {"log_probs" if c.kind == "selected" else "loss": found}
@@ -170,20 +168,18 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     return found
 
 
-def _gapped(tensor: Tensor) -> Tensor:
-    wide = tensor.new_empty(*tensor.shape, 2)
-    wide[..., 0] = tensor
-    return wide[..., 0]
-
-
 def _saving(c: Configuration):
     """Hooks for saved tensors, which return other strides."""
-    if c.mode != "train" or c.walk == "save_on_cpu":
-        return save_on_cpu() if c.mode == "train" else nullcontext()
-    if not c.walk.endswith("hooks"):
-        return nullcontext()
-    transposed = lambda tensor: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor  # noqa: E731
-    returned = transposed if c.walk.startswith("transposed") else _gapped
+    if c.mode != "train" or not c.walk.endswith("hooks"):
+        return save_on_cpu() if c.mode == "train" and c.walk == "save_on_cpu" else nullcontext()
+
+    def returned(tensor: Tensor) -> Tensor:
+        if c.walk.startswith("transposed"):
+            return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+        wide = tensor.new_empty(*tensor.shape, 2)
+        wide[..., 0] = tensor
+        return wide[..., 0]
+
     return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), returned)
 
 
@@ -211,17 +207,16 @@ def _gradients(
         """Gradients of sums come expanded."""
         return value.new_ones(()).expand(value.shape) if (value == 1).all() else value
 
-    given = [results[name] for name in sources], [expand(upstream[name]) for name in sources]
-    alone = c.walk.removesuffix(" alone")
+    sums, own = [results[name] for name in sources], [expand(upstream[name]) for name in sources]
+    alone, twice = c.walk.removesuffix(" alone"), c.walk.startswith("twice")
     wanted = {alone: wanted[alone]} if alone in wanted else wanted
     found = {}
-    for suffix in ("", " again") if c.walk.startswith("twice") else ("",):
+    for suffix in ("", " again") if twice else ("",):
         if c.walk in ("backward", "reentrant checkpoint"):
-            torch.autograd.backward(*given)
+            torch.autograd.backward(sums, own)
             gradients = [leaf.grad for leaf in wanted.values()]
         else:
-            retain = c.walk.startswith("twice") and not suffix
-            sums, own = given
+            retain = twice and not suffix
             gradients = torch.autograd.grad(sums, [*wanted.values()], own, retain_graph=retain, allow_unused=True)
         for (name, leaf), gradient in zip(wanted.items(), gradients):
             require(gradient is not None, f"no gradient of {name}")
@@ -237,7 +232,7 @@ def _gradients(
 
 
 def assemble(c: Configuration, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors from what each rank returned, and a :class:`Wrong` for what should agree to the bit."""
+    """Whole tensors from what each rank returned, and AssertionError for what should agree to the bit."""
     whole = {}
     order = sorted(range(c.ranks), key=lambda rank: c.shards[rank][0])
     for name, value in parts[0].items():

@@ -198,8 +198,7 @@ def make(c: Configuration) -> Whole:
     if c.selected:
         found |= _selected(c, r, infinite[0], found.get("target"))
     if c.counted and c.kind == "statistics":
-        mask = r.normal(*c.shape) > -0.5 if c.ignored == "some" else torch.full(c.shape, c.ignored == "none")
-        found["mask"] = mask
+        found["mask"] = r.normal(*c.shape) > -0.5 if c.ignored == "some" else torch.full(c.shape, c.ignored == "none")
     for name, value in found.items():
         if c.layout(name) == "expanded" and value.dim() and len(value):
             found[name] = value[:1].expand_as(value).clone()

@@ -31,7 +31,6 @@ def round_as_gpus_do() -> None:
 
 _patch_lang = interpreter._patch_lang
 _broadcast = TritonSemantic.broadcast_impl_value
-_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 
 @functools.cache
@@ -41,11 +40,6 @@ def _patched(function):
     scope = _patch_lang(function)
     scope._changes.clear()  # what it would restore
     return scope
-
-
-def _cached_np_dtype(kind):
-    """The interpreter makes a dictionary of all dtypes for each. Types of pointers and blocks have no hash."""
-    return np.dtype(np.uint64) if kind.scalar.is_ptr() else _np_dtype(kind.scalar)
 
 
 def _constants(shape: tuple[int, ...]):
@@ -76,7 +70,6 @@ def _spared_broadcast(self, lhs, rhs):
 
 def spare_work() -> None:
     interpreter._patch_lang = _patched
-    interpreter._get_np_dtype = _cached_np_dtype
     tl.tensor.__init__ = _init_tensor
     tl.dtype.constants = _constants(())
     tl.block_type.__init__ = _init_block_type

@@ -222,3 +222,14 @@ def output_layers(member: Member, spec: Model) -> tuple:
     parts = spec.tensor if spec.sequence_parallel else 1
     hidden = torch.randn(SEQUENCE // parts, BATCH, HIDDEN).to(member.device)
     return stock, ours, hidden, batch(0, spec, member.device)
+
+
+def words_of(run: Callable) -> list[str]:
+    """What this package warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # As Megatron-LM's programs do on all ranks but the first, which may have no output layer.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        run()
+    return [str(w.message) for w in caught if "parallel_lce" in str(w.message)]

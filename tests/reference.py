@@ -46,30 +46,11 @@ def statistics(z: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
     return found
 
 
-def loss(
-    z: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weight: Tensor | None = None,
-) -> Tensor:
-    """``linear_cross_entropy`` from logits ``z [..., V]``, in z's dtype."""
-    found = statistics(z, target)
-    per_token = -(1 - label_smoothing) * found["target_log_prob"]
-    per_token = per_token - label_smoothing * found["mean_log_prob"] + z_loss * found["lse"] ** 2
-    counted = target != ignore_index
-    inside = (target >= 0) & (target < z.shape[-1])
-    per_token = torch.where(inside, per_token, torch.nan)
-    weight = counted.to(z.dtype)
-    if token_weight is not None:
-        weight = torch.where(counted, token_weight.to(z.dtype), 0.0)
-    per_token = torch.where(counted, per_token * weight, 0.0)
+def loss(z: Tensor, target: Tensor, *, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor:
+    """``linear_cross_entropy`` from logits ``z [..., V]``, in z's dtype. Targets of -100 do not count."""
+    found, counted = statistics(z, target), target != -100
+    each = (label_smoothing - 1) * found["target_log_prob"] - label_smoothing * found["mean_log_prob"]
+    each = torch.where(counted, each, 0.0)
     if reduction == "none":
-        return per_token
-    total = per_token.sum()
-    if reduction == "sum":
-        return total
-    return total / torch.where(weight.sum() == 0, 1.0, weight.sum())
+        return each
+    return each.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)

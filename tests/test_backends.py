@@ -1,5 +1,6 @@
-"""Which backend a weight gets."""
+"""Which backend a weight gets, and what both backends have."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import parallel_lce
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of
+from parallel_lce.backends.protocol import Backend
 
 
 @pytest.fixture
@@ -109,3 +111,19 @@ def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
         loss = parallel_lce.linear_cross_entropy(x, weight, torch.arange(512), **options)
         torch.autograd.grad(loss.sum(), [x, weight])
     assert len(mode.found) <= most, mode.found
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_backend_has_the_names_of_the_protocol(name):
+    if name == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+    backend = backends.named(name)
+    functions = {name: function for name, function in vars(Backend).items() if inspect.isfunction(function)}
+    functions = {name: function for name, function in functions.items() if not name.startswith("_")}
+    assert {*backend.__all__} == {*functions, *Backend.__annotations__} and len(functions) > 10
+    for name, function in functions.items():
+        assert (
+            list(inspect.signature(getattr(backend, name)).parameters)
+            == list(inspect.signature(function).parameters)[1:]
+        )
+    assert all(hasattr(backend, name) for name in Backend.__annotations__)

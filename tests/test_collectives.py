@@ -1,18 +1,17 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
 import itertools
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel_lce
-from cases import DTYPES, Case, make, part
+from cases import DTYPES, make, part
 from parallel_lce.core import collectives
 from parallel_lce.distillation import divergence
 from tools import arguments_to, chosen_backend, on_ranks, recorded, shrunk, started
@@ -68,7 +67,7 @@ def all_waited_for():
 
 def _events(member: Member, call: Call):
     """The collectives that a rank starts in forward and in backward, and windows of dW that it finishes."""
-    t = make(Case(call.tokens, ROWS * member.ranks, D, call.dtype, ignored="none"), member.device)
+    t = make(call.tokens, ROWS * member.ranks, D, call.dtype, device=member.device)
     t = part(t, member, call.sequence_parallel)
     # A view with gaps, which NCCL does not send.
     x = t.x.detach().repeat(1, 2)[:, :D].requires_grad_("input" not in call.frozen)
@@ -176,13 +175,58 @@ def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member,
 
 @on_ranks(2)
 def test_statistics_gather_what_was_asked_for(member):
-    t = part(make(Case(N, ROWS * member.ranks, D, ignored="none"), member.device), member)
-    for number in range(8):
-        asked = dict(mean_logit=bool(number & 1), expected_logit=bool(number & 2), argmax=bool(number & 4))
+    """Drawn ids are reduced once more."""
+    t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
+    for number in range(16):
+        names = "mean_logit", "expected_logit", "argmax", "sample_seed"
+        asked = {name: 1 if name == "sample_seed" else True for bit, name in enumerate(names) if number >> bit & 1}
         with recorded(member.group) as events:
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)
-        columns = 3 + number.bit_count() + (number & 1)
-        assert events == [("all_gather", columns * N + 3, "float32", True)]
+        columns = 3 + (number & 7).bit_count() + (number & 1)
+        drawn = [("all_reduce", N, "int64", True)] * (number >> 3)
+        assert events == [("all_gather", columns * N + 3, "float32", True), *drawn]
+
+
+M, SHARE = 30, 15  # samples, and those of a rank
+OTHERS = {
+    "divergence": lambda x, w, b, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], reduction="none", **o),
+    "mean divergence": lambda x, w, b, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], **o),
+    "sampled": lambda x, w, b, **o: parallel_lce.sampled_linear_cross_entropy(
+        x, w, torch.arange(N, device=x.device), torch.arange(M, device=x.device), linear_bias=b, **o
+    ),
+}
+
+
+def expected_of_other(name: str, split: bool) -> tuple[list, list]:
+    gather, reduced = [("all_gather", N // 2 * D)] * split, [("reduce_scatter" if split else "all_reduce", N * D)]
+    if name == "sampled":
+        # No rank sends a row of the weight for each token.
+        targets = [("all_gather", N + 3), ("reduce_scatter", 2 * SHARE * D), ("reduce_scatter", 2 * SHARE * 2)]
+        backward = reduced + gather + gather + reduced + [("all_gather", SHARE * (D + 1))]
+        return gather + targets + gather + [("all_gather", N)], backward
+    gather = gather + [("all_gather", N // 2 * 3)] * split
+    forward = gather + [("all_gather", 4 * N + 3), ("all_gather", 2 * N)]
+    return (forward + reduced, []) if name == "mean divergence" else (forward, gather + reduced)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+@on_ranks(2)
+def test_other_functions(member, name, split):
+    """Their results are the same from run to run."""
+    t = part(make(N, ROWS * 2, D, bias=name == "sampled", device=member.device), member, split)
+    leaves = [leaf for leaf in (t.x, t.weight, t.bias) if leaf is not None]
+    runs, options = [], dict(process_group=member.group, sequence_parallel=split)
+    for _ in range(2):
+        with started() as found:
+            value = OTHERS[name](t.x, t.weight, t.bias, **options)
+            forward = len(found)
+            runs.append([value, *torch.autograd.grad(value.sum(), leaves)])
+        assert all(each.group == member.group and each.asynchronous for each in found)
+        found = [(each.kind, each.size) for each in found]
+        expected = expected_of_other(name, split)
+        assert found[:forward] == expected[0] and sorted(found[forward:]) == sorted(expected[1])
+    assert all(map(torch.equal, *runs))
 
 
 def _statistics(x, weight, target, **options):
@@ -198,7 +242,7 @@ def _selected(x, weight, target, **options):
 def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
     """gloo accepts a shorter message than the buffer has room for, from a rank that calls with fewer tokens. The rest
     of the buffer then is what an earlier call has left there: trailers of all ranks."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
+    t = part(make(N, ROWS * 2, D, device=member.device), member)
     loss = lambda: function(t.x, t.weight, t.target, process_group=member.group)  # noqa: E731
     with arguments_to(collectives, "all_gather") as gathers:
         assert loss().isfinite().all()
@@ -222,87 +266,29 @@ def test_a_message_that_does_not_arrive_gives_nan(member, function, backend):
         assert loss().isnan().all()
 
 
-def _log_probs(x, weight, target, **options):
-    return parallel_lce.token_statistics(x, weight, target, **options).target_log_prob
-
-
-def _of_logits(x, weight, target, process_group, **options):
-    return parallel_lce.vocab_parallel_cross_entropy(x @ weight.T, target, **options, tp_group=process_group)
-
-
-def _divergence(x, weight, target, **options):
-    return divergence(x, weight, x.detach(), weight.detach(), **options)
-
-
-def _sampled(x, weight, target, **options):
-    return parallel_lce.sampled_linear_cross_entropy(x, weight, target, torch.arange(9, device=x.device), **options)
-
-
-def _low(x, weight, target, dtype, **options):
-    return parallel_lce.linear_cross_entropy(x.to(dtype), weight.to(dtype), target, **options)
-
-
-LOSS = parallel_lce.linear_cross_entropy
-# The functions that rank 0 and rank 1 call, and their options. The messages are of the same size.
-DIFFERENT = {
-    "z_loss": ((LOSS, {}), (LOSS, dict(z_loss=1e-3))),
-    "reduction": ((LOSS, {}), (LOSS, dict(reduction="sum"))),
-    "reduction in blocks": ((LOSS, dict(logits_budget=0)), (LOSS, dict(logits_budget=0, reduction="sum"))),
-    "logit_scale": ((LOSS, {}), (LOSS, dict(logit_scale=0.5))),
-    "logit_softcap": ((LOSS, dict(logit_softcap=30.0)), (LOSS, dict(logit_softcap=31))),
-    "temperature": ((LOSS, {}), (LOSS, dict(temperature=2.0))),
-    "ignore_index": ((LOSS, {}), (LOSS, dict(ignore_index=-1))),
-    "dtype": ((_low, dict(dtype=torch.bfloat16)), (_low, dict(dtype=torch.float16))),
-    "function": ((LOSS, dict(reduction="none")), (_log_probs, {})),
-    "selected": ((_selected, {}), (_selected, dict(temperature=2.0))),
-    "logits": ((_of_logits, {}), (_of_logits, dict(label_smoothing=0.1))),
-    "divergence": ((_divergence, dict(beta=0.0)), (_divergence, dict(beta=1.0))),
-    "sampled": ((_sampled, {}), (_sampled, dict(reduction="sum"))),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
 @on_ranks(2)
-def test_calls_that_differ_give_nan(member, name, backend):
-    """On every rank, without debug mode. The next calls, which agree, are right."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
-    function, options = DIFFERENT[name][member.rank]
-    with shrunk(ROWS * 4 * 8) if "blocks" in name else nullcontext():
-        assert function(t.x, t.weight, t.target, process_group=member.group, **options).isnan().all()
-    function, options = DIFFERENT[name][0]
-    loss = function(t.x, t.weight, t.target, process_group=member.group, **options)
-    assert loss.isfinite().all()
-    loss.sum().backward()
+def test_a_message_of_another_block_gives_nan(member, backend):
+    t, gathered = part(make(N, ROWS * 2, D, device=member.device), member), []
+    start = collectives.all_gather
 
+    def late(whole, own, **options):
+        """The other rank's second message is its first."""
+        start(whole, own, **options).wait()
+        gathered.append(whole.clone())
+        if len(gathered) == 2:
+            whole.view(2, -1)[1 - member.rank] = gathered[0].view(2, -1)[1 - member.rank]
+        return SimpleNamespace(wait=lambda: None)
 
-@on_ranks(2)
-def test_equal_arguments_agree(member, backend):
-    """Numbers of other types, and what may differ between ranks."""
-    t = part(make(Case(N, ROWS * 2, D, ignored="none"), member.device), member)
-    for one, other in (
-        (dict(logit_softcap=30.0), dict(logit_softcap=30, temperature=1, logits_budget=1 << 20)),
-        (dict(ignore_index=-100, z_loss=0.0), dict(ignore_index=np.int64(-100), z_loss=-0.0)),
-        (dict(reduce_dtype=None), dict(reduce_dtype=torch.float32)),
-        (dict(vocab_start=0, vocab_size=2 * ROWS), dict(vocab_start=ROWS, vocab_size=2 * ROWS)),
-        (dict(vocab_size=2 * ROWS), dict(vocab_start=ROWS, vocab_size=2 * ROWS)),
-    ):
-        options = (one, other)[member.rank]
-        for reduction in ("none", "mean"):
-            loss = LOSS(t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options)
-            assert loss.isfinite().all(), options
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, sample_seed=member.rank)
-    assert found.target_log_prob.isfinite().all()  # the drawn ids need one seed, the other statistics none
-    for needs in (False, True):  # of a gradient, on one rank
-        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
-        with torch.set_grad_enabled(needs or member.rank == 0):
-            loss = LOSS(t.x, t.weight, t.target, process_group=member.group, token_weight=token_weight)
-        assert loss.isfinite()
+    with shrunk(N // 4 * ROWS * 4), mock.patch.object(collectives, "all_gather", late):
+        options = dict(process_group=member.group, logits_budget=0)
+        assert parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).isnan()
+    assert len(gathered) > 2
 
 
 @on_ranks(2)
 def test_one_rank_needs_none(member):
     groups = [dist.new_group([r]) for r in range(member.ranks)]
-    t = part(make(Case(N, ROWS, D), member.device), Member(0, 1, member.device, None))
+    t = part(make(N, ROWS, D, device=member.device), Member(0, 1, member.device, None))
     with started() as found:
         for group in (None, groups[member.rank]):
             options = dict(process_group=group, sequence_parallel=True)
@@ -319,7 +305,7 @@ def test_only_the_given_group_is_used(member, budget, reduction, sequence_parall
     groups = {pair: dist.new_group(pair) for pair in ((1, 3), (0, 2))}
     pair = (1, 3) if member.rank % 2 else (0, 2)
     me = Member(pair.index(member.rank), 2, member.device, groups[pair])
-    t = part(make(Case(N, 2 * ROWS, D), member.device), me, sequence_parallel)
+    t = part(make(N, 2 * ROWS, D, device=member.device), me, sequence_parallel)
     options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
     with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(me.group) as events:
         parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum().backward()
@@ -328,7 +314,7 @@ def test_only_the_given_group_is_used(member, budget, reduction, sequence_parall
 
 def _uneven_ranks(member: Member, sizes: tuple, vocab_size):
     """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
-    t = part(make(Case(N, sum(sizes), D), member.device), member, shards=sizes)
+    t = part(make(N, sum(sizes), D, device=member.device), member, shards=sizes)
     where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
     found = []
     for reduction, budget in itertools.product(("mean", "none"), (0, 3000, 12000, None)):

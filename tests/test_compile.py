@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel_lce
 from benchmarks.peak_memory import peak_memory
 from blocks import watched_backwards
-from cases import DTYPES, Case, make, part
+from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.core.collectives import Layout
@@ -48,7 +48,7 @@ def compiled(function, backend: str = "aot_eager", **options):
 
 def operands(N: int, device: str, dtype: str = "fp32", **options):
     """x, weight, bias, target and token_weight; the operands need gradients."""
-    return small(device, **dict(N=N, V=V, D=D, dtype=dtype, ignored="some", token_weight=True) | options)
+    return small(device, **dict(N=N, V=V, D=D, dtype=dtype, ignored=True, token_weight=True) | options)
 
 
 def loss_of(name: str, **others):
@@ -130,8 +130,9 @@ SPLIT = [(name, split) for name in ("saved", "some saved", "accumulated") for sp
 @on_ranks(2)
 def test_process_groups(member, name, sequence_parallel):
     torch._dynamo.reset()
-    t = part(make(Case(24, 2 * 30, D), member.device), member, sequence_parallel)
-    loss = loss_of(name, process_group=member.group, sequence_parallel=sequence_parallel)
+    t = part(make(24, 2 * 30, D, "bf16", member.device, ignored=True), member, sequence_parallel)
+    where = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=torch.float32)
+    loss = loss_of(name, **where)
     with shrunk(1000, (8, 16)):
         assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
 
@@ -344,6 +345,6 @@ def test_an_upstream_gradient_that_is_not_there():
         def backward(ctx, upstream):
             return None
 
-    t = operands(6, "meta", token_weight=False, ignored="none")
+    t = operands(6, "meta", token_weight=False)
     Cut.apply(parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none")).sum().backward()
     assert t.x.grad is None and t.weight.grad is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -162,11 +162,9 @@ def test_mixed_precision(member, how):
     inner = built(member.device, dtype=torch.float32)
     types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if how == "FSDP1":
-        options = dict(process_group=member.group, use_orig_params=True, device_id=member.device)
-        model = FullyShardedDataParallel(inner, mixed_precision=MixedPrecision(**types), **options)
+        model = wrapped(how, inner, member, mixed_precision=MixedPrecision(**types))
     else:
-        mesh = mesh_of(member.device.type, (member.ranks,))
-        model = fully_shard(inner, mesh=mesh, mp_policy=MixedPrecisionPolicy(**types))
+        model = wrapped(how, inner, member, mp_policy=MixedPrecisionPolicy(**types))
     loss = model(*batch(member.rank, 0, member.device))
     assert loss.dtype == torch.float32
     loss.backward()

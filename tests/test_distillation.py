@@ -3,40 +3,26 @@ what the fuzz, which has all configurations of two output layers, cannot draw.""
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from benchmarks.peak_memory import peak_memory
-from cases import DTYPES, Case, Tensors, assemble, make, normal, operands, unpadded
+from cases import DTYPES, normal
 from measures import assert_no_worse, size
 from parallel_lce.backends import torch_logits
-from parallel_lce.call import prepare
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import blocks as schedule
 from parallel_lce.distillation import divergence, top_k_divergence
-from tools import chosen_backend, debug_mode, everywhere, on_ranks, shrunk, started
-from world import Member
+from tools import chosen_backend, on_ranks, shrunk, upstream
 
 N, V, D, E, K = 12, 80, 24, 16, 6
-TEMPERATURE = 2
 TAILS = "class", "renormalize"
 KINDS = "layer", *TAILS
 """Of a teacher: its output layer, or stored log-probabilities with either tail."""
-
-
-@dataclass(frozen=True)
-class Call(Case):
-    """Of stored log-probabilities. ``backend``: as the environment's variable."""
-
-    bias: bool = True
-    sharpness: float = 2.5
-    tail: str = "class"
-    beta: float = 0.0
-    backend: str = "torch"
 
 
 @contextmanager
@@ -51,19 +37,23 @@ def _many_blocks():
         yield
 
 
+def _layer(features: int, seed: int, device, dtype: str) -> list[torch.Tensor]:
+    """Hidden states ``[N, features]``, the weight ``[V, features]`` and the bias ``[V]``."""
+    values = normal(N, features, seed=seed), normal(V, features, seed=seed + 1), normal(V, seed=seed + 2)
+    x, w, b = (v.to(device, DTYPES[dtype]) for v in (values[0], 2.5 * values[1] / features**0.5, values[2]))
+    return [x, w, b]
+
+
 def student(device="cpu", dtype="fp32"):
-    """Leaves ``x [N, D]``, ``w [V, D]`` and ``b [V]``."""
-    t = make(Call(N, V, D, dtype), device)
-    return [v.requires_grad_() for v in (t.x, t.weight, t.bias)]
+    return [v.requires_grad_() for v in _layer(D, 0, device, dtype)]
 
 
 def teacher(kind, device="cpu", dtype="fp32"):
     """Its arguments."""
-    t = make(Call(N, V, E, dtype, seed=1), device)
+    y, u, c = _layer(E, 3, device, dtype)
     if kind == "layer":
-        return dict(teacher_hidden=t.x, teacher_weight=t.weight, teacher_bias=t.bias)
-    z = torch.nn.functional.linear(t.x.double(), t.weight.double(), t.bias.double())
-    log_probs, ids = (2 * z).log_softmax(-1).topk(K, -1)
+        return dict(teacher_hidden=y, teacher_weight=u, teacher_bias=c)
+    log_probs, ids = (2 * linear(y.double(), u.double(), c.double())).log_softmax(-1).topk(K, -1)
     ids[1, 4:] = ids[5] = -1  # fewer entries, and none
     ids[4, 1], ids[7, 0] = V, V + 9  # beyond the vocabulary
     log_probs[2, 5] = -torch.inf
@@ -79,14 +69,6 @@ def loss(kind, leaves, given, **options):
 
 
 # --- stored log-probabilities ----------------------------------------------------------------------
-
-
-def tensors(call: Call, device="cpu") -> Tensors:
-    """Some entries of the student are excluded, unless the divergence were infinite then."""
-    t = make(call, device)
-    if call.beta > 0:
-        t.bias[::3] = -torch.inf
-    return t
 
 
 def of_classes(log_p, log_q, beta):
@@ -112,65 +94,59 @@ def classes(log_p, ids, log_q, tail):
     return [v.masked_fill(v == -torch.inf, -1e4).log_softmax(1) for v in found]
 
 
-def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Of operands that are rounded to the call's dtype, computed in ``dtype``."""
-    t, wide = tensors(call), accumulation_dtype(dtype)
-    leaves = [v.to(dtype).requires_grad_() for v in (t.x, t.weight, t.bias)]
-    z = torch.nn.functional.linear(*leaves).to(wide) / TEMPERATURE
-    stored = teacher(call.tail, dtype=call.dtype)
-    counted = t.target != -100
-    found = of_classes(*classes(z.log_softmax(-1), *stored.values(), call.tail), call.beta) * counted
-    if call.reduction != "none":
-        found = found.sum() / (counted.sum().clamp(min=1) if call.reduction == "mean" else 1)
-    gradients = torch.autograd.grad(found, leaves, t.upstream.to(wide))
-    return dict(zip(("loss", "dx", "dweight", "dbias"), (found.detach(), *gradients)))
-
-
-def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
-    """On one rank, of tokens ``[N / 2, 2]``. The teacher of ignored tokens may say anything."""
-    folded = lambda v: v.view(-1, 2, *v.shape[1:])  # noqa: E731
-    t, given = tensors(call, member.device), teacher(call.tail, member.device, call.dtype)
-    leaves, where, real = operands(member, call, t)
-    given["teacher_log_probs"][t.target == -100] = torch.tensor(torch.nan).to(given["teacher_log_probs"])
-    given = {name: folded(value) for name, value in given.items()} | dict(target=folded(t.target).int())
-    # As NumPy's.
-    options = dict(beta=np.float32(call.beta), temperature=np.int64(TEMPERATURE), reduction=call.reduction)
-    with chosen_backend(call.backend), many_blocks():
-        found = loss(call.tail, (folded(leaves["x"]), leaves["weight"], leaves["bias"]), given, **options, **where)
-        gradients = torch.autograd.grad(found, [*leaves.values()], t.upstream.to(found).view(found.shape))
-    assert found.shape == ((len(t.target) // 2, 2) if call.reduction == "none" else ())
-    gradients = {f"d{name}": unpadded(name, gradient, real) for name, gradient in zip(leaves, gradients)}
-    return {"loss": found.detach().cpu().view(t.upstream.shape)} | gradients
-
-
-ALONE = dict(shards=(V + 10,))
-PARTS = dict(ranks=2, sequence_parallel=True, shards=(60, 30))
-WHOLE = dict(ranks=2, shards=(60, 30))
 CALLS = [
-    Call(N, V, D, "fp64", **ALONE, beta=0.5, reduction="none"),
-    Call(N, V, D, "fp32", **PARTS),
-    Call(N, V, D, "bf16", **ALONE, beta=1.0, reduction="sum", backend="triton"),
-    Call(N, V, D, "fp32", **WHOLE, beta=0.5, reduction="sum", backend="triton"),
-    Call(N, V, D, "fp32", **ALONE, ignored="all"),
-    Call(N, V, D, "fp64", **PARTS, tail="renormalize", beta=1.0),
-    Call(N, V, D, "fp32", **WHOLE, tail="renormalize", beta=0.5, reduction="none", backend="triton"),
-    Call(N, V, D, "bf16", **ALONE, tail="renormalize", backend="triton"),
+    ("fp64", 1, False, "class", 0.5, "none", "torch"),
+    ("fp32", 2, True, "class", 0.0, "mean", "torch"),
+    ("bf16", 1, False, "class", 1.0, "sum", "triton"),
+    ("fp32", 2, False, "class", 0.5, "sum", "triton"),
+    ("fp64", 2, True, "renormalize", 1.0, "mean", "torch"),
+    ("fp32", 2, False, "renormalize", 0.5, "none", "triton"),
+    ("bf16", 1, False, "renormalize", 0.0, "mean", "triton"),
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_stored_log_probabilities(call, worlds, device, request):
-    if call.backend == "triton":
-        request.getfixturevalue("kernels")
-    found = assemble(call, everywhere(worlds, device, call.ranks, ours, call))
-    truth, yardstick = (dense(call, dtype) for dtype in (torch.float64, DTYPES[call.dtype]))
-    assert found["loss"].dtype == accumulation_dtype(DTYPES[call.dtype])
-    assert not found["dx"][make(call).target == -100].any()
-    for name, value in found.items():
+@pytest.mark.parametrize(("dtype", "ranks", "split", "tail", "beta", "reduction", "backend"), CALLS)
+@pytest.mark.parametrize("ignored", ["some", "all"])
+@on_ranks()
+def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, ignored, backend, kernels):
+    """Beside the formula on all logits. Some entries of the student are excluded, unless the divergence were infinite
+    then. The teacher of ignored tokens may say anything."""
+    whole, stored = student(member.device, dtype), teacher(tail, member.device, dtype)
+    if beta > 0:
+        whole[2].detach()[::3] = -torch.inf
+    counted = torch.arange(N, device=member.device) % 3 > 0
+    counted &= ignored == "some"
+
+    def dense(dtype: torch.dtype) -> list[torch.Tensor]:
+        """The loss and its gradients, computed in ``dtype``."""
+        leaves, wide = [v.detach().to(dtype).requires_grad_() for v in whole], accumulation_dtype(dtype)
+        log_p = (linear(*leaves).to(wide) / 2).log_softmax(-1)
+        found = of_classes(*classes(log_p, *stored.values(), tail), beta) * counted
+        if reduction != "none":
+            found = found.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)
+        return [found.detach(), *torch.autograd.grad((found * upstream(found)).sum(), leaves)]
+
+    truth, yardstick = (dense(dtype) for dtype in (torch.float64, DTYPES[dtype]))
+    rows = slice(60 * member.rank, V if member.rank == member.ranks - 1 else 60)
+    part = slice(N // 2 * member.rank, N // 2 * (member.rank + 1)) if split else slice(0, N)
+    leaves = [v.detach()[own].clone().requires_grad_() for v, own in zip(whole, (part, rows, rows))]
+    given = dict(teacher_ids=stored["teacher_ids"], target=torch.where(counted, 0, -100).int())
+    given["teacher_log_probs"] = stored["teacher_log_probs"].where(counted[:, None], torch.nan)
+    folded = lambda v: v.view(-1, 2, *v.shape[1:])  # noqa: E731
+    # As NumPy's.
+    options = dict(beta=np.float32(beta), temperature=np.int64(2), reduction=reduction, vocab_start=rows.start)
+    options |= dict(process_group=member.group if member.ranks > 1 else None, sequence_parallel=split)
+    with chosen_backend(backend), many_blocks():
+        value = loss(tail, (folded(leaves[0]), *leaves[1:]), {n: folded(v) for n, v in given.items()}, **options)
+        flat = value.view(-1) if reduction == "none" else value
+        gradients = torch.autograd.grad((flat * upstream(flat)).sum(), leaves)
+    assert value.shape == ((N // 2, 2) if reduction == "none" else ())
+    assert value.dtype == accumulation_dtype(DTYPES[dtype]) and not gradients[0][~counted[part]].any()
+    for found, *exact, own in zip((flat, *gradients), truth, yardstick, (..., part, rows, rows)):
         # A tail is a difference from 1, in fp64 in another order.
-        steps = 16 if call.dtype != "fp64" else 1024 if call.tail == "class" else 32
-        floor = steps * torch.finfo(value.dtype).eps * size(truth[name])
-        assert_no_worse(value, truth[name], yardstick[name], 1.3 if call.ranks == 1 else 2.0, floor, name)
+        steps = 16 if dtype != "fp64" else 1024 if tail == "class" else 32
+        floor = steps * torch.finfo(found.dtype).eps * size(exact[0])
+        assert_no_worse(found, *(v[own] for v in exact), 1.3 if member.ranks == 1 else 2.0, floor)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -305,90 +281,3 @@ def test_memory_is_that_of_one_block(reduction):
         # What is exponentiated at a time has a bound of its own.
         with mock.patch.object(torch_logits, "_BYTES", 1 << 14):
             assert 0.5 * block < peak_memory(call, "cpu")[0] < 1.2 * block
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@on_ranks(2)
-def test_collectives_are_those_of_the_docstring(member, sequence_parallel):
-    (x, w, _), (y, u, _) = student(member.device), teacher("layer", member.device).values()
-    w, u = (v.chunk(2)[member.rank].detach() for v in (w, u))
-    if sequence_parallel:
-        x, y = (v.chunk(2)[member.rank].detach() for v in (x, y))
-    x, w = x.detach().requires_grad_(), w.requires_grad_()
-    gathers = [("all_gather", N // 2 * D), ("all_gather", N // 2 * E)] if sequence_parallel else []
-    reduction = [("reduce_scatter" if sequence_parallel else "all_reduce", N * D)]
-    sums = [("all_gather", 4 * N + 3), ("all_gather", 2 * N)]
-    expected = {"mean": (gathers + sums + reduction, []), "none": (gathers + sums, gathers + reduction)}
-    for name, (in_forward, in_backward) in expected.items():
-        options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduction=name)
-        with started() as found:
-            value = divergence(x, w, y, u, **options)
-            forward = len(found)
-            value.sum().backward()
-        found = [(each.kind, each.size) for each in found]
-        assert (found[:forward], found[forward:]) == (in_forward, in_backward)
-
-
-BAD = [
-    ("layer", "teacher_hidden .* other tokens", dict(teacher_hidden=normal(N - 1, E).float())),
-    ("layer", r"\[0, 79\).*\[0, 80\)", dict(teacher_weight=normal(V - 1, E).float(), teacher_bias=None)),
-    ("layer", "teacher_hidden has 15 features", dict(teacher_hidden=normal(N, 15).float())),
-    ("layer", "both or none must be float64", teacher("layer", dtype="fp64")),
-    ("layer", "beta must be 0, 1", dict(beta=1e-9)),
-    ("layer", "reduction must be", dict(reduction="batchmean")),
-    ("layer", "teacher_weight must be a tensor", dict(teacher_weight=None)),
-    ("class", "tail must be", dict(tail="none")),
-    ("class", "teacher_ids must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
-    ("class", "logits_budget must be", dict(logits_budget="x")),
-    ("class", "process_group must be", dict(process_group=5)),
-    ("class", r"both be \[..., K\]", dict(teacher_ids=torch.zeros(N, K + 1, dtype=torch.int64))),
-    ("class", "must be tensors", dict(teacher_ids=None)),
-    ("class", "must be floating-point", dict(teacher_log_probs=torch.zeros(N, K, dtype=torch.int64))),
-    ("class", "teacher_ids must be of an integer dtype", dict(teacher_ids=torch.zeros(N, K))),
-    ("class", "target must be None or ids", dict(target=torch.zeros(N))),
-    ("class", "temperature must be", dict(temperature=float("inf"))),
-    ("class", r"temperature must be .* of target's shape \[12\]", dict(temperature=torch.ones(N - 1))),
-    ("layer", r"teacher_logit_scale must be .* of target's shape \[12\]", dict(teacher_logit_scale=torch.ones(N - 1))),
-    ("layer", "teacher_logit_softcap must be None or", dict(teacher_logit_softcap=0)),
-]
-
-
-def called(kind, device, changes, **more):
-    x, w, _ = student(device)
-    given = dict(student_hidden=x, student_weight=w) | teacher(kind, device) | more
-    given |= {name: v.to(device) if torch.is_tensor(v) else v for name, v in changes.items()}
-    return (
-        divergence(**given)
-        if kind == "layer"
-        else top_k_divergence(**given, **({} if "tail" in given else {"tail": kind}))
-    )
-
-
-@pytest.mark.parametrize(("kind", "message", "changes"), BAD)
-def test_bad_input_is_refused(kind, message, changes):
-    with pytest.raises(ValueError, match=message):
-        called(kind, "cpu", changes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("layer", dict(beta=0.1), "beta"),
-        ("layer", dict(teacher_hidden=torch.zeros(N - 1, E)), "tokens"),
-        ("layer", dict(teacher_logit_scale=0.5), "disagree about teacher_logit_scale"),
-        ("layer", dict(temperature=torch.full((N,), 2.0)), "temperature: rank 0 has 1.0, rank 1 has 'of each token'"),
-        ("renormalize", dict(logit_softcap=2.0), "disagree about logit_softcap"),
-        ("class", dict(beta=0.1), "beta"),
-        ("class", dict(teacher_log_probs=torch.full((N, K), -3.0)), "teacher_log_probs"),
-        ("class", dict(student_hidden=None), "student_hidden"),
-    ],
-)
-@on_ranks(2)
-def test_debug_mode_tells_all_ranks(member, kind, changes, message):
-    prepare.KNOWN.clear()
-    with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
-        given = dict(vocab_start=V * member.rank, process_group=member.group, beta=0.0)
-        given["student_weight"] = student(member.device)[1] + member.rank
-        if kind == "layer":
-            given["teacher_weight"] = teacher(kind, member.device)["teacher_weight"] + member.rank
-        called(kind, member.device, changes if member.rank == 1 else {}, **given)

@@ -16,8 +16,8 @@ import parallel_lce.verl
 from benchmarks import doors, timing
 from parallel_lce.transformers import LogitsWarning
 from releases import ROOT, folder_of
-from test_transformers import OTHERS, RELEASE
 from tools import ran
+from transformers_models import OTHERS, RELEASE
 from transformers_standin import CausalLM, ChunkedLogProbFunction, installed_trl
 
 FIRST = {"llama": "transformers", "qwen2": "transformers", "trl": "TRL", "verl": "verl", "verl-wide": "verl"}
@@ -119,7 +119,7 @@ def test_what_differs_is_not_timed(wrong, reason, libraries, monkeypatch, tmp_pa
 @pytest.mark.slow
 def test_releases(tmp_path):
     folder = folder_of("transformers", RELEASE, others=tuple(OTHERS.split()))
-    (tmp_path / "site-packages").symlink_to(folder)  # datasets needs this name, as in test_transformers.py
+    (tmp_path / "site-packages").symlink_to(folder)  # datasets needs this name, as in transformers_models.py
     path = tmp_path / "figures.json"
     environment = {"PYTHONPATH": str(tmp_path / "site-packages"), "HF_HUB_OFFLINE": "1"}
     names = ["llama", "qwen2", "grpo", "trl"]

@@ -12,7 +12,7 @@ from parallel_lce import backends
 from parallel_lce.call import prepare
 from parallel_lce.features import draws
 from parallel_lce.features.draws import uniforms
-from tools import on_ranks, shrunk, small, started
+from tools import on_ranks, shrunk, small
 
 N, V, D = 24, 90, 16
 
@@ -124,15 +124,6 @@ def test_ids_beside_saved_exponentials(backend, device):
     assert expected[5] == 333
 
 
-def test_tiles_are_listed_once(kernels, device):
-    """Those of 60 tokens sorted by 3 windows, in 4 blocks of 16 rows. The last 5 tokens have no window."""
-    from parallel_lce.kernels.draws import list_tiles
-
-    window = torch.tensor([0] * 20 + [2] * 35 + [3] * 5, dtype=torch.int32, device=device)
-    number, *tiles = list_tiles(window, 4, 16, 3).tolist()
-    assert tiles[:number] == [0, 1, 8 + 1, 8 + 2, 8 + 3]
-
-
 def test_seeds_share_a_plan(device):
     t = small(device)
     known = set()
@@ -142,29 +133,6 @@ def test_seeds_share_a_plan(device):
     assert len(known) == 1
     with pytest.raises(ValueError, match="sample_seed"):
         parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=2**63)
-
-
-@pytest.mark.slow
-def test_compiled_with_several_seeds(device):
-    t = small(device, N, V, D)
-    counted = dict(mask=torch.arange(N, device=device) % 2 == 1, counted_tokens=N // 2)
-
-    def ids(seed: int) -> torch.Tensor:
-        return parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=seed, **counted).sampled_id
-
-    compiled = torch.compile(ids)
-    for seed in (0, 1, 2**62):
-        assert torch.equal(compiled(seed), ids(seed))
-
-
-@on_ranks(2)
-def test_collectives(member):
-    """The gather of partials, then one all-reduce of an id per token."""
-    x, shard = normal(N, D).to(member.device), normal(V // 2, D, seed=3).to(member.device)
-    with started() as found:
-        parallel_lce.token_statistics(x, shard, None, process_group=member.group, sample_seed=1)
-    assert [(c.kind, c.size) for c in found] == [("all_gather", 3 * N + 3), ("all_reduce", N)]
-    assert all(c.group == member.group and c.asynchronous for c in found)
 
 
 def test_excluded_entries_and_tokens_without_probabilities(backend, device):
@@ -179,10 +147,3 @@ def test_excluded_entries_and_tokens_without_probabilities(backend, device):
     assert (found.sampled_id == -1).all()
     assert parallel_lce.token_statistics(t.x[:0], t.weight, None, sample_seed=0).sampled_id.shape == (0,)
     assert parallel_lce.token_statistics(t.x, t.weight, None).sampled_id is None
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "a"])
-def test_refused(seed):
-    t = small()
-    with pytest.raises(ValueError, match="sample_seed must be None or an integer >= 0 and < 2\\^63, got"):
-        parallel_lce.token_statistics(t.x, t.weight, None, sample_seed=seed)

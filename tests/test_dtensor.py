@@ -261,27 +261,23 @@ def test_batch_first_hidden_states_are_not_copied(member):
 @on_ranks(2)
 def test_statistics_and_selected_entries(member, split):
     mesh, whole = mesh_of(member.device.type, (2,)), problem(v=41, device=member.device)
-    ids = whole["target"][..., None].clamp(min=0) + torch.arange(3, device=member.device)
-    ids = ids.remainder(41)
+    ids = (whole["target"][..., None].clamp(min=0) + torch.arange(3, device=member.device)).remainder(41)
     given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
-    x, weight, target, bias = (given[n] for n in ("input", "linear_weight", "target", "linear_bias"))
+    plain = as_dtensors(whole, mesh)
+
+    def called(function, t: dict, third, **options):
+        return function(t["input"], t["linear_weight"], third, linear_bias=t["linear_bias"], **options)
+
     asked = dict(expected_logit=True, argmax=True, top_k=2, selected=ids, sample_seed=5)
-    found = parallel_lce.token_statistics(x, weight, target, linear_bias=bias, **asked)
-    leaf = whole["input"].detach().clone().requires_grad_()
-    want = parallel_lce.token_statistics(
-        leaf, whole["linear_weight"], whole["target"], linear_bias=whole["linear_bias"], **asked
-    )
+    found, want = (called(parallel_lce.token_statistics, t, t["target"], **asked) for t in (given, plain))
     for name, value in vars(found).items():
-        expected = getattr(want, name)
         if value is not None:
-            same(value, expected, None if name == "vocab_size" else [WHOLE])
+            same(value, getattr(want, name), None if name == "vocab_size" else [WHOLE])
     for statistics in (found, want):
         (parallel_lce.log_prob(statistics) + statistics.entropy + statistics.selected_log_prob.sum(-1)).sum().backward()
-    same(x.grad, leaf.grad, [split])
-    log_probs = parallel_lce.selected_log_probs(x, weight, distribute_tensor(ids, mesh, [SECOND]), linear_bias=bias)
-    same(log_probs, parallel_lce.selected_log_probs(
-        whole["input"], whole["linear_weight"], ids, linear_bias=whole["linear_bias"]
-    ), [SECOND])  # fmt: skip
+    same(given["input"].grad, plain["input"].grad, [split])
+    log_probs = called(parallel_lce.selected_log_probs, given, distribute_tensor(ids, mesh, [SECOND]))
+    same(log_probs, called(parallel_lce.selected_log_probs, plain, ids), [SECOND])
 
 
 @pytest.mark.parametrize("placements", [[ROWS, SECOND], [SECOND, WHOLE], [SECOND, SECOND]])
@@ -299,27 +295,27 @@ def test_sampled_ids_are_those_of_the_whole_tensor(member, placements):
 @on_ranks(2)
 def test_divergences(member, split, reduction):
     mesh, whole = mesh_of(member.device.type, (2,)), problem(device=member.device)
-    teacher_x, teacher_weight = normal(4, 8, 12, seed=5).to(member.device), normal(V, 12, seed=6).to(member.device)
-    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
-    teacher = distribute_tensor(teacher_x, mesh, [split]), distribute_tensor(teacher_weight, mesh, [ROWS])
     ids, stored = whole["target"][..., None].clamp(min=0), normal(4, 8, 1, seed=7).to(member.device).abs().neg()
-    each = normal(4, 8, seed=8).to(member.device).abs() + 0.5
-    leaf, options = whole["input"].detach().clone().requires_grad_(), dict(reduction=reduction, temperature=each)
-    scale = distribute_tensor(each, mesh, [WHOLE])
-    plain = dict(target=whole["target"], student_bias=whole["linear_bias"], **options)
-    placed = dict(target=given["target"], student_bias=given["linear_bias"], **options)
-    found = divergence(given["input"], given["linear_weight"], *teacher, beta=0.5, teacher_logit_scale=scale, **placed)
-    want = divergence(
-        leaf, whole["linear_weight"], teacher_x, teacher_weight, beta=0.5, teacher_logit_scale=each, **plain
-    )
-    same(found, want, [WHOLE])
-    of_top = top_k_divergence(given["input"], given["linear_weight"], ids, stored, **placed)
-    same(of_top, top := top_k_divergence(leaf, whole["linear_weight"], ids, stored, **plain), [WHOLE])
-    (found.sum() + of_top.sum()).backward()
-    (want.sum() + top.sum()).backward()
-    same(given["input"].grad, leaf.grad, [split])
+    drawn = normal(4, 8, 12, seed=5), normal(V, 12, seed=6), normal(4, 8, seed=8).abs() + 0.5
+    of_teacher = [value.to(member.device) for value in drawn]
+    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
+    placed, plain = zip(of_teacher, ([split], [ROWS], [WHOLE])), as_dtensors(whole, mesh)
+    options = dict(reduction=reduction, temperature=of_teacher[2])
+
+    def losses(t: dict, teacher, weight, scale) -> list:
+        student = t["input"], t["linear_weight"]
+        more = dict(target=t["target"], student_bias=t["linear_bias"], **options)
+        found = divergence(*student, teacher, weight, beta=0.5, teacher_logit_scale=scale, **more)
+        return [found, top_k_divergence(*student, ids, stored, **more)]
+
+    teacher = [distribute_tensor(value, mesh, placement) for value, placement in placed]
+    pairs = [*zip(losses(given, *teacher), losses(plain, *of_teacher))]
+    for found, want in pairs:
+        same(found, want, [WHOLE])
+        found.sum().backward(), want.sum().backward()
+    same(given["input"].grad, plain["input"].grad, [split])
     with pytest.raises(ValueError, match="teacher_hidden is a plain tensor, and student_hidden is a DTensor"):
-        divergence(given["input"], given["linear_weight"], teacher_x, teacher[1], **placed)
+        divergence(given["input"], given["linear_weight"], of_teacher[0], teacher[1])
 
 
 # --- modules, styles and fully_shard --------------------------------------------------------------------
@@ -447,21 +443,20 @@ def test_the_lines_of_the_page(member):
     hidden, weight, target = (whole[n] for n in ("input", "linear_weight", "target"))
     want = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), target.flatten())
 
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
-            self.head.weight.data.copy_(weight)
+    def headed() -> nn.ModuleDict:
+        head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
+        head.weight.data.copy_(weight)
+        return nn.ModuleDict({"head": head})
 
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 6
     names = dict(globals()) | dict(mesh=mesh, target=target, loss_parallel=loss_parallel)
+    rank = mesh["tp"].get_local_rank()
     torch.set_default_dtype(torch.float64)
     try:
         for index, block in enumerate(blocks):
-            rank = mesh["tp"].get_local_rank()
             names |= dict(
-                model=Headed(),
+                model=headed(),
                 hidden=hidden.clone().requires_grad_(),
                 weight=weight.clone(),
                 hidden_part=hidden.chunk(2, 1)[rank].clone().requires_grad_(),

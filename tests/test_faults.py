@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from benchmarks.peak_memory import peak_memory
-from cases import Case, dense_loss, make, part
+from cases import dense_loss, make, part
 from measures import assert_close
 from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence
 from parallel_lce.run.fused_loss import fused_loss
-from test_steps import GRAPH_SIZE, ON_GPUS, Call, Step, assert_same, bits, warm_up
-from tools import REDUCED, chosen_backend, debug_mode, everywhere, given, on_ranks, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, given, on_ranks, shrunk, small, statistics
 from world import Member, configure, forkserver
 
 pytestmark = pytest.mark.slow
@@ -126,7 +125,7 @@ def ends(body, *given, ranks: int = 2) -> list[End]:
 def noted_step(member: Member, note, name: str, between=lambda: None, **options) -> None:
     """A step of shards of the same tensors; notes its loss, its gradients' finiteness, or its error and seconds."""
     sequence_parallel = options.get("sequence_parallel", False)
-    t = part(make(Case(N, V, D, ignored="none")), member, sequence_parallel)
+    t = part(make(N, V, D), member, sequence_parallel)
     began = time.monotonic()
     try:
         loss = of_call(name, t, member.group, **options)
@@ -237,7 +236,7 @@ def _differing(member: Member, note, name: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     for number, (tokens, options) in enumerate(DIFFERENT[name][member.rank]):
         options = dict(options)
-        t = part(make(Case(tokens, V, D, ignored="none")), member, options.get("sequence_parallel", False))
+        t = part(make(tokens, V, D), member, options.get("sequence_parallel", False))
         dtype = options.pop("dtype", torch.float32)
         x, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (t.x, t.weight))
         try:
@@ -262,26 +261,6 @@ def test_calls_of_other_sizes_end_on_every_rank(name):
         assert end["loss 0"] is None or end["loss 0"] != end["loss 0"], found
 
 
-@on_ranks(2)
-def test_debug_mode_names_calls_in_another_order(member):
-    first, second = (part(make(Case(N, V, D, ignored="none", seed=seed), member.device), member) for seed in (0, 1))
-    with debug_mode(), pytest.raises(ValueError, match="disagree about target at position"):
-        for t in (first, second) if member.rank else (second, first):
-            of_call("save", t, member.group)
-
-
-@pytest.mark.parametrize("name", ["save", "recompute"])
-@on_ranks(2)
-def test_debug_mode_names_backwards_in_another_order(member, name):
-    calls = [part(make(Case(N, V, D, ignored="none", seed=seed), member.device), member) for seed in (0, 1)]
-    with debug_mode():
-        losses = [of_call(name, t, member.group) for t in calls]
-        with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
-            losses[member.rank].backward()
-        for loss in [of_call(name, t, member.group) for t in calls]:
-            loss.backward()
-
-
 # --- groups that are destroyed -----------------------------------------------------------------------
 
 
@@ -290,7 +269,7 @@ def test_debug_mode_names_backwards_in_another_order(member, name):
 def test_a_group_destroyed_between_forward_and_backward(member, sequence_parallel):
     """On gloo the backward works, since the graph keeps the group. On NCCL it raises. The next call is refused."""
     group = dist.new_group()
-    t = part(make(Case(N, V, D, ignored="none"), member.device), member, sequence_parallel)
+    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
     expected = step_of("save", t, group, sequence_parallel=sequence_parallel)
     loss = of_call("save", t, group, sequence_parallel=sequence_parallel)
     dist.destroy_process_group(group)
@@ -369,7 +348,7 @@ def test_the_step_after_one_without_memory_is_right(name, backend, device):
 
 def _recovers(member: Member, note, options: dict) -> None:
     sequence_parallel = options.get("sequence_parallel", False)
-    t = part(make(Case(N, V, D, ignored="none")), member, sequence_parallel)
+    t = part(make(N, V, D), member, sequence_parallel)
     main_grad = torch.zeros_like(t.weight)
     options = dict(reduction="none", logits_budget=0) | options
 
@@ -399,62 +378,37 @@ def test_recovery_from_one_rank_without_memory(options):
     assert other["right"] is True and faulty["right"] is True, (other, faulty)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", [*REDUCED, *CALLS])
-@on_ranks(2)
-def test_the_step_after_an_error_of_the_users_is_right(member, name, sequence_parallel):
-    """Every rank raises between forward and backward, and keeps the graph."""
-    t = part(make(Case(N, V, D, ignored="none"), member.device), member, sequence_parallel)
-    options = dict(group=member.group, sequence_parallel=sequence_parallel)
-    with shrunk(*BLOCKS):
-        expected = step_of(name, t, **options)
-        kept = of_call(name, t, **options)  # the user's loss raises here
-        assert same(step_of(name, t, **options), expected)
-        assert same(torch.autograd.grad(kept, [t.x, t.weight]), expected[1:])
-
-
 # --- many calls alive ----------------------------------------------------------------------------------
 
 
-def _schedules(microbatches: int, ahead: int = 4) -> dict[str, list[tuple[str, int]]]:
-    """Forwards and backwards of microbatches, in order."""
+def _schedules(microbatches: int, ahead: int = 4) -> list[list[tuple[str, int]]]:
+    """Forwards and backwards of microbatches: in order, reversed, 1F1B."""
     forwards, backwards = ([(kind, number) for number in range(microbatches)] for kind in "FB")
     pairs = [each for pair in zip(forwards[ahead:], backwards) for each in pair]
-    return {
-        "in order": forwards + backwards,
-        "reversed": forwards + backwards[::-1],
-        "1F1B": forwards[:ahead] + pairs + backwards[-ahead:],
-    }
+    return [forwards + backwards, forwards + backwards[::-1], forwards[:ahead] + pairs + backwards[-ahead:]]
 
 
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", [*REDUCED, *CALLS])
+@pytest.mark.thinned
 @on_ranks(2)
-def test_100_microbatches(member, name, backend):
-    """Alive at once, or a few of them: each has the gradients that it has alone, to the bit, and so has their sum."""
+def test_100_microbatches(member, name, sequence_parallel, backend):
+    """Alive at once, or a few of them: each has the gradients that it has alone, to the bit. So a step is right that
+    follows a forward whose backward an error of the user's has prevented."""
     microbatches = 8 if backend == "triton" and member.device.type == "cpu" else 100  # kernels are interpreted slowly
-    tokens = 8
-    t = part(make(Case(tokens, V, D, ignored="none"), member.device), member)
-    whole = make(Case(tokens * microbatches, V, D, ignored="none", seed=1), member.device)
-    inputs = [x.clone().requires_grad_() for x in whole.x.chunk(microbatches)]
-    targets = whole.target.chunk(microbatches)
-
-    def forward(number):
-        options = dict(process_group=member.group, **REDUCED[name])
-        return parallel_lce.linear_cross_entropy(inputs[number], t.weight, targets[number], **options).sum()
-
+    parts = [part(make(8, V, D, seed=n, device=member.device), member, sequence_parallel) for n in range(microbatches)]
+    where = dict(group=member.group, sequence_parallel=sequence_parallel)
     with shrunk(400, BLOCKS[1]):
-        expected = [torch.autograd.grad(forward(n), [inputs[n], t.weight]) for n in range(microbatches)]
-        for schedule in _schedules(microbatches).values():
-            alive, total, t.weight.grad = {}, None, None
+        expected = [step_of(name, t, **where)[1:] for t in parts]
+        for schedule in _schedules(microbatches):
+            alive = {}
             for kind, number in schedule:
                 if kind == "F":
-                    alive[number] = forward(number)
-                    continue
-                inputs[number].grad = None
-                alive.pop(number).backward()
-                total = expected[number][1] if total is None else total + expected[number][1]
-                assert torch.equal(inputs[number].grad, expected[number][0])
-            assert not alive and torch.equal(t.weight.grad, total)
+                    alive[number] = of_call(name, parts[number], **where)
+                else:
+                    leaves = [parts[number].x, parts[number].weight]
+                    assert same(torch.autograd.grad(alive.pop(number), leaves), expected[number])
+            assert not alive
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -512,7 +466,7 @@ def test_a_rank_of_two_groups(member, name):
     mine = [number for number, pair in enumerate(pairs) if member.rank in pair]
     results: list = []
     for seed in range(4):
-        wholes = {n: make(Case(N, V, D, "fp64", ignored="none", seed=2 * seed + n), member.device) for n in mine}
+        wholes = {n: make(N, V, D, "fp64", seed=2 * seed + n, device=member.device) for n in mine}
         places = {n: Member(pairs[n].index(member.rank), 2, member.device, groups[n]) for n in mine}
         parts = {n: part(wholes[n], places[n]) for n in mine}
         with shrunk(*BLOCKS):
@@ -524,44 +478,3 @@ def test_a_rank_of_two_groups(member, name):
                 results.append((dweight, truth["dweight"].chunk(2)[places[n].rank]))
     for found, expected in results:  # at the end: a rank that raises earlier leaves the others waiting
         assert_close(found, expected, 1e-12)
-
-
-# --- graphs, on GPUs ---------------------------------------------------------------------------------------
-
-REPLAYS = 1000
-
-
-def _replayed(member: Member, call: Call) -> None:
-    step = Step(member, call, GRAPH_SIZE)
-    with step.small_blocks():
-        warm_up(step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        sets, first = [step.data(seed) for seed in range(5)], []
-        for tensors in sets:
-            step.load(tensors)
-            graph.replay()
-            first.append([tensor.clone() for tensor in captured])
-            assert_same(first[-1], step(), call.dtype)
-        wrong = torch.zeros((), dtype=torch.bool, device=member.device)
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        for number in range(REPLAYS):
-            step.load(sets[number % 5])
-            graph.replay()
-            for found, expected in zip(captured, first[number % 5]):
-                wrong |= (bits(found) != bits(expected)).any()
-        torch.cuda.synchronize()
-        assert not wrong and torch.cuda.memory_allocated() <= held
-    graph.reset()  # the communicator must outlive what was captured of it
-
-
-@ON_GPUS
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", ["saved", "recomputed", "accumulated"])
-def test_1000_replays_of_a_graph(strategy, ranks, worlds, device):
-    """On five sets of data in turns: each replay has the bits of the first one on its data. Memory does not grow."""
-    call = Call(strategy, ranks, ranks > 1, backend="triton")
-    with chosen_backend("triton"):
-        everywhere(worlds, device, ranks, _replayed, call)

@@ -1,25 +1,20 @@
-"""vocab_parallel_cross_entropy against stock Megatron-core's, and functions of hidden states behind its mapping.
-test_fuzz.py and test_hazards.py have them against float64."""
+"""vocab_parallel_cross_entropy against stock Megatron-core's. test_fuzz.py has it against float64."""
 
 import sys
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
-import parallel_lce
 from cases import normal
-from measures import assert_close, assert_near, largest_error
-from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
-from parallel_lce.distillation import divergence, top_k_divergence
-from tools import on_ranks, shrunk
+from measures import assert_close, largest_error
+from parallel_lce import vocab_parallel_cross_entropy
+from tools import on_ranks
 from world import Member
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
 
 from megatron_models import Model, start
@@ -81,38 +76,3 @@ def test_ranges_of_rows(monkeypatch):
     whole = _gradient(vocab_parallel_cross_entropy, *inputs, 0.1)
     monkeypatch.setattr("parallel_lce.backends.torch_logits._CPU_BLOCK", 4 * 4 * 125)
     assert all(map(torch.equal, _gradient(vocab_parallel_cross_entropy, *inputs, 0.1), whole))
-
-
-# --- hidden states behind a mapping of Megatron's, which sums their gradient over the ranks ---------------
-
-
-def _top_k(x, w, y, **options):
-    ids = (y[..., None] + torch.tensor([0, 23, 41], device=y.device)) % 64  # on both ranks' shards
-    stored = torch.tensor([-1.0, -2.0, -3.0]).to(x).expand(ids.shape)
-    return top_k_divergence(x, w, ids, stored, **options)
-
-
-FUNCTIONS = {
-    "loss": linear_cross_entropy,
-    "gradients in forward": partial(linear_cross_entropy, logits_budget=0),
-    "module": lambda x, w, y, **options: parallel_lce.LinearCrossEntropy(**options)(x, w, y),
-    "statistics": lambda x, w, y, **options: parallel_lce.token_statistics(x, w, y, **options).lse.sum(),
-    "selected": lambda x, w, y, **options: parallel_lce.selected_log_probs(x, w, y[..., None], **options).sum(),
-    "divergence": lambda x, w, y, **options: divergence(x, w, x.detach(), w.detach().flip(1), **options),
-    "top_k": _top_k,
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@on_ranks(2)
-def test_behind_a_mapping(member, name):
-    """The functions leave dX as this rank's part. test_rl.py has those that need not be asked."""
-    x, w = normal(8, 3, 16).to(member.device), normal(64, 16, seed=1).to(member.device) / 4
-    y, shard, found = torch.arange(24, device=member.device).view(8, 3) * 7 % 64, w.chunk(2)[member.rank], []
-    for mapped in (False, True):
-        leaf = x.clone().requires_grad_()
-        hidden = mappings.copy_to_tensor_model_parallel_region(leaf, group=member.group) if mapped else leaf
-        options = dict(process_group=member.group, reduce_hidden_grad=not mapped)
-        with shrunk(4000):
-            found += torch.autograd.grad(FUNCTIONS[name](hidden, shard, y, **options), leaf)
-    assert_near(found[1], found[0], 1e-12)

@@ -1,8 +1,9 @@
 """What programs do to Megatron's output layer and its loss: patches, wrappers, hooks, adapters, partial backwards. Each
 gives the stock answer with the switch, too."""
 
+import copy
 import functools
-from contextlib import contextmanager
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, l
 import parallel_lce.megatron
 from measures import assert_close
 from megatron_models import HIDDEN, Model, batch, build, losses_of
-from megatron_training import in_ddp, side_by_side
+from megatron_training import in_ddp, side_by_side, switched, words_of
 from parallel_lce.megatron import token_log_probs, uninstall
 from tools import on_ranks
 
@@ -95,14 +96,9 @@ PATCHES = {
 }
 
 
-@contextmanager
-def _patched(owner, name, make):
-    raw, new = vars(owner).get(name), make(getattr(owner, name))
-    setattr(owner, name, staticmethod(new) if isinstance(raw, staticmethod) else new)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if raw is None else setattr(owner, name, raw)
+def patched(owner, name, make):
+    new = make(getattr(owner, name))
+    return mock.patch.object(owner, name, staticmethod(new) if isinstance(vars(owner).get(name), staticmethod) else new)
 
 
 def _trained(model, spec, data) -> list[torch.Tensor]:
@@ -117,22 +113,15 @@ def _trained(model, spec, data) -> list[torch.Tensor]:
 @on_ranks(2)
 def test_patches(member, patch, before):
     """Before the switch is installed and the model built, or after."""
-    uninstall()
     spec = Model(ranks=member.ranks, sequence_parallel=True)
-    later = functools.partial(_patched, *PATCHES[patch])
-    try:
-        if before:
-            with later():
-                side_by_side(member, spec, lambda model, data, ours: _trained(model, spec, data))
-                uninstall()
-        else:
+    around, within = [functools.partial(patched, *PATCHES[patch]), nullcontext][:: 1 if before else -1]
 
-            def patched(model, data, ours):
-                with later():
-                    return _trained(model, spec, data)
+    def trained(model, data, ours):
+        with within():
+            return _trained(model, spec, data)
 
-            side_by_side(member, spec, patched)
-    finally:
+    with around():
+        side_by_side(member, spec, trained)
         uninstall()
 
 
@@ -142,13 +131,13 @@ class _Adapter(torch.nn.Module):
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        generator = torch.Generator().manual_seed(3)
-        width = inner.output_size_per_partition
-        self.more = torch.nn.Parameter(torch.randn(width, HIDDEN, generator=generator).to(inner.weight.device))
+        factor = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3)) / HIDDEN
+        self.factor = torch.nn.Parameter(factor.to(inner.weight.device))
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
         logits, bias = self.inner(hidden, weight, runtime_gather_output)
-        return logits + tensor_parallel.copy_to_tensor_model_parallel_region(hidden) @ self.more.t(), bias
+        factor = tensor_parallel.copy_to_tensor_model_parallel_region(hidden) @ self.factor
+        return logits * (1 + factor[..., None]), bias
 
 
 class _Head(torch.nn.Module):
@@ -179,10 +168,6 @@ class _Doubled(torch.nn.Module):
         return 2 * weight
 
 
-def _adapt(model) -> None:
-    model.output_layer = _Adapter(model.output_layer)
-
-
 def _double_weight(model) -> None:
     torch.nn.utils.parametrize.register_parametrization(model.output_layer, "weight", _Doubled())
 
@@ -191,17 +176,34 @@ def _replace_forward(model) -> None:
     model.output_layer.forward = _twice(functools.partial(ColumnParallelLinear.forward, model.output_layer))
 
 
+def _around(kind):
+    return lambda model: setattr(model, "output_layer", kind(model.output_layer))
+
+
 def _hook(hook):
     return lambda model: model.output_layer.register_forward_hook(hook)
+
+
+def _twice_input(layer, given):
+    return (2 * given[0],)
+
+
+def _nothing(layer, *gradients):
+    return None
 
 
 def _tensors_alone(module, inputs, output):
     return (2 * output[0], output[1]) if isinstance(output[0], torch.Tensor) else None
 
 
-def _own_loss(model) -> None:
-    own = model.compute_language_model_loss
-    model.compute_language_model_loss = lambda labels, logits: 2 * own(labels, logits * 0.5)
+def _own_loss(use):
+    """A program's own loss, which calls the model's."""
+
+    def change(model) -> None:
+        own = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda labels, logits: 2 * own(labels, use(logits))
+
+    return change
 
 
 def _resize(model) -> None:
@@ -209,30 +211,70 @@ def _resize(model) -> None:
     layer.weight = torch.nn.Parameter(torch.cat([layer.weight.detach(), torch.zeros_like(layer.weight[:8])]))
 
 
-# What is done to a model.
+def _with_a_bias(model) -> None:
+    layer = model.output_layer
+    layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
+
+
+def _defer(model) -> None:
+    layer = model.output_layer
+    layer.config = copy.copy(layer.config)
+    layer.config.defer_embedding_wgrad_compute, layer.config.wgrad_deferral_limit = True, 0
+    layer.embedding_activation_buffer, layer.grad_output_buffer = [], []
+
+
+# What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
-    "adapter": _adapt,
-    "parametrization": _double_weight,
-    "forward": _replace_forward,
-    "hook": _hook(lambda module, inputs, output: (output[0] * 0.5, output[1])),
-    "hook of tensors": _hook(_tensors_alone),
-    "pre-hook": lambda model: model.output_layer.register_forward_pre_hook(lambda module, given: (2 * given[0],)),
-    "a loss of its own": _own_loss,
-    "a module around it": lambda model: setattr(model, "output_layer", _Head(model.output_layer)),
-    "a checkpoint around it": lambda model: setattr(model, "output_layer", _Checkpointed(model.output_layer)),
-    "another shape": _resize,
-}
+    "built before": (lambda model: None, "built before"),
+    "adapter": (_around(_Adapter), "_Adapter.forward may handle them"),
+    "parametrization": (_double_weight, "parametrizations"),
+    "forward": (_replace_forward, "forward was replaced"),
+    "hook": (_hook(lambda module, inputs, output: (output[0] * 0.5, output[1])), "forward hooks"),
+    "hook of tensors": (_hook(_tensors_alone), "forward hooks"),
+    "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(_twice_input), None),
+    "backward hook": (lambda model: model.output_layer.register_full_backward_hook(_nothing), "backward hooks"),
+    "a loss of its own": (_own_loss(lambda z: z * 0.5), "compute_language_model_loss may handle them"),
+    "a loss of probabilities": (_own_loss(lambda z: (torch.softmax(z, -1), z)[1]), "compute_language_model_loss may"),
+    "a module around it": (_around(_Head), "_Head.forward may handle them"),
+    "a checkpoint around it": (_around(_Checkpointed), "_Checkpointed.forward.<locals>.<lambda> may handle them"),
+    "another shape": (_resize, "was built with a weight"),
+    "a bias": (_with_a_bias, "skip_bias_add=False"),
+    "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),
+    "sharded": (lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True), "fully sharded"),
+    "deferred": (_defer, "defer_embedding_wgrad_compute"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_changed_models(member, change):
-    spec = Model(ranks=member.ranks)
+    """Whatever makes real logits in training is named once. A call without labels asks for logits."""
+    spec, (make, reason) = Model(ranks=member.ranks), CHANGES[change]
 
     def changed(model, data, ours):
-        CHANGES[change](model)
-        return _trained(model, spec, data)
+        if ours and change == "built before":
+            uninstall()
+            model = build(member, spec, asked_for)
+            switched(spec)
+        make(model)
 
+        def said(labels: torch.Tensor | None = data.labels, **options) -> list[str]:
+            return words_of(lambda: model(data.tokens, data.positions, data.mask, labels=labels, **options))
+
+        if ours:
+            assert said(None) == said(None, runtime_gather_output=True) == []
+            first, second = said(), said()
+            # One rank speaks for those that shard the vocabulary.
+            assert len(first) == (member.rank == 0 and reason is not None) and all(reason in text for text in first), (
+                first
+            )
+            model.eval()
+            assert second == said() == []
+        if change in ("backward hook", "deferred"):  # whose backward stock does not run here
+            return [losses_of(model.train(), spec, data)]
+        return _trained(model.train(), spec, data)
+
+    asked_for = switched(spec)
     side_by_side(member, spec, changed)
 
 
@@ -320,29 +362,6 @@ def test_main_grad_gets_what_autograd_gives(member, how, budget, tied):
         return [*found, *(p.main_grad for p in model.parameters())]
 
     side_by_side(member, spec, gradients)
-
-
-# --- without logits at all ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("change", ["forward of the class", "forward", "adapter"])
-@on_ranks(2)
-def test_log_probs_are_refused_in_words(member, change):
-    spec = Model(ranks=member.ranks)
-    model, data = build(member, spec, {}), batch(0, spec, member.device)
-    given = model, data.tokens, data.positions, data.mask, data.labels
-
-    def refused(words: str) -> None:
-        with mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called")):
-            with pytest.raises(ValueError, match=words):
-                token_log_probs(*given)
-
-    if change == "forward of the class":
-        with _patched(*PATCHES["forward"]):
-            refused("ColumnParallelLinear.forward is not Megatron's own")
-    else:
-        CHANGES[change](model)
-        refused({"forward": "forward was replaced", "adapter": "the output layer is a _Adapter"}[change])
 
 
 @on_ranks(1)

@@ -1,5 +1,6 @@
 """token_log_probs equals the log-softmax of a stock Megatron-core model's logits: values and all gradients."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -18,10 +19,10 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, path_of, specs
 from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
-from parallel_lce.megatron import TokenLogProbs, cross_entropy, token_log_probs
+from parallel_lce.megatron import TokenLogProbs, output_layer, token_log_probs
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import losses_of_lazy
-from tools import debug_mode, on_ranks
+from test_megatron_habits import CHANGES, PATCHES, patched
+from tools import arguments_to, debug_mode, on_ranks
 from world import Member
 
 
@@ -122,9 +123,9 @@ def test_without_gradients(member):
         found = []
         for training in (True, False):
             model.train(training)
-            with torch.no_grad(), mock.patch.object(cross_entropy, "losses_of_lazy", wraps=losses_of_lazy) as others:
+            with torch.no_grad(), arguments_to(output_layer, "fused_loss") as others:
                 found += scored(ours, model, data, Scoring(0.7))
-            assert others.call_count == (spec.mtp if training and ours else 0)
+            assert len(others) == (spec.mtp if training and ours else 0)
         assert not any(value.requires_grad for value in found)
         return found
 
@@ -213,18 +214,19 @@ def test_refusals(member):
             token_log_probs(**{**given, "labels": data.labels, **changed})
         assert before == (type(layer), {*vars(layer)}, {*vars(model)})
 
-    with mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called")):
+    with uncalled(model):
         for changes, message in REFUSED:
             refused(message, **changes(data.labels))
         bert = build(member, Model(ranks=member.ranks, family="bert"), {})
         refused("HybridModel, alone or in wrappers, got BertModel", model=bert)
-        model.config.defer_embedding_wgrad_compute = True
-        refused("token_log_probs makes no logits: defer_embedding_wgrad_compute keeps")
-        model.config.defer_embedding_wgrad_compute = False
     token_log_probs(**given, labels=data.labels)
     refused("unexpected keyword argument 'unknown'", TypeError, unknown=1)
     model.register_forward_hook(lambda module, inputs, output: output[0])
     refused("GPTModel's forward must return compute_language_model_loss", RuntimeError)
+
+
+def uncalled(model):
+    return mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called"))
 
 
 @on_ranks(2)
@@ -234,19 +236,30 @@ def test_what_one_rank_refuses_every_rank_raises(member):
     model, data = build(member, spec, {}), batch(0, spec, member.device)
     given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
     given["labels"] = data.labels
-    with debug_mode(), mock.patch.object(type(model), "__call__", side_effect=AssertionError("the model was called")):
-        for changes, message in REFUSED[:-1]:
-            said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
-            with pytest.raises(ValueError, match=said):
-                token_log_probs(**given | (changes(data.labels) if member.rank else {}))
     with debug_mode():
+        with uncalled(model):
+            for changes, message in REFUSED[:-1]:
+                said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
+                with pytest.raises(ValueError, match=said):
+                    token_log_probs(**given | (changes(data.labels) if member.rank else {}))
         token_log_probs(**given)
 
 
-HOOKS = {
-    "token_log_probs makes no logits: attribute 'mean'": lambda module, inputs, output: (output[0].mean(), None)[1],
-    "replaced the output layer's result, by one of type Tensor": lambda module, inputs, output: (torch.zeros(1), None),
-}
+def _hook(hook):
+    return lambda model: model.output_layer.register_forward_hook(hook)
+
+
+# Changes of test_megatron_habits.py and other hooks, and what the refusal says: of the first three without a call.
+MAKES = "token_log_probs makes no logits: "
+WOULD_MAKE_LOGITS = [
+    ("adapter", MAKES + "the output layer is a _Adapter"),
+    ("forward", MAKES + "the output layer's forward was replaced"),
+    ("deferred", MAKES + "defer_embedding_wgrad_compute keeps"),
+    ("backward hook", MAKES + "the output layer has backward hooks"),
+    ("sharded", MAKES + "the output weight is fully sharded"),
+    (_hook(lambda module, inputs, output: (output[0].mean(), None)[1]), MAKES + "attribute 'mean'"),
+    (_hook(lambda *_: (torch.zeros(1), None)), "replaced the output layer's result, by one of type Tensor"),
+]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -254,19 +267,17 @@ HOOKS = {
 def test_what_would_make_logits_is_refused(member, training):
     """And none are made."""
     spec = Model(ranks=member.ranks)
-    model, data = build(member, spec, {}).train(training), batch(0, spec, member.device)
-    layer = model.output_layer
-
-    def refused(message: str, handle=None) -> None:
-        with pytest.raises((RuntimeError, ValueError), match=message):
-            scored(True, model, data, Scoring())
-        if handle is not None:
-            handle.remove()
-
-    with mock.patch.object(LazyLogits, "_make", side_effect=AssertionError("the logits were made")):
-        for message, hook in HOOKS.items():
-            refused(message, layer.register_forward_hook(hook))
-        hooked = layer.register_full_backward_hook(lambda *arguments: None)
-        refused("makes no logits: the output layer has backward hooks", hooked)
-        layer.weight.__fsdp_param__ = True
-        refused("makes no logits: the output weight is fully sharded")
+    for number, (change, message) in enumerate(WOULD_MAKE_LOGITS):
+        model = build(member, spec, {}).train(training)
+        (CHANGES[change][0] if isinstance(change, str) else change)(model)
+        with mock.patch.object(LazyLogits, "_make", side_effect=AssertionError("the logits were made")):
+            with (
+                uncalled(model) if number < 3 else nullcontext(),
+                pytest.raises((RuntimeError, ValueError), match=message),
+            ):
+                scored(True, model, batch(0, spec, member.device), Scoring())
+    with (
+        patched(*PATCHES["forward"]),
+        pytest.raises(ValueError, match="ColumnParallelLinear.forward is not Megatron's own"),
+    ):
+        scored(True, build(member, spec, {}), batch(0, spec, member.device), Scoring())

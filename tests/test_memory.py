@@ -15,7 +15,7 @@ import torch
 
 import parallel_lce
 from benchmarks.peak_memory import peak_memory
-from cases import DTYPES, Case, make, part
+from cases import DTYPES, make, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.call import prepare
@@ -49,7 +49,7 @@ def measured(
     """(peak, alive) of a forward and backward after what a device's first use takes for good. ``size``: N, V and D of
     the whole group. ``options``: of the loss."""
     sequence_parallel = options.get("sequence_parallel", False)
-    t = part(make(Case(*size, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
+    t = part(make(*size, dtype, device=member.device), member, sequence_parallel, shards)
     wanted = [leaf for name, leaf in (("x", t.x), ("weight", t.weight)) if name not in frozen]
     for leaf in (t.x, t.weight):
         leaf.requires_grad_(any(leaf is one for one in wanted))

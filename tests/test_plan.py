@@ -1,8 +1,6 @@
 """The plan: a pure function of numbers that all ranks share."""
 
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -60,16 +58,12 @@ def calls(draw):
     )
 
 
-def sizes_of(call: dict, found) -> SimpleNamespace:
-    """Bytes: of the logits of one token, of a token of each part, of an entry of all tokens, of all; of what is saved
-    from forward to backward, or of all blocks when accumulating; and of the hidden states of all ranks."""
-    parts, itemsize = call["sp_size"], call["itemsize"]
-    row, token = call["shard_rows"] * itemsize, call["tokens"] * itemsize
-    saved = sum((b.stop - b.start) * parts * b.saved * itemsize for b in found.blocks)
-    gathered = call["tokens"] * call["hidden_size"] * itemsize
-    return SimpleNamespace(
-        row=row, rows=parts * row, token=token, whole=call["tokens"] * row, saved=saved, gathered=gathered
-    )
+# One rank, whose blocks of rows are a quarter as many as the entries that are recomputed at a time.
+NARROW = dict(tokens=8192, shard_rows=23172, hidden_size=64, itemsize=2, budget=0, sp_size=1, ranks=1)
+# Three quarters of the vocabulary rows fit the budget, of all tokens.
+MOST = dict(tokens=1500, shard_rows=128256, hidden_size=4096, itemsize=2, budget=340 * 2**20, gradients=BF16)
+# One row fits the budget.
+SINGLE = dict(tokens=1024, shard_rows=128256, hidden_size=64, itemsize=2, budget=SMALLEST_BLOCK + 2 * 128256)
 
 
 def assert_tiled(call: dict, blocks) -> None:
@@ -79,98 +73,53 @@ def assert_tiled(call: dict, blocks) -> None:
     assert ends[-1] == call["tokens"] // call["sp_size"]
 
 
-def square_of(call: dict) -> int:
-    """Rows of each part of a block with as many tokens as a recomputed slice has entries."""
-    return math.isqrt(SMALLEST_BLOCK // call["itemsize"]) // call["sp_size"]
-
-
-def too_few(call: dict, rows: int, saves: bool) -> bool:
-    """Whether blocks of these ``rows`` would add to dW too often. ``saves``: a block's exponentials fit the budget."""
-    enough = square_of(call) if call["ranks"] == 1 and not saves else square_of(call) / 4
-    return call["gradients"].weight and rows < enough and call["tokens"] // call["sp_size"] > square_of(call)
-
-
-# One rank, whose blocks of rows are a quarter as many as the entries that are recomputed at a time.
-NARROW = dict(tokens=8192, shard_rows=23172, hidden_size=64, itemsize=2, budget=0, sp_size=1, ranks=1)
-
-
 @RELAXED
 @example(NARROW | dict(gradients=MAIN_GRAD))
-@given(calls())
-def test_blocks_are_few_and_balanced(call):
-    """As many as the bytes of one demand, all of a size but the last, of 128s of rows if they fit."""
-    found = plan(**call)
-    sizes, blocks, limit = sizes_of(call, found), list(found.blocks), SMALLEST_BLOCK
-    if call["gradients"] is None:
-        assert not blocks, "an evaluation has no backward"
-        return
-    assert_tiled(call, blocks)
-    if found.accumulate:
-        limit = max(call["budget"], limit) // (2 if call["ranks"] > 1 else 1)
-    elif len(blocks) <= 1:
-        return  # all saved, or a slice of the vocabulary
-    elif blocks[0].saved:
-        limit = max(limit, sizes.saved)
-        del blocks[0]
-    per_part = sum(b.stop - b.start for b in blocks)
-    most = max(1, limit // sizes.rows)
-    fitting = max(0, call["budget"] - found.scratch_bytes) // sizes.rows if call.get("savable", True) else 0
-    if not found.accumulate and not found.blocks[0].saved and too_few(call, max(most, fitting), fitting > 0):
-        most = square_of(call)
-    assert len(blocks) == -(-per_part // most)
-    rows = [b.stop - b.start for b in blocks]
-    even = -(-per_part // max(1, len(blocks)))
-    assert all(even <= size < even + 128 and size <= most for size in rows[:-1])
-    assert all(size % 128 == 0 or size == even for size in rows[:-1])
-
-
-# Three quarters of the vocabulary rows fit the budget, of all tokens.
-MOST = dict(tokens=1500, shard_rows=128256, hidden_size=4096, itemsize=2, budget=340 * 2**20, gradients=BF16)
-# One row fits the budget.
-SINGLE = dict(tokens=1024, shard_rows=128256, hidden_size=64, itemsize=2, budget=SMALLEST_BLOCK + 2 * 128256)
-
-
-@RELAXED
 @example(SINGLE | dict(sp_size=1, ranks=2, gradients=MAIN_GRAD, savable=True))
 @example(MOST | dict(sp_size=1, ranks=2, savable=True))
 @given(calls())
-def test_strategy(call):
-    found = plan(**call)
-    sizes = sizes_of(call, found)
-    if call["gradients"] is None or not call["savable"]:
-        assert not found.accumulate and sizes.saved == 0, "evaluation keeps nothing"
-    elif sizes.whole <= call["budget"]:
-        assert not found.accumulate and sizes.saved == sizes.whole, "all that fits is saved"
-        assert len(found.blocks) == (call["tokens"] > 0)
-        fits = sizes.whole + sizes.gathered <= call["budget"]
-        assert found.saves_hidden == (fits and call["sp_size"] > 1 and sizes.gathered > 0)
+def test_a_plan_keeps_to_its_budget(call):
+    """All is saved if it fits, and else as much as fits; blocks are as few as the bytes of one demand, of 128s of rows
+    but the last."""
+    found, gradients = plan(**call), call["gradients"]
+    blocks, savable = list(found.blocks), call.get("savable", True)
+    if gradients is None:
+        assert not blocks and not found.accumulate and not found.saves_hidden, "an evaluation has no backward"
         return
-    elif found.accumulate:
-        assert call["accumulable"] and sizes.saved == sizes.whole
-        most = max((b.stop - b.start) * call["sp_size"] for b in found.blocks)
-        assert most >= call["smallest_accumulated"] or len(found.blocks) == 1
+    assert_tiled(call, blocks)
+    # Bytes of the logits of a token of each part, and of all; and what is saved, or of all blocks when accumulating.
+    row = call["sp_size"] * call["shard_rows"] * call["itemsize"]
+    whole = call["tokens"] * call["shard_rows"] * call["itemsize"]
+    gathered = call["tokens"] * call["hidden_size"] * call["itemsize"]
+    saved = sum((b.stop - b.start) * call["sp_size"] * b.saved * call["itemsize"] for b in blocks)
+    sizes = [b.stop - b.start for b in blocks]
+    if savable and whole <= call["budget"]:
+        assert not found.accumulate and saved == whole and len(blocks) == (call["tokens"] > 0)
+        fits = whole + gathered <= call["budget"]
+        assert found.saves_hidden == (fits and call["sp_size"] > 1 and gathered > 0)
+        return
+    assert not found.saves_hidden
+    if found.accumulate:
+        assert savable and call["accumulable"] and saved == whole
+        assert max(sizes) * call["sp_size"] >= call["smallest_accumulated"] or len(blocks) == 1
         # The next block is projected while the last one waits for the other ranks' partials. Neither they, nor an fp32
         # dW, take more than saving everything and dW would.
-        dw = call["shard_rows"] * call["hidden_size"] * call["gradients"].weight
-        dw_new = dw * call["itemsize"] * call["gradients"].weight_new
-        alive = (2 if call["ranks"] > 1 else 1) * most * sizes.row
-        assert alive + dw * max(4, call["itemsize"]) <= sizes.whole + dw_new
+        alive = (2 if call["ranks"] > 1 else 1) * max(sizes) * row
+        dw = call["shard_rows"] * call["hidden_size"] * gradients.weight
+        assert alive + dw * max(4, call["itemsize"]) <= whole + dw * call["itemsize"] * gradients.weight_new
+        assert max(sizes) == 1 or alive <= max(call["budget"], SMALLEST_BLOCK)
     else:
-        assert sizes.saved < sizes.whole
-        if len(found.blocks) == 1:  # all vocabulary rows that fit
-            assert found.blocks[0].saved == max(0, call["budget"] - found.scratch_bytes) // sizes.token
-        # What fits beside the scratch is saved, but for less than a row of each part or a column, and but for rows that
-        # are too few for a block.
-        room = call["budget"] - found.scratch_bytes
-        piece = sizes.rows if len(found.blocks) > 1 else call["tokens"] * call["itemsize"]
-        fitting = max(room, SMALLEST_BLOCK) // sizes.rows
-        assert room - piece < sizes.saved <= max(0, room) or (not sizes.saved and too_few(call, fitting, room > piece))
-        assert found.scratch_bytes <= SMALLEST_BLOCK
-        if len(found.blocks) > 1:
-            first, *others = found.blocks
-            assert first.saved in (0, call["shard_rows"]), "rows are saved with all their columns"
-            assert not any(b.saved for b in others)
-    assert not found.saves_hidden
+        room = max(0, call["budget"] - found.scratch_bytes) if savable else 0
+        assert saved <= room and found.scratch_bytes <= SMALLEST_BLOCK
+        assert all(b.saved in (0, call["shard_rows"]) for b in blocks) or len(blocks) == 1
+        assert not any(b.saved for b in blocks[1:]), "the rows of the first block are saved"
+        assert not saved or len(blocks) == 1 or room - row < saved, "another row fits"
+        if len(blocks) == 1 and savable:
+            assert saved == room // (call["tokens"] * call["itemsize"]) * call["tokens"] * call["itemsize"]
+        sizes = sizes[1:] if saved else sizes
+    if len(blocks) > 1 and sizes:
+        even = -(-sum(sizes) // len(sizes))
+        assert all(even <= size < even + 128 and (size % 128 == 0 or size == even) for size in sizes[:-1])
 
 
 AXIS = dict(tokens=1024, shard_rows=128256, hidden_size=4096, itemsize=2, budget=0, ranks=2, gradients=BF16)

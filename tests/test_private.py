@@ -4,8 +4,10 @@ import ast
 import gc
 import inspect
 import os
+import re
 import textwrap
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +55,12 @@ def test_graphs_break_at_a_function_outside_of_them_and_give_its_reason():
     torch.compiler.reset()  # it has code of the first call
     with pytest.raises(torch._dynamo.exc.Unsupported, match="it is the reason"):
         torch.compile(called, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_no_graph_is_made_within_a_function_without_graphs():
+    compiling = []
+    inner = private.without_graphs(lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1)
+    assert torch.compile(lambda x: inner(x * 2), backend="eager")(torch.ones(1)).item() == 3 and compiling == [False]
 
 
 @torch.compiler.assume_constant_result
@@ -229,6 +237,7 @@ def test_trees_of_tensors():
     leaves, spec = private.pytree.tree_flatten(((1, [2]), {"a": 3}))
     assert leaves == [1, 2, 3] and private.pytree.tree_unflatten([4, 5, 6], spec) == ((4, [5]), {"a": 6})
     assert private.pytree.tree_leaves(((1, [2]), {"a": 3})) == leaves
+    assert private.pytree.treespec_loads(private.pytree.treespec_dumps(spec)) == spec
     assert private.pytree.tree_map_only(int, str, [1, 2.0, (3,)]) == ["1", 2.0, ("3",)]
 
 
@@ -258,11 +267,13 @@ def test_groups_and_results_of_functional_collectives(member):
 
 
 @on_ranks(2)
-def test_fsdp_tells_the_dtype_of_results(member):
+def test_fsdp_tells_the_dtype_of_results_and_has_hooks_of_its_modules(member):
     for dtype in (None, torch.float32):
         layer, policy = nn.Linear(4, 4, device=member.device), MixedPrecisionPolicy(torch.bfloat16, output_dtype=dtype)
         fully_shard(layer, mesh=mesh_of(member.device.type, (2,)), mp_policy=policy)
         assert private.fsdp_output_dtype(layer) == dtype
+        added = private.hooks(layer, "forward", "forward_pre")
+        assert added and all(hook.__module__.startswith(private.FSDP_MODULES) for hook in added)
         found = layer(torch.ones(1, 4, device=member.device)).dtype
         assert found == (dtype or torch.bfloat16)
 
@@ -284,6 +295,33 @@ def test_hooks_of_a_module_and_of_all_modules(kind):
             assert private.hooks(layer, kind) == private.hooks(layer, *KINDS) == [hook]
         finally:
             handle.remove()
+
+
+def test_parameters_submodules_and_calls_of_a_module(monkeypatch):
+    layer = nn.Sequential(nn.Linear(2, 2, bias=False))
+    assert private.submodules_of(layer) == {"0": layer[0]} and private.parameters_of(layer) == {}
+    assert private.parameters_of(layer[0]) == {"weight": layer[0].weight, "bias": None}
+    ran = []
+    for name, function in private.module_calls().items():
+        assert function.__qualname__ == name and function.__globals__ is vars(module)
+    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *given: ran.append(self))
+    layer(torch.ones(2))
+    assert ran == [layer] and private.module_calls()["Module._call_impl"] is nn.Module._call_impl
+
+
+# --- elsewhere --------------------------------------------------------------------------------------
+
+
+PRIVATE = re.compile(
+    r"\b(torch(\.\w+)*|nn\.Module|forward_ad|dist)\._[a-z]|from torch[\w.]*( import .*\b|\.)_\w"
+    r"|_dynamo_marked|_torchdynamo|\._(parameters|modules|call_impl|\w*_hooks)\b"
+)
+
+
+def test_no_other_file_uses_private_names_of_torch():
+    package = Path(private.__file__).parents[1]
+    found = [file.name for file in package.rglob("*.py") if PRIVATE.search(file.read_text())]
+    assert found == ["private.py"]
 
 
 # --- Triton -----------------------------------------------------------------------------------------

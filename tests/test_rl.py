@@ -81,79 +81,68 @@ def of_sequences(labels):
     return labels
 
 
-def _nemo(member: Member, inference_only: bool, vocab_size):
+def _of_ids(member: Member, trainer: str, inference_only: bool, vocab_size, dtype: torch.dtype):
     x, w, b, labels, _ = tensors(member.device)
-    x = x.view(S, B, D).chunk(member.ranks)[member.rank].clone().requires_grad_()
     start, end = V // member.ranks * member.rank, ENDS[member.ranks][member.rank]
     padding = V // member.ranks + start - end + 2
-    shard, bias = (torch.cat([v[start:end], v.new_full((padding, *v.shape[1:]), 9.0)]).requires_grad_() for v in (w, b))
-    given = of_sequences(labels), start, end, member.group, inference_only, None, 4
-    more = {} if vocab_size is None else dict(vocab_size=vocab_size, logits_budget=0)
-    found = rl.from_parallel_hidden_states_to_logprobs(x, shard, True, *given, bias=bias, **more)
-    if inference_only:
-        assert not found.requires_grad
-        return [found.cpu()]
-    dx, dw, db = torch.autograd.grad(found, [x, shard, bias], upstream([found]))
-    assert not dw[end - start :].any() and not db[end - start :].any()
-    return [v.detach().cpu() for v in (found, dx, dw[: end - start], db[: end - start])]
-
-
-@pytest.mark.parametrize(("ranks", "vocab_size"), [(1, None), (1, V - 5), (2, None)])
-@pytest.mark.parametrize("inference_only", [False, True])
-def test_from_parallel_hidden_states_to_logprobs(inference_only, ranks, vocab_size, worlds, device):
-    parts = everywhere(worlds, device, ranks, _nemo, inference_only, vocab_size)
-    x, w, b, labels, _ = tensors(dtype=torch.float64)
-    end, labels = ENDS[ranks][-1], of_sequences(labels)[:, 1:]
-    leaves = [value.requires_grad_() for value in (x.view(S, B, D), w[:end], b[:end])]
-    z = reference.logits(leaves[0].transpose(0, 1), *leaves[1:], vocab_size=vocab_size)[:, :-1]
-    inside = labels < (vocab_size or end)
-    expected = torch.where(inside, reference.statistics(z, labels)["target_log_prob"], 0.0)
-    gradients = torch.autograd.grad(expected, leaves, upstream([expected]))
-    for found, *_ in parts:
-        assert_near(found, expected, 2e-6)
-        assert (found[~inside] == 0).all() and torch.equal(found, parts[0][0])
-    if not inference_only:
-        for i, exact in enumerate(gradients, 1):
-            assert_near(torch.cat([part[i] for part in parts]), exact, 2e-6)
-
-
-def _skyrl(member: Member, inference_only: bool, dtype: torch.dtype):
-    x, w, _, labels, _ = tensors(member.device)
-    x = x.view(B, S, D).to(dtype).requires_grad_()
-    start, end = V // member.ranks * member.rank, ENDS[member.ranks][member.rank]
-    shard = torch.cat([w[start:end], w.new_full((3, D), 9.0)]).requires_grad_()
-    given = of_sequences(labels), start, end, 4, member.group, inference_only
-    found = rl.FusedLinearLogprobTriton.apply(x, shard, *given)
+    rows = [torch.cat([v[start:end], v.new_full((padding, *v.shape[1:]), 9.0)]).requires_grad_() for v in (w, b)]
+    given = of_sequences(labels), start, end
+    if trainer == "NeMo":
+        x = x.view(S, B, D).chunk(member.ranks)[member.rank].clone().requires_grad_()
+        more = {} if vocab_size is None else dict(vocab_size=vocab_size, logits_budget=0)
+        rest = *given, member.group, inference_only, None, 4
+        found = rl.from_parallel_hidden_states_to_logprobs(x, rows[0], True, *rest, bias=rows[1], **more)
+    else:
+        x, rows = x.view(B, S, D).to(dtype).requires_grad_(), rows[:1]
+        found = rl.FusedLinearLogprobTriton.apply(x, *rows, *given, 4, member.group, inference_only)
     assert found.requires_grad != inference_only
     if inference_only:
         return [found.cpu()]
-    dx, dw = torch.autograd.grad(found, [x, shard], upstream([found]))
-    assert dx.dtype == dtype and not dw[end - start :].any()
-    return [v.detach().cpu() for v in (found, dx, dw[: end - start])]
+    dx, *of_rows = torch.autograd.grad(found, [x, *rows], upstream([found]))
+    assert dx.dtype == dtype and not any(v[end - start :].any() for v in of_rows)
+    return [v.detach().cpu() for v in (found, dx, *(v[: end - start] for v in of_rows))]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "inference_only", "dtype"),
-    [(1, False, torch.float32), (2, False, torch.float32), (2, False, torch.float64), (2, True, torch.float32)],
+    ("trainer", "ranks", "vocab_size", "dtype"),
+    [
+        ("NeMo", 1, None, torch.float32),
+        ("NeMo", 1, V - 5, torch.float32),
+        ("NeMo", 2, None, torch.float32),
+        ("SkyRL", 1, None, torch.float32),
+        ("SkyRL", 2, None, torch.float32),
+        ("SkyRL", 2, None, torch.float64),
+    ],
 )
-def test_fused_linear_logprob(ranks, inference_only, dtype, worlds, device):
-    """As SkyRL's: each rank's part of dX, in the dtype of the hidden states; the value 0 outside of the vocabulary, and
-    there the gradient of -lse."""
-    parts = everywhere(worlds, device, ranks, _skyrl, inference_only, dtype)
-    x, w, _, labels, _ = tensors(dtype=torch.float64)
+@pytest.mark.parametrize("inference_only", [False, True])
+def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size, dtype, worlds, device):
+    """NeMo-RL's function and SkyRL's. Outside of the vocabulary the value is 0, and there SkyRL's has the gradient of
+    -lse. NeMo-RL's gives each rank dX of its tokens; SkyRL's the rank's part, in the dtype of the hidden states."""
+    parts, nemo = (
+        everywhere(worlds, device, ranks, _of_ids, trainer, inference_only, vocab_size, dtype),
+        trainer == "NeMo",
+    )
+    x, w, b, labels, _ = tensors(dtype=torch.float64)
     end, labels = ENDS[ranks][-1], of_sequences(labels)
-    leaves = [value.requires_grad_() for value in (x.view(B, S, D), w[:end])]
-    truth = reference.statistics(reference.logits(*leaves), labels)
-    inside = labels < end
-    exact = torch.where(inside, truth["target_log_prob"], -truth["lse"])
+    leaves = [value.requires_grad_() for value in (x.view(*((S, B) if nemo else (B, S)), D), w[:end], b[:end])]
+    if nemo:
+        labels = labels[:, 1:]
+        z = reference.logits(leaves[0].transpose(0, 1), *leaves[1:], vocab_size=vocab_size)[:, :-1]
+    else:
+        leaves = leaves[:2]
+        z = reference.logits(*leaves)
+    truth, inside = reference.statistics(z, labels), labels < (vocab_size or end)
+    exact = torch.where(inside, truth["target_log_prob"], 0.0 if nemo else -truth["lse"])
     gradients = torch.autograd.grad(exact, leaves, upstream([exact]))
     for found, *_ in parts:
         assert found.dtype == torch.float32 and torch.equal(found, parts[0][0])
         assert_near(found, exact.masked_fill(~inside, 0.0), 2e-6)
         assert (found[~inside] == 0).all() and not inside.all()
     if not inference_only:
-        assert_near(sum(part[1] for part in parts), gradients[0], 2e-6)
-        assert_near(torch.cat([part[2] for part in parts]), gradients[1], 2e-6)
+        dx, *of_rows = zip(*(part[1:] for part in parts))
+        assert_near(torch.cat(dx) if nemo else sum(dx), gradients[0], 2e-6)
+        for shards, gradient in zip(of_rows, gradients[1:], strict=True):
+            assert_near(torch.cat(shards), gradient, 2e-6)
 
 
 LABELS = torch.zeros(N, dtype=torch.int64)

@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 import parallel_lce
 from cases import DTYPES, normal
 from measures import error
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
-from tools import debug_mode, on_ranks, started, upstream
-from world import mesh_of
+from tools import on_ranks, upstream
 
 N, V, D, M = 12, 80, 24, 30
 LEAVES = "input", "linear_weight", "linear_bias", "log_expected_count", "target_log_expected_count"
@@ -105,40 +103,6 @@ def test_the_dense_formula(member, dtype, split, per_token, reduction, options, 
     assert not leaves["linear_weight"].grad[others].any() and not founds[3][others].any()
 
 
-@pytest.mark.parametrize("split", [False, True])
-@on_ranks(2)
-def test_collectives_and_bits(member, split):
-    """The collectives are those of the docstring: no rank sends a row of the weight for each token. Losses and
-    gradients are the same from run to run."""
-    whole = problem(torch.float32, device=member.device)
-    rows, runs = slice(member.rank * V // 2, (member.rank + 1) * V // 2), []
-    x = whole["input"].chunk(2)[member.rank] if split else whole["input"]
-    gathers, part = [("all_gather", N // 2 * D)] * split, -(-M // 2)
-    for _ in range(2):
-        leaves = [t.clone().requires_grad_() for t in (x, whole["linear_weight"][rows], whole["linear_bias"][rows])]
-        with started() as found:
-            loss = parallel_lce.sampled_linear_cross_entropy(
-                *leaves[:2], whole["target"], whole["sampled"], linear_bias=leaves[2], process_group=member.group,
-                sequence_parallel=split,
-            )  # fmt: skip
-        assert [(c.kind, c.size) for c in found] == [
-            *gathers,
-            ("all_gather", N + 3),
-            ("reduce_scatter", 2 * part * D),
-            ("reduce_scatter", 2 * part * 2),
-            *gathers,
-            ("all_gather", N),
-        ]
-        with started() as found:
-            loss.backward()
-        reduction = ("reduce_scatter" if split else "all_reduce", N * D)
-        expected = [reduction, *gathers, *gathers, reduction, ("all_gather", part * (D + 1))]
-        assert sorted((c.kind, c.size) for c in found) == sorted(expected)
-        assert all(c.group == member.group and c.asynchronous for c in found)
-        runs.append([loss.detach(), *[leaf.grad for leaf in leaves]])
-    assert all(torch.equal(a, b) for a, b in zip(*runs))
-
-
 def test_few_samples_and_confident_tokens(device):
     """Without any sample the loss is 0. A loss as small as 1e-6 is as exact as others."""
     t = problem(torch.float32, device=device)
@@ -180,79 +144,11 @@ def test_the_gradient_of_expected_counts_alone(device):
         assert error(found, want) < 1e-12 and want.any()
 
 
-def _disagreement(t: dict, rank: int, name: str) -> dict:
-    """Arguments of this rank, where the last one's differ."""
-    if rank == 0:
-        return t
-    if name == "fewer":
-        return t | {n: t[n][..., :-1] for n in ("sampled", "log_expected_count")}
-    if name == "no counts":
-        return t | dict(log_expected_count=None, target_log_expected_count=None)
-    changed = t[name].clone()
-    changed.view(-1)[5] += 2
-    return t | {name: changed}
-
-
-DISAGREEMENTS = {
-    "sampled": "sampled at position 5: rank 0 has",
-    "target": "target at position 5: rank 0 has",
-    "fewer": "sampled: rank 0 has .*log_expected_count: rank 0 has",
-    "no counts": "log_expected_count: rank 0 has .*, rank 1 has None; target_log",
-    "log_expected_count": "log_expected_count at position 5: rank 0",
-    "target_log_expected_count": "target_log_expected_count at position 5: rank 0",
-}
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-@on_ranks(2)
-def test_ranks_that_disagree(member, per_token):
-    """A loss of NaN, but for values of expected counts, and in debug mode the first difference in words."""
-    t = problem(per_token=per_token, device=member.device)
-    rows = slice(member.rank * V // 2, (member.rank + 1) * V // 2)
-    for name, said in DISAGREEMENTS.items():
-        given = _disagreement(t, member.rank, name)
-        for of_weight in ("linear_weight", "linear_bias"):
-            given[of_weight] = given[of_weight][rows]
-        if name in ("sampled", "target", "no counts") or (name == "fewer" and not per_token):
-            assert parallel_lce.sampled_linear_cross_entropy(**given, process_group=member.group).isnan(), name
-        with debug_mode(), pytest.raises(ValueError, match=f"disagree about {said}"):
-            parallel_lce.sampled_linear_cross_entropy(**given, process_group=member.group)
-
-
-@on_ranks(2)
-def test_dtensors_are_refused_by_their_names(member):
-    t = problem(device=member.device)
-    for name, value in t.items():
-        placed = DTensor.from_local(value, mesh_of(member.device.type, (2,)), [Replicate()])
-        with pytest.raises(ValueError, match=rf"^{name} is a DTensor: pass {name}.to_local\(\)"):
-            parallel_lce.sampled_linear_cross_entropy(**t | {name: placed})
-
-
 def test_a_target_outside_the_vocabulary_is_nan(device):
     t = problem(device=device)
     t["target"][1] = V
     losses = parallel_lce.sampled_linear_cross_entropy(**t, reduction="none")
     assert losses[1].isnan() and losses[2:].isfinite().all()
-
-
-REFUSED = [
-    (dict(sampled=[1, 2]), "sampled must be ids of an integer dtype, got list"),
-    (dict(sampled=torch.zeros(3, 4).long()), r"must be ids \[M\] or \[..., M\] for target \[12\], got \[3, 4\]"),
-    (dict(log_expected_count=torch.zeros(M - 1)), r"_count must be floating-point of shape \[30\], got \[29\]"),
-    (dict(target_log_expected_count=torch.zeros(3)), r"target_log_expected_count must be .* \[12\], got \[3\]"),
-    (dict(logit_scale=torch.ones(N)), "logit_scale must be a finite Python number, got a tensor"),
-    (dict(log_expected_count=None), "given together, got no log_expected_count: zeros subtract nothing"),
-    (dict(target_log_expected_count=None), "given together, got no target_log_expected_count"),
-    (dict(reduction="average"), "reduction must be 'none', 'mean' or 'sum', got 'average'"),
-    (dict(linear_weight=torch.zeros(V, D + 1).double()), r"input has 24 features and linear_weight \[80, 25\]"),
-    (dict(target=torch.zeros(3).long()), r"target_log_expected_count must be .* \[3\], got \[12\]"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        parallel_lce.sampled_linear_cross_entropy(**problem() | changes)
 
 
 # --- samplers -----------------------------------------------------------------------------------------

@@ -1,70 +1,17 @@
-"""``token_statistics`` beside the same-dtype dense path. The fuzz compares every value and gradient of it, and of
-``selected_log_probs``, with float64 in all configurations."""
-
-from dataclasses import replace
+"""The fields of ``token_statistics``, the order of the largest entries, tokens that do not count, and odd selections.
+test_functional.py and the fuzz compare every value and gradient with float64."""
 
 import pytest
 import torch
 
 import parallel_lce
-import reference
-from cases import DTYPES
-from measures import assert_no_worse, error, size, smallest_steps
-from parallel_lce import backends
-from parallel_lce.core.collectives import Shard
-from parallel_lce.core.partials import (
-    TARGET,
-    TRAILER,
-    Columns,
-    accumulation_dtype,
-    empty_partial,
-    integer_view,
-    tile_partial,
-)
-from tools import DIFFERENTIABLE, fields, on_ranks, shrunk, small, statistics
+from blocks import counted_forwards
+from cases import make, normal, part
+from measures import relative_error
+from parallel_lce.backends import backend_of
+from tools import fields, on_ranks, shrunk, small, statistics
 
-FIELDS = *DIFFERENTIABLE, "selected_log_prob"
-
-
-def results(found, leaves, names):
-    """Some fields, and their gradients by name."""
-    values = {name: found[name].detach() for name in names}
-    for name in names:
-        upstream = torch.linspace(-1, 2, found[name].numel(), dtype=torch.float64).view(found[name].shape)
-        gradients = torch.autograd.grad(found[name], leaves, upstream.to(found[name]), retain_graph=True)
-        values |= {f"{leaf} of {name}": gradient for leaf, gradient in zip(("dx", "dweight", "dbias"), gradients)}
-    return values
-
-
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.thinned
-def test_errors_are_those_of_the_dense_path(dtype, budget, backend, device):
-    """A tenth of the selected ids are targets."""
-    t, selected = small(device, 63, 257, 33, dtype, bias=True), torch.arange(630).view(63, 10) % 257
-    selected[:, 0] = t.target
-    leaves, selected = [t.x, t.weight, t.bias], selected.to(device)
-
-    def dense(dtype, where):
-        theirs = [v.detach().to(where, dtype).requires_grad_() for v in leaves]
-        z = torch.nn.functional.linear(*theirs).to(accumulation_dtype(dtype))
-        found = reference.statistics(z, t.target.to(where))
-        found["selected_log_prob"] = z.log_softmax(1).gather(1, selected.to(where))
-        return results(found, theirs, FIELDS) | dict(max_logit=found["max_logit"])
-
-    truth = dense(torch.float64, "cpu")
-    # Torch's functions are less exact on a GPU.
-    yardsticks = [dense(DTYPES[dtype], where) for where in {"cpu", device}]
-    for field in FIELDS:
-        with shrunk(9000, (32, 64)):
-            found = statistics(t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=budget, selected=selected)
-            found = results(fields(found), leaves, [field])
-        for name, value in found.items():
-            its = max((each[name] for each in yardsticks), key=lambda v: error(v, truth[name]))
-            # A sum relative to the largest logit, plus that, is rounded at the larger of the two.
-            larger = "max_logit" if name in ("mean_logit", "expected_logit") else name
-            floor = torch.finfo(value.dtype).eps * max(size(truth[name]), size(truth[larger])) + smallest_steps(value)
-            assert_no_worse(value, truth[name], its, 1.1, floor, name)
+N, V, D, K = 12, 90, 24, 5
 
 
 def test_fields_that_were_not_asked_for_are_none(backend, device):
@@ -106,52 +53,124 @@ def test_the_lowest_of_equals_comes_first(member, backend):
     assert found.top_logits[1, 2].tolist() == [1.0] * 2 * member.ranks + [0.0] * (8 - 2 * member.ranks)
 
 
-# First ids and sizes of the ranks' shards, V if it is given, and whether they are a partition.
-SHARDS = {
-    "in order": ((0, 3, 7), (3, 4, 2), None, True),
-    "in another order": ((7, 0, 3), (2, 3, 4), 9, True),
-    "with padding": ((0, 4, 8), (4, 4, 4), 9, True),
-    "of padding alone": ((0, 5, 10), (5, 5, 5), 9, True),
-    "empty, before one of the same start": ((0, 3, 3), (3, 0, 6), None, True),
-    "empty, after one of the same start": ((0, 3, 3), (3, 6, 0), 9, True),
-    "empty, inside another": ((0, 2, 6), (6, 0, 3), None, True),
-    "of a hundred ranks": (range(100), (1,) * 100, None, True),
-    "a gap": ((0, 3, 8), (3, 4, 2), None, False),
-    "a gap at the end": ((0, 3, 7), (3, 4, 2), 10, False),
-    "an overlap": ((0, 3, 6), (3, 4, 2), None, False),
-    "twice the same": ((0, 0, 5), (5, 5, 4), None, False),
-}
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.thinned
+@on_ranks()
+def test_only_counted_tokens_are_projected(member, reduction, sequence_parallel, backend):
+    """The fuzz has the results, and wrong counts."""
+    t = part(make(48, 120, D, ignored=True, device=member.device), member, sequence_parallel)
+    options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
+    for counted in (dict(counted_tokens=int((t.target != -100).sum())), {}):
+        with counted_forwards(backend_of(t.weight)) as rows:
+            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options, **counted)
+        assert sum(rows) == counted.get("counted_tokens", 48)
 
 
-@pytest.mark.parametrize(("starts", "sizes", "vocab_size", "whole"), SHARDS.values(), ids=SHARDS)
-def test_partials_of_shards_merge(starts, sizes, vocab_size, whole, backend, device):
-    columns, tokens, V = Columns(*[True] * 5), 4, sum(sizes) if vocab_size is None else vocab_size
-    z = torch.randn(V, tokens, generator=torch.Generator().manual_seed(1)).to(device)
-    z[3:5, 1], z[:, 2], z[7] = -torch.inf, -torch.inf, z[7] + 3
-    packed = z.new_empty(len(starts), columns.count * tokens + TRAILER)
-    rows = [
-        (z, 0, empty_partial(columns, tokens, z.dtype, z.device)),
-        *((z[a : a + n], a, row[:-TRAILER].view(-1, tokens)) for row, a, n in zip(packed, starts, sizes)),
-    ]
-    for logits, start, partial in rows:
-        empty_partial(columns, tokens, z.dtype, z.device, partial)
-        if len(logits):
-            tile_partial(logits.clone(), start, columns, partial)
-            partial[TARGET] += start
-    for rank, (start, number) in enumerate(zip(starts, sizes)):
-        shard = Shard(start, number, vocab_size)
-        shard.write_trailer(packed[rank : rank + 1])
-        assert not whole or shard.real_rows == len(z[start : start + number])
-    merged, real = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
-    ids, floats = integer_view(merged[columns["argmax"]]), merged[: columns["argmax"]]
-    if whole:
-        expected = rows[0][2]
-        expected[TARGET] = sum(a for a, n in zip(starts, sizes) if min(V - a, n) > 0)
-        torch.testing.assert_close(floats, expected[: columns["argmax"]], rtol=1e-5, atol=1e-5)
-        assert torch.equal(ids, integer_view(expected[columns["argmax"]])) and real == V
-    else:
-        assert floats.isnan().all() and (ids == torch.iinfo(ids.dtype).max).all()
-    for call, first in ((1, 0), (0, 128)) if whole else ():  # the last rank's message is of another call, or block
-        replace(shard, digest=call).write_trailer(packed[-1:], first)
-        merged, _ = backends.named(backend).merge_ranks(packed, columns, tokens, vocab_size)
-        assert merged[: columns["argmax"]].isnan().all()
+# --- selected entries -------------------------------------------------------------------------------
+
+
+def problem(device="cpu", dtype=torch.float32):
+    """Leaves x and weight, and ids ``[N, K]``."""
+    ids = torch.randint(0, V, (N, K), generator=torch.Generator().manual_seed(4))
+    leaves = [value.to(device, dtype).requires_grad_() for value in (normal(N, D), normal(V, D, seed=1) / 2)]
+    return *leaves, ids.to(device)
+
+
+OFFSETS = [[0, 2, 4, 5, 5], [1, 2, 4, 5, 6], [0, 4, 2, 5, 6], [0, 2, 4, 2**40, 6], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.thinned
+def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch):
+    """Also in entries that belong to no token. Nothing is read out of bounds, and nobody waits for the device."""
+    t = small(device, N=len(offsets) - 1)
+    ids = torch.arange(6, device=device)
+    selected = ids, torch.tensor(offsets, device=device)
+    # New memory is not NaN by chance, as where NaN was freed.
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    filled = lambda t: t.fill_(7) if t.is_floating_point() else t  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *given, **options: filled(new_empty(*given, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **options: filled(empty_like(*given, **options)))
+    found = parallel_lce.token_statistics(t.x, t.weight, None, selected=selected)
+    assert found.selected_log_prob.isnan().all() and found.lse.isfinite().all()
+    among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
+    assert among.shape == ids.shape and among.isnan().all()
+    assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
+
+
+def test_empty_selections(backend, device):
+    """Without tokens, or without entries, results are empty and gradients 0."""
+    for N, E in ((0, 0), (3, 0)):
+        t, (ids, offsets) = small(device, N=N), (torch.zeros(n, dtype=torch.int64, device=device) for n in (E, N + 1))
+        for selected in ((ids, offsets), ids.new_zeros(N, 0)):
+            found = parallel_lce.token_statistics(t.x, t.weight, None, selected=selected).selected_log_prob
+            among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
+            assert found.numel() == among.numel() == 0
+            for value in (found, among):
+                assert not torch.autograd.grad(value.sum(), t.weight)[0].any()
+
+
+def test_in_a_compiled_graph(device):
+    x, w, ids = problem(device)
+    pair = ids.view(-1), torch.arange(N + 1, device=device) * K
+
+    def both(x, w, seed):
+        one = parallel_lce.token_statistics(x, w, ids[:, 0], selected=ids, top_k=2, sample_seed=seed)
+        other = parallel_lce.token_statistics(x, w, ids[:, 0], selected=pair)
+        return one.selected_log_prob.sum() - other.selected_log_prob.square().sum(), one.top_ids, one.sampled_id
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1, 2**62):
+        (loss, *drawn), (compiled_loss, *others) = both(x, w, seed), compiled(x, w, seed)
+        torch.testing.assert_close(compiled_loss, loss)
+        assert all(map(torch.equal, others, drawn))
+        for a, b in zip(*(torch.autograd.grad(value, [x, w]) for value in (compiled_loss, loss))):
+            torch.testing.assert_close(a, b)
+
+
+# --- selected_log_probs alone ------------------------------------------------------------------------
+
+
+def test_a_token_that_is_sure_of_one_of_its_entries(backend, device):
+    """What it leaves to the others, 1e-9 to 1e-2, is in its log-probability and in its gradient."""
+    gaps = torch.tensor([20.0, 16.0, 12.0, 8.0, 4.0], device=device)
+    w = torch.stack([gaps, torch.zeros_like(gaps)]).requires_grad_()
+    found = parallel_lce.selected_log_probs(torch.eye(5, device=device), w, torch.arange(2, device=device).expand(5, 2))
+    [gradient] = torch.autograd.grad(found[:, 0].sum(), w)
+    torch.testing.assert_close(found[:, 0].double(), -(-gaps.double()).exp().log1p(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient[0].double(), torch.sigmoid(-gaps.double()), rtol=1e-6, atol=0)
+
+
+def test_gradients_of_an_entry_that_most_tokens_select(device):
+    """A sum in fp32, one term after another, drifts: the larger the sum, the more of each term is rounded away."""
+    x, w = normal(4096, 8).abs(), normal(4, 8, seed=1)
+    ids = torch.arange(4).expand(4096, 4)
+    upstream = normal(4096, 4, seed=2).abs()
+
+    def gradient(log_probs, dtype, device):
+        leaf = w.to(device, dtype).requires_grad_()
+        found = log_probs(x.to(device, dtype), leaf, ids.to(device))
+        return torch.autograd.grad(found, leaf, upstream.to(found))[0]
+
+    def torchs(x, w, ids):
+        return (x @ w.t()).gather(1, ids).log_softmax(1)
+
+    truth = gradient(torchs, torch.float64, "cpu")
+    its = relative_error(gradient(torchs, torch.float32, device), truth)
+    found = gradient(parallel_lce.selected_log_probs, torch.float32, device)
+    assert relative_error(found, truth) <= 1.1 * its, f"torch's {its}"
+
+
+def test_only_selected_rows_are_read(backend, device):
+    """None of an empty selection."""
+    x, w, ids = problem(device)
+    for chosen in (ids, ids[:, :0]):
+        expected = parallel_lce.selected_log_probs(x, w, chosen)
+        others = torch.ones(V, dtype=torch.bool, device=device)
+        others[chosen] = False
+        leaves = x, w.detach().masked_fill(others[:, None], torch.nan).requires_grad_()
+        found = parallel_lce.selected_log_probs(*leaves, chosen)
+        assert found.shape == chosen.shape and torch.equal(found, expected)
+        for gradient in torch.autograd.grad(found.sum(), leaves):
+            assert gradient.isfinite().all() and (chosen.numel() > 0 or not gradient.any())

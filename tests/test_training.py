@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -27,16 +26,15 @@ from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfi
 from training.loop import learning_rate, share_done
 from training.model import CausalAttention
 from training.refusal import Refusal
-from training.report import RUNS, compare, is_trained, read_metrics, remove_results, snapshots_in
+from training.report import RUNS, compare, is_trained, read_metrics, snapshots_in
 from training.text import Batches, Text, load_text, read_documents, split, train_tokenizer
 
 
-@pytest.mark.parametrize("tokens", [100, 50])
-def test_held_out_samples_are_not_trained_on(tokens):
-    held_out, rest = split(Text(np.arange(tokens, dtype=np.int32), 0, "numbers", tokens), 9, 4)
+def test_held_out_samples_are_not_trained_on():
+    held_out, rest = split(Text(np.arange(100, dtype=np.int32), 0, "numbers", 100), 9, 4)
     assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
     assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
-    assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(tokens))
+    assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(100))
 
 
 def test_another_order_has_the_same_samples_of_a_step():
@@ -79,98 +77,51 @@ def test_attention_is_causal_softmax(kv_heads):
 
 # --- the text -----------------------------------------------------------------------------------------
 
-LATIN_1 = "ein schöner Tag, ".encode("latin-1") * 100
-
 
 def _text(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
     return TextConfig(path=str(path), max_bytes=max_bytes, vocab_size=vocab_size, cache=str(cache))
 
 
-def test_what_is_read_of_a_folder_and_what_is_refused_as_a_file(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "link").symlink_to("plain")
-    for name in ("plain", ".hidden"):
-        (tmp_path / name).write_text("plain text")
-    refused = {"blank": (b" \n", "no text in .*blank"), "fifo": (None, "fifo is neither a file nor a folder")}
-    refused |= {"latin": (LATIN_1, r"latin is not UTF-8: byte 0xf6 at position 7$")}
-    for name, (content, words) in refused.items():
-        if content:
-            (tmp_path / name).write_bytes(content)
-        # Less than the file, as much, and more.
-        for max_bytes in (100, len(LATIN_1), 10_000):
-            with pytest.raises(Refusal, match=words):
-                load_text(_text(tmp_path / name, max_bytes))
-            assert read_documents(_text(tmp_path, max_bytes))[1] == ["plain text"] * 2
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / "latin").write_bytes("ein schöner Tag, ".encode("latin-1") * 100)
+    with pytest.raises(Refusal, match=r"latin is not UTF-8: byte 0xf6 at position 7$"):
+        load_text(_text(tmp_path / "latin"))
 
 
 def test_no_more_is_read_than_asked_for(tmp_path):
-    path, whole = tmp_path / "text", "aé€😀b"
-    path.write_text(whole, encoding="utf-8")
-    for max_bytes in range(1, len(whole.encode()) + 2):  # only a character that the limit splits is dropped
-        fitting = max((whole[:n] for n in range(6) if len(whole[:n].encode()) <= max_bytes), key=len)
-        assert read_documents(_text(path, max_bytes))[1] == [fitting]
-    path.write_text("0123456789" * 10)
-    assert read_documents(_text(path, 2**63 - 1))[1] == ["0123456789" * 10]
-    os.truncate(path, 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
     (tmp_path / "a").write_text("first")
-    (tmp_path / "zzz").write_text("more")
+    (tmp_path / "text").write_text("0123456789" * 10)
+    os.truncate(tmp_path / "text", 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
     assert read_documents(_text(tmp_path, 25))[1] == ["first", "01234567890123456789"]
-
-
-def test_torch_sources_come_after_the_standard_library(tmp_path, monkeypatch):
-    for name in ("stdlib/a.py", "stdlib/tests/a.py", "torch/b.py", "torch/a.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path / "stdlib"))
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    for chosen, expected in ((True, ["stdlib/a.py", "torch/a.py", "torch/b.py"]), (False, ["stdlib/a.py"])):
-        config = TextConfig(torch_sources=chosen, vocab_size=300, max_bytes=1000)
-        assert read_documents(config)[1] == expected
-
-
-LONG = ["a" * 5000, "7" * 5000, " " * 5000 + "x", "-" * 5000, "\n" * 5000, "漢😀" * 2500, "\t " * 2500]
-LONG.append("".join(random.Random(0).choices("ABCabcxyz0123456789+/", k=5000)))
 
 
 def test_pieces_are_short_and_give_the_text_back():
     """A BPE takes minutes for one word of 200 kB."""
-    whole = "\r\n\ufeff " + " 's it''s\u2028 \x1f é e\u0301 \u00a0 ".join(LONG) + "\t"
+    whole = " 's it''s \x1f é e\u0301 ".join(["a" * 5000, "7" * 5000, "-" * 5000, "\n" * 5000, "漢😀" * 2500])
     tokenizer = train_tokenizer([whole], 400)
     spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(whole)]
-    assert "".join(whole[start:end] for start, end in spans) == whole
     assert max(end - start for start, end in spans) <= module.LONGEST + 1  # and the blank in front of a word
     assert tokenizer.decode(tokenizer.encode(whole).ids, skip_special_tokens=False) == whole
 
 
-def test_a_vocabulary_may_be_larger_than_any_memory():
-    assert 257 < train_tokenizer(["a few words " * 50], 2**31 - 1).get_vocab_size() < 300
-
-
-def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path, monkeypatch):
+def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path):
     (tmp_path / "text").mkdir()
     for name in "ab":
         (tmp_path / "text" / name).write_text("a few words " * 50)
-    cache, said, texts = tmp_path / "cache", [], []
+    said, texts = [], []
 
     def files(**settings) -> int:
-        text = load_text(_text(tmp_path / "text", cache=cache, **settings), said.append)
-        assert text.tokens.dtype.name == "int32" and text.tokens.max() < text.entries <= 301
+        text = load_text(_text(tmp_path / "text", cache=tmp_path / "cache", **settings), said.append)
         texts.append(text.tokens.tolist())
-        return len([*cache.iterdir()])
+        return len([*(tmp_path / "cache").iterdir()])
 
     assert files() == files() == 1 and len(said) == 1  # the second time from the cache
     assert texts[0] == texts[1] == 2 * texts[0][: len(texts[0]) // 2]
     assert texts[0].count(0) == 2 and texts[0][-1] == 0  # documents end with their token
-    (file,) = Path(cache).iterdir()
-    whole = file.read_bytes()
-    middle = len(whole) // 2
-    for damaged in (whole[:-5], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], b""):
-        file.write_bytes(damaged)
-        assert files() == files() == 1 and texts[-1] == texts[-2] == texts[0]
-    assert len(said) == 4
-    assert files(vocab_size=301) == 2 and files(max_bytes=500) == 3
-    monkeypatch.setattr(module, "PIECE", module.PIECE.replace(str(module.LONGEST), "3"))
-    assert files() == 4 and len(said) == 7
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    assert files() == files() == 1 and texts[-1] == texts[-2] == texts[0]
+    assert files(vocab_size=301) == 2 and files(max_bytes=500) == 3 and len(said) == 4
 
 
 # --- trainings ----------------------------------------------------------------------------------------
@@ -219,22 +170,6 @@ def test_losses_are_those_of_one_process_with_the_stock_loss(train):
     assert alone[-1] < alone[0] - 0.1  # it learns
     layout = ["parallel.data=2", "train.micro_batches=2", "parallel.distributed_optimizer=true"]
     assert train(*layout)["losses"] == pytest.approx(alone, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_losses_on_two_pipeline_stages_are_those_of_stock(train):
-    layout = ["parallel.pipeline=2", "train.micro_batches=4", "model.recompute=true"]
-    stock, ours = (train(*layout, f"loss.impl={impl}")["losses"] for impl in ("stock", "parallel_lce"))
-    assert stock[-1] < stock[0] - 0.1 and ours == pytest.approx(stock, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_an_ordered_vocabulary_with_filtered_gradients_learns(train):
-    overrides = ["train.micro_batches=4", "train.held_out_samples=4", "memory.micro_batch=2"]
-    overrides += ["model.order_vocabulary=true", "parallel.tensor=2", "loss.gradient_filter=0.0001"]
-    metrics = train(*overrides)
-    assert metrics["losses"][-1] < metrics["losses"][0] - 0.5 and metrics["loss_peak_bytes"] > 0
-    assert metrics["held_out_loss"] < metrics["losses"][0] - 0.5
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.args")), ids=lambda path: path.stem)
@@ -307,28 +242,16 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, wor
     assert is_trained(config) and is_trained(load_config(CPU, [*own, "text.cache=elsewhere"]))
     with pytest.raises(Refusal, match="has snapshots of another configuration: give another output="):
         is_trained(load_config(CPU, [*own, "train.seed=7"]))
-    with pytest.raises(Refusal, match="snapshots=None: the report needs some"):
-        is_trained(load_config(CPU, [*own, "snapshots=null"]))
     files[1].unlink()
     assert not is_trained(config)
-    Path(config.output, "metrics.json").unlink()  # as of a training that was interrupted
-    assert not is_trained(load_config(CPU, [*own, "snapshots.steps=[]"]))
-    with pytest.raises(Refusal, match=r"text.txt has \d+ tokens, fewer than the 100025 of the samples"):
-        program.run("snapshots", [*own, "snapshots.tokens=96000"])
 
 
 # --- the comparison -----------------------------------------------------------------------------------
 
-METRICS = {
-    **dict(device="a device", hosts=1, backend="gloo", versions={"torch": "2"}, text="a text"),
-    **dict(
-        median_step_seconds=2,
-        step_peak_bytes=None,
-        held_bytes=[3 << 20] * 10 + [4 << 20],
-        loss_peak_bytes=7 << 20,
-        held_out_loss=None,
-    ),
-}
+METRICS = dict(
+    **dict(device="a device", hosts=1, backend="gloo", versions={"torch": "2"}, text="a text", median_step_seconds=2),
+    **dict(step_peak_bytes=None, held_bytes=[3 << 20] * 10 + [4 << 20], loss_peak_bytes=7 << 20, held_out_loss=None),
+)
 
 
 def _finished(folder: Path, **losses: list[float]) -> Config:
@@ -353,13 +276,11 @@ OTHERS = dict(stock_1=[3.01, 2.0375], stock_2=[3.085, 1.9625], stock_3=[3.1, 2.0
         ({}, [3.0, 2.00009], True),
         ({}, [3.0, 2.00011], False),
         ({}, [3.0, math.nan], False),
-        (OTHERS, [3.1, 2.1], True),
         (OTHERS, [3.14, 2.0], True),
         (OTHERS, [3.2, 2.0], False),  # further at most
         (OTHERS, [3.14, 2.14], False),  # further in the mean
         (OTHERS, [3.0, math.nan], False),
-        *((OTHERS | {other: [3.0, bad]}, [3.0, 2.0], False) for other in OTHERS for bad in (math.nan, math.inf)),
-        ({"stock": [3.0, math.nan]}, [3.0, 2.0], False),
+        (OTHERS | {"stock_2": [3.0, math.inf]}, [3.0, 2.0], False),
         (OTHERS | {"stock": [3.0, math.inf]}, [3.0, math.inf], False),
     ],
 )
@@ -368,7 +289,7 @@ def test_the_verdict(yardstick, ours, agree, tmp_path):
     assert compare(_finished(tmp_path, **losses)).agree is agree
 
 
-@pytest.mark.parametrize(("last", "orders", "status"), [(1.5, 0, 0), (1.6, 0, 1), (1.6, 3, 0), (1.7, 3, 1)])
+@pytest.mark.parametrize(("last", "orders", "status"), [(1.5, 0, 0), (1.7, 3, 1)])
 def test_the_report(last, orders, status, tmp_path, capsys):
     losses = [3 - step / 64 for step in range(96)] + [1.5]
     others = {f"stock_{order}": [*losses[:-1], 1.5 + order / 32] for order in range(1, orders + 1)}
@@ -388,70 +309,39 @@ def test_the_report(last, orders, status, tmp_path, capsys):
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"losses": [3.0]}, "the runs have 2 steps (stock) and 1 (parallel_lce)"),
-        ({"losses": []}, "or give another output=: losses=[]: li"),
-        (
-            {"train.sample_order": 1},
-            "in the folder parallel_lce must have train.sample_order=0, found train.sample_order=1",
-        ),
-        ({"loss.impl": "stock"}, "in the folder parallel_lce must have loss.impl=parallel_lce, found loss.impl=stock"),
-        ({"parallel.tensor": 1}, "the runs differ in parallel.tensor: 2 (stock) and 1 (parallel_lce)"),
-        ({"memory.micro_batch": None}, "the runs differ in memory.micro_batch: 32 (stock) and None (parallel_lce)"),
-    ],
-    ids=str,
-)
-def test_runs_that_do_not_fit_are_refused(changed, words, tmp_path):
+def test_runs_that_do_not_fit_are_refused(tmp_path):
     config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
     path = tmp_path / "parallel_lce" / "metrics.json"
-    run = json.loads(path.read_text()) | {"hosts": 2}
+    run = json.loads(path.read_text())
     run["config"]["parallel"]["timeout_seconds"] = 7
     path.write_text(json.dumps(run))
-    assert compare(config).agree  # in these the runs may differ
-    for key, value in changed.items():
-        section, _, name = key.rpartition(".")
-        (run["config"][section] if section else run)[name] = value
+    assert compare(config).agree  # in this the runs may differ
+    run["config"]["parallel"]["tensor"] = 1
     path.write_text(json.dumps(run))
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal, match=r"the runs differ in parallel.tensor: 2 \(stock\) and 1 \(parallel_lce\)"):
         compare(config)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_results_of_an_earlier_run_are_removed_and_no_others(tmp_path):
-    kept = ["config.yaml", "step-last.safetensors"]
-    for name in [*kept, "metrics.json", "step-5.safetensors", "step-11.safetensors"]:
-        (tmp_path / name).touch()
-    remove_results(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
-    (tmp_path / "config.yaml").rename(tmp_path / "step-5.safetensors")
-    with pytest.raises(Refusal, match=r"step-5.safetensors is of no training that this program knows of"):
-        remove_results(tmp_path)
 
 
 def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):
-    for name in ("stock", "parallel_lce"):  # results of an earlier one, which must not stay
-        (tmp_path / "o #1" / name).mkdir(parents=True)
-        (tmp_path / "o #1" / name / "metrics.json").touch()
     given = ["--text", str(work / "text.txt"), f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
+    given += ["train.micro_batches=2", f"output={tmp_path}/o #1"]
     hosts = ["--nnodes=2", "--nproc-per-node=1"]
     for code, torchrun, orders, status, words in (
         (3, [], [0], 1, "FAILED: the run 'stock' ended with exit code 3"),
-        (0, [], [0, 0], 2, "error: no results of a run at "),
         (0, [], [0, 0, 1, 2, 3], 2, "error: no results of a run at "),
         (0, [*hosts, "--"], [0, 0], 0, "another host has the results"),
     ):
+        # Results of an earlier one, which must not stay.
+        (tmp_path / "o #1" / "stock").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "o #1" / "stock" / "metrics.json").touch()
         commands, ended = [], subprocess.CompletedProcess([], code)
         monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append(command) or ended)
         with pytest.raises(SystemExit) as exit:
-            yardstick = ["train.micro_batches=2", f"compare.yardstick={len(orders) > 2}"]
-            program.main("demo", [*torchrun, *given, *yardstick, f"output={tmp_path}/o #1"])
+            program.main("demo", [*torchrun, *given, f"compare.yardstick={len(orders) > 2}"])
         assert exit.value.code == status and words in "".join(capsys.readouterr())
         assert not [*tmp_path.glob("o #1/*/*")]
-        assert commands[0][1:4] == ["-P", "-m", "torch.distributed.run"]
-        for place, (command, order) in enumerate(zip(commands, orders, strict=True)):
-            kind, suffix = "parallel_lce" if place == 1 else "stock", f"-{order}" if order else ""
+        for number, (command, order) in enumerate(zip(commands, orders, strict=True)):
+            kind, suffix = "parallel_lce" if number == 1 else "stock", f"-{order}" if order else ""
             folder = tmp_path / "o #1" / f"{kind}{suffix}"
             assert command[-3:] == [f"loss.impl={kind}", f"train.sample_order={order}", f"output={folder}"]
     assert [command[4:6] for command in commands] == [hosts] * 2

@@ -1,10 +1,12 @@
-"""The public functions under ``torch.func``, with batched gradients, exported, and without values."""
+"""The public functions under ``torch.func``, with batched gradients, exported, and without values. Second derivatives
+and forward mode are refused in words."""
 
 import io
 
 import pytest
 import torch
-from torch.autograd import functional
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad, functional
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -12,7 +14,8 @@ import parallel_lce
 from cases import normal
 from parallel_lce import rl
 from parallel_lce.distillation import divergence, top_k_divergence
-from tools import on_ranks, statistics
+from parallel_lce.run import ops
+from tools import arguments_to, on_ranks, shrunk, small, statistics
 from world import mesh_of
 
 N, V, D = 6, 10, 8
@@ -44,9 +47,16 @@ def _top_k(x, w):
     return top_k_divergence(x, w, ids, -1.0 - ids.to(w.dtype).abs(), reduction="none", temperature=2.0)
 
 
+def _loss(**options):
+    return lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), **options)
+
+
 FUNCTIONS = {
-    "none": lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), reduction="none"),
-    "mean": lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), logits_budget=0),
+    "none": _loss(reduction="none"),
+    "mean": _loss(),
+    "recomputed": _loss(reduction="none", logits_budget=0),
+    "accumulated": _loss(logits_budget=0),
+    "weighted": lambda x, w: _loss(token_weight=x.new_ones(N))(x, w),
     "statistics": _statistics,
     "sampled": _sampled,
     "selected": _selected,
@@ -64,8 +74,9 @@ OPERATORS = ("sampled", "selected", "divergence", "top-k", "logits")
 
 @pytest.fixture(params=FUNCTIONS)
 def problem(request, device):
-    """A function of x and weight, and both."""
-    return FUNCTIONS[request.param], normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
+    """A function of x and weight, and both; of blocks so small that strategies differ."""
+    with shrunk(2 * V * 4, (4, 4)):
+        yield FUNCTIONS[request.param], normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
 
 
 def autograds(function, x, w) -> tuple[torch.Tensor, ...]:
@@ -114,12 +125,38 @@ def test_a_batch_of_gradients(problem):
     torch.testing.assert_close(*rows)
 
 
+def _penalty(f, x, w, *leaves, after: bool = False):
+    value = f(x, w)
+    if after:
+        torch.autograd.grad(value, x, retain_graph=True)
+    (dx,) = torch.autograd.grad(value, x, create_graph=True)
+    return (value + 10 * dx.square().sum()).backward(inputs=leaves)
+
+
+def _with_leaves_of_another_graph(f, x, w):
+    (dw,) = torch.autograd.grad(f(x * 2, w), w, create_graph=True)
+    return torch.autograd.grad(dw.square().sum(), x)
+
+
+def _by_the_upstream_gradient(f, x, w):
+    scale = torch.ones((), device=x.device, requires_grad=True)
+    (dx,) = torch.autograd.grad(f(x, w) * scale, x, create_graph=True)
+    return torch.autograd.grad(dx.sum(), scale)
+
+
 SECOND = {
-    "grad of grad": lambda f, x: grad(lambda x: grad(f)(x).square().sum())(x),
-    "jacrev of grad": lambda f, x: jacrev(grad(f))(x),
-    "a recorded batch": lambda f, x: functional.jacobian(f, x, create_graph=True, vectorize=True).sum().backward(),
-    "hvp": lambda f, x: functional.hvp(f, x, torch.ones_like(x)),
-    "gradgradcheck": lambda f, x: torch.autograd.gradgradcheck(f, x.requires_grad_()),
+    "grad of grad": lambda f, x, w: grad(lambda x: grad(f)(x, w).square().sum())(x),
+    "jacrev of grad": lambda f, x, w: jacrev(grad(f))(x, w),
+    "hessian by both": lambda f, x, w: functional.hessian(f, (x, w)),
+    "hvp": lambda f, x, w: functional.hvp(lambda x: f(x, w), x, torch.ones_like(x)),
+    "jvp": lambda f, x, w: functional.jvp(lambda x: f(x, w), x, torch.ones_like(x)),
+    "gradgradcheck": lambda f, x, w: torch.autograd.gradgradcheck(f, (x, w)),
+    "penalty, by x": lambda f, x, w: _penalty(f, x, w, x),
+    "penalty, by the weight": lambda f, x, w: _penalty(f, x, w, w),
+    "penalty, frozen weight": lambda f, x, w: _penalty(f, x, w.detach(), x),
+    "later backward": lambda f, x, w: _penalty(f, x, w, x, after=True),
+    "another graph's leaf": _with_leaves_of_another_graph,
+    "upstream gradient": _by_the_upstream_gradient,
 }
 FORWARD_MODE = {
     "jvp": lambda f, x: jvp(f, (x,), (x,)),
@@ -131,8 +168,39 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("asked", SECOND)
 def test_second_derivatives_are_refused(asked, problem):
     function, x, w = problem
+    x, w = (v.double().requires_grad_() for v in (x, w))
     with pytest.raises(RuntimeError, match="gradients of parallel_lce cannot be differentiated twice"):
-        SECOND[asked](lambda x: function(x, w.double()).square().sum(), x.double())
+        SECOND[asked](lambda x, w: function(x, w).square().sum(), x, w)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight", "upstream gradient"])
+@pytest.mark.parametrize("name", ["none", "recomputed", "accumulated", "statistics"])
+@pytest.mark.thinned
+def test_second_derivatives_of_a_compiled_loss_are_refused(name, asked, compiler, device):
+    """By AOTAutograd in its own words. It loses the second derivatives of any function by a view of an input."""
+    torch._dynamo.reset()
+    x, w = (normal(*size).to(device).requires_grad_() for size in ((N, D), (V, D)))
+    loss = torch.compile(lambda x, w: FUNCTIONS[name](x, w).sum(), fullgraph=True, backend=compiler)
+    with shrunk(2 * V * 8), pytest.raises(RuntimeError, match="twice|double backward"):
+        SECOND[asked](loss, x, w)
+
+
+def test_a_recorded_gradient_is_the_gradient_and_may_change_in_place(problem):
+    """``create_graph=True`` alone changes nothing. A clipped gradient, or one of a hook, is changed in place."""
+    function, x, w = problem
+    x, w = (v.clone().requires_grad_() for v in (x, w))
+    plain = torch.autograd.grad(function(x, w).sum(), [x, w])
+    recorded = torch.autograd.grad(function(x * 1.0, w).sum(), [x, w], create_graph=True)
+    for a, b in zip(plain, recorded):
+        assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
+    x.grad, _ = recorded
+    torch.nn.utils.clip_grad_norm_([x], 0.1)
+    assert x.grad.norm() < 0.11
+    hidden = x * 1.0
+    hidden.register_hook(lambda g: g.mul_(2))
+    twice, *_ = torch.autograd.grad(function(hidden, w).sum(), [x], create_graph=True)
+    assert torch.allclose(twice, 2 * plain[0])
 
 
 @pytest.mark.parametrize("asked", FORWARD_MODE)
@@ -140,6 +208,27 @@ def test_forward_mode_is_refused(asked, problem):
     function, x, w = problem
     with pytest.raises(NotImplementedError, match="forward-mode derivatives .*: use vjp, grad or jacrev"):
         FORWARD_MODE[asked](lambda x: function(x, w).sum(), x)
+
+
+DUALS = {
+    parallel_lce.linear_cross_entropy: ("input", "linear_weight", "linear_bias", "token_weight"),
+    parallel_lce.token_statistics: ("input", "linear_weight", "linear_bias"),
+    parallel_lce.vocab_parallel_cross_entropy: ("vocab_parallel_logits",),
+}
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, names in DUALS.items() for name in names])
+def test_a_tangent_is_refused(function, name, needs_gradient, device):
+    """Kernels do not see tangents: the derivative would be 0."""
+    t = small(device, N=12, V=40, D=8, bias=True, token_weight=True)
+    given = dict(input=t.x, linear_weight=t.weight, linear_bias=t.bias, token_weight=t.token_weight)
+    given["vocab_parallel_logits"] = t.x @ t.weight.t()
+    given = {each: given[each].detach() for each in DUALS[function]}
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given[name], torch.ones_like(given[name])).requires_grad_(needs_gradient)
+        with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):
+            function(**given | {name: dual}, target=t.target)
 
 
 def test_a_backward_outside_of_autocast(device):
@@ -238,15 +327,31 @@ def test_exported_over_ranks(member):
     assert all(map(torch.equal, found, autograds(among, x, w)))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_meta_tensors_have_gradients(name, device):
-    x, w = normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
-    expected = [FUNCTIONS[name](x, w), *autograds(FUNCTIONS[name], x, w)[1:]]
-    leaves = [t.to("meta").requires_grad_() for t in (x, w)]
-    loss = FUNCTIONS[name](*leaves)
-    found = [loss, *torch.autograd.grad(loss.sum(), leaves)]
-    assert loss.requires_grad and not FUNCTIONS[name](*[t.detach() for t in leaves]).requires_grad
-    assert [(f.shape, f.dtype, f.device.type) for f in found] == [(e.shape, e.dtype, "meta") for e in expected]
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.thinned("dtype", "kind")
+def test_tensors_without_values(kind, dtype, problem, device):
+    """The shapes, dtypes and devices of results and gradients are those of a call with values."""
+    function, x, w = problem
+    x, w = (v.to(dtype).requires_grad_() for v in (x, w))
+
+    def results(x, w) -> list[torch.Tensor]:
+        with torch.no_grad():
+            evaluated = function(x, w)
+        value = function(x, w)
+        return [evaluated, value, *torch.autograd.grad(value.sum(), (x, w))]
+
+    with arguments_to(ops, "call") as by_operators:
+        real = results(x, w)
+    assert not by_operators, "values need no operator"
+    if kind == "meta":
+        found = results(*(v.detach().to("meta").requires_grad_() for v in (x, w)))
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            found = results(*(mode.from_tensor(v) for v in (x, w)))
+    for one, other in zip(found, real, strict=True):
+        assert (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
+        assert one.device.type == ("meta" if kind == "meta" else other.device.type)
 
 
 @on_ranks(2)

@@ -10,25 +10,15 @@ from itertools import combinations
 import pytest
 
 
-def slow_of(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    yield from (item for item in items if item.get_closest_marker("slow"))
-    yield from _beyond([item for item in items if not item.get_closest_marker("slow")], 1)
-
-
-def repeated_pairs_of(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    yield from _beyond(items, 2)
-
-
-def _beyond(items: list[pytest.Item], size: int) -> Iterator[pytest.Item]:
-    """The items of thinned tests that are not needed for every ``size`` values to occur together."""
+def left_out(items: list[pytest.Item], everything: bool) -> set[pytest.Item]:
+    """Of these items those that a run, with ``--all`` or without, leaves out."""
+    slow = {item for item in items if item.get_closest_marker("slow") and not everything}
     thinned = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("thinned"):
+        if item.get_closest_marker("thinned") and item not in slow:
             test, _, _ = item.nodeid.partition("[")
             thinned[test, item.callspec.params.get("device")].append(item)
-    for of_test in thinned.values():
-        kept = _covering(of_test, size)
-        yield from (item for item in of_test if item not in kept)
+    return slow.union(*({*each} - {*_covering(each, 2 if everything else 1)} for each in thinned.values()))
 
 
 def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
@@ -50,9 +40,7 @@ def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
 def _values(parameters: dict[str, object], names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Names and values. Each field of a dataclass counts as a parameter."""
     for name, value in parameters.items():
-        if names and name not in names:
-            continue
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not names:
             yield from _values(vars(value))
-        else:
+        elif not names or name in names:
             yield name, repr(value)

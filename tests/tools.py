@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from cases import Case, Tensors, make
+from cases import Tensors, make
 from parallel_lce import backends
 from parallel_lce.backends import torch_tiles
 from parallel_lce.call import prepare
@@ -62,15 +62,15 @@ def _with_backend(member: Member, name: str, body, *arguments):
         return body(member, *arguments)
 
 
-def on_ranks(ranks: int | None = None) -> Callable:
+def on_ranks(ranks: int | None = None, path_of: Callable[[dict], str | None] = lambda given: None) -> Callable:
     """Makes a test of ``body(member, **parameters)``: it passes if the body returns on each of the ``ranks``, or of as
     many as the test's parameter of this name says. The backend is that of the fixture ``backend``, if it is one of the
-    parameters."""
+    parameters. ``path_of(parameters)``: a folder that the ranks import from first, or None."""
 
     def decorate(body: Callable) -> Callable:
         def test(worlds, **given) -> None:
             size = given.pop("ranks") if ranks is None else ranks
-            over(worlds(size), _run_body, body.__module__, body.__name__, given)
+            over(worlds(size, path_of(given)), _run_body, body.__module__, body.__name__, given)
 
         _, *own = inspect.signature(body).parameters
         names = ["worlds", *(["ranks"] if ranks is None else []), *own]  # pytest gives them by name
@@ -148,9 +148,9 @@ def fields(found) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
-def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **options) -> Tensors:
+def small(device="cpu", N=24, V=150, D=16, dtype="fp32", **options) -> Tensors:
     """A small problem whose operands need gradients."""
-    t = make(Case(N, V, D, dtype, ignored=ignored, **options), device)
+    t = make(N, V, D, dtype, device, **options)
     for leaf in (t.x, t.weight, t.bias):
         if leaf is not None:
             leaf.requires_grad_()
@@ -158,7 +158,7 @@ def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **optio
 
 
 def given(input, linear_weight, target, linear_bias=None, **options) -> tuple[Options, Inputs]:
-    """What the public functions make of their arguments, for what is beneath them."""
+    """Options and Tensors of these arguments, for tests below the public functions."""
     return Options("a test", **options), Inputs(input, linear_weight, target, linear_bias)
 
 
@@ -245,22 +245,6 @@ def recorded(group):
 
     with mock.patch.object(GradBuffer, "close", watched_close), _Collectives(note):
         yield events
-
-
-N, V, D = 6, 10, 4
-"""Sizes of :func:`good`."""
-
-
-def good(device="cpu") -> dict:
-    """The arguments of a call that is right; tests change one thing."""
-    t = make(Case(N, V, D, ignored="none", sharpness=D**0.5), device)
-    return dict(input=t.x, linear_weight=t.weight, target=t.target)
-
-
-def call(arguments: dict, function=parallel_lce.linear_cross_entropy):
-    arguments = dict(arguments)
-    positional = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
-    return function(*positional, **arguments)
 
 
 def unchecked():

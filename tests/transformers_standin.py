@@ -23,10 +23,6 @@ def ForCausalLMLoss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def cross_entropy(logits, labels, vocab_size):
-    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
-
-
 class Output(OrderedDict):
     def __getattr__(self, name: str):
         if name not in self:
@@ -35,7 +31,7 @@ class Output(OrderedDict):
 
 
 def ForMaskedLMLoss(logits, labels, vocab_size, **kwargs):
-    return cross_entropy(logits.float(), labels, vocab_size)
+    return nn.functional.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1))
 
 
 LOSS_MAPPING = {"ForCausalLM": ForCausalLMLoss, "ForMaskedLM": ForMaskedLMLoss}
@@ -52,8 +48,7 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model["embed"].weight
-        self.own_loss, self.loss_type = False, "ForCausalLM"
-        self.cap, self.scale, self.plus = cap, scale, None
+        self.vocabulary, self.loss_type, self.cap, self.scale = V, "ForCausalLM", cap, scale
 
     @property
     def loss_function(self):
@@ -71,15 +66,11 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids, labels=None, return_dict=True, **kwargs):
         logits = self.lm_head(torch.tanh(self.model["norm"](self.model["embed"](input_ids))))
-        if self.plus is not None:
-            logits = logits + self.plus
         if self.scale is not None:
             logits = logits * self.scale
         if self.cap is not None:
             logits = torch.tanh(logits.float().contiguous() / self.cap) * self.cap
-        vocabulary = self.lm_head.out_features
-        loss_function = cross_entropy if self.own_loss else self.loss_function
-        loss = None if labels is None else loss_function(logits, labels, vocabulary, **kwargs)
+        loss = None if labels is None else self.loss_function(logits, labels, self.vocabulary, **kwargs)
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)[loss is None :]
 
 
@@ -99,25 +90,6 @@ class ModulesToSave(nn.Module):
 
     def forward(self, *arguments, **options):
         return self.modules_to_save["default"](*arguments, **options)
-
-
-class Unit(nn.Module):
-    """A module around an output layer."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head = head
-
-    @property
-    def weight(self):
-        return self.head.weight
-
-    @property
-    def out_features(self) -> int:
-        return self.head.out_features
-
-    def forward(self, hidden):
-        return self.head(hidden)
 
 
 class ColwiseGatherOutput:

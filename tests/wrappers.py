@@ -12,15 +12,15 @@ from world import Member, mesh_of
 WRAPPERS = ("DDP", "FSDP1", "FSDP2", "FSDP2, resharded")
 
 
-def wrapped(how: str, model: nn.Module, member: Member) -> nn.Module:
-    """``model`` in one of :data:`WRAPPERS`, over all ranks."""
+def wrapped(how: str, model: nn.Module, member: Member, **options) -> nn.Module:
+    """``model`` in one of :data:`WRAPPERS`, over all ranks, with ``options`` of FSDP."""
     if how == "DDP":
         return DistributedDataParallel(model, process_group=member.group)
     if how == "FSDP1":
-        options = dict(process_group=member.group, use_orig_params=True, device_id=member.device)
+        options |= dict(process_group=member.group, use_orig_params=True, device_id=member.device)
         return FullyShardedDataParallel(model, **options)
     mesh = mesh_of(member.device.type, (member.ranks,))
-    return fully_shard(model, mesh=mesh, reshard_after_forward="resharded" in how)
+    return fully_shard(model, mesh=mesh, reshard_after_forward="resharded" in how, **options)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Backends: the work on one block of tokens against one vocabulary shard, without collectives.
 
-Each is a module, ``torch_backend`` or ``triton``, with the same names (:mod:`parallel_lce.backends.interface`).
-This module chooses one.
+Each is a module, ``torch_backend`` or ``triton``, that satisfies :mod:`parallel_lce.backends.protocol`. This module
+chooses one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel_lce.core.private import FakeTensor, constant_in_graphs
 
 if TYPE_CHECKING:
-    from parallel_lce.backends.interface import Backend
+    from parallel_lce.backends.protocol import Backend
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
 CHOICES = ("", "torch", "triton")

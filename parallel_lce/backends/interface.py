@@ -1,14 +1,10 @@
-"""Arguments and results of the backends.
-
-A backend is a module with the names of ``torch_backend``; read that first. No backend starts a collective or waits for
-one. The caller runs it on the weight's device and without autocast."""
+"""Arguments and results of the backends: :mod:`parallel_lce.backends.protocol` says what a backend does with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,8 +13,6 @@ from torch import Tensor
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import Coefficients, Columns, accumulation_dtype
-
-Backend = ModuleType
 
 
 @dataclass(frozen=True)

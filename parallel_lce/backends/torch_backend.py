@@ -1,4 +1,3 @@
-# ruff: noqa: F401
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
-from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch, power_of_two_scale, savable
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch, power_of_two_scale
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
     logits_gradient,
@@ -61,15 +60,32 @@ from parallel_lce.core.partials import (
     tile_partial,
 )
 
-# The backend's name in PARALLEL_LCE_BACKEND.
+__all__ = [
+    "DENSE_FLOPS",
+    "NAME",
+    "REUSES_SAVED",
+    "SMALLEST_ACCUMULATED",
+    "Dense",
+    "allocate_saved",
+    "block_backward",
+    "block_forward",
+    "logits_gradient",
+    "logits_partial",
+    "mean_loss",
+    "merge_ranks",
+    "picked_hidden_gradient",
+    "picked_logits",
+    "picked_weight_gradient",
+    "scaled",
+    "set_gradient",
+    "set_log_probs",
+    "token_losses",
+]
+
 NAME: str = "torch"
-# Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
 SMALLEST_ACCUMULATED: int = 1
-# Most flops of the three products for which a loss makes fp32 logits; 0: never.
 DENSE_FLOPS: float = 0
-# Class of the work on dense logits, one instance for each signature (parallel_lce.backends.triton_dense).
 Dense: None = None
-# Whether the backward recomputes logits in the memory of saved exponentials.
 REUSES_SAVED: bool = False
 
 # Most bytes of a copy of gradients in the factor's dtype.
@@ -89,19 +105,16 @@ class Saved(NamedTuple):
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
-    """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
     return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
-    """A block's partial over the shard, ``[C, R]``, and the tensors that it saves: the exponentials of its first
-    vocabulary rows."""
-    projection, given, target, columns, save, buffer, out, _, picked, _ = task
-    rows, dtype, save = given.shape[0], projection.dtype, min(save, projection.real_rows)
-    partial = empty_partial(columns, rows, dtype, given.device, out)
+    projection, columns, target, picked = task.projection, task.columns, task.target, task.picked
+    rows, dtype, save = task.x.shape[0], projection.dtype, min(task.save, projection.real_rows)
+    partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
     if rows == 0 or projection.real_rows == 0:
         return partial, ()
-    x, tiles, memory = operand(given), row_tiles(rows), Scratch(0, given.device)
+    x, tiles, memory = operand(task.x), row_tiles(rows), Scratch(0, task.x.device)
     width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
     saved_windows = even_slices(0, save, width)
     windows = saved_windows
@@ -109,7 +122,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         windows = windows + even_slices(save, projection.real_rows, width)
     saved: Saved | None = None
     if save:
-        buffer = allocate_saved(projection, rows, save) if buffer is None else buffer
+        buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
         saved = Saved(buffer[: save * rows], partial.new_empty(len(saved_windows), rows))
     for tile in tiles:
         of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
@@ -152,15 +165,14 @@ _Sums = tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
 
 
 class BlockBackward:
-    """Gradients of a block. Logits whose exponentials are not saved are projected again."""
+    """Gradients of a block, one tile of logits after another."""
 
-    # Whether hidden_grad reads x, so that the gather of x must be complete.
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, picked, _ = task
-        self._projection, self._x, self._target = projection, x, target
-        self._grads, self._scratch = grads, scratch
+        projection, x, partial, saved, picked = task.projection, task.x, task.partial, task.saved, task.picked
+        self._projection, self._x, self._target = projection, x, task.target
+        self._grads, self._scratch = task.grads, task.scratch
         # The last tile, which is added to dW after dX is complete.
         self._last: tuple[slice, slice, _Sums, Tensor] | None = None
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
@@ -176,7 +188,7 @@ class BlockBackward:
             self._saved = saved
             self._save = saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // saved.maxima.shape[0])
-        coefficients = coefficients.folded()
+        coefficients = task.coefficients.folded()
         alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
@@ -339,7 +351,6 @@ block_backward = BlockBackward
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype."""
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dtype == factor.dtype:
         return torch.mul(gradient, factor, out=result)

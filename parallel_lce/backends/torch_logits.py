@@ -27,7 +27,6 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
-    """Write the logits of a block's picked entries to ``out [E]``. Elements of other shards are not written."""
     row, hit = picked.places()
     hit &= picked.inside(0, projection.real_rows)
     ids = picked.ids.where(hit, 0)
@@ -43,7 +42,6 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor
 
 
 def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
-    """Write ``dx [R, D]``: the sums of the picked rows of ``weight [V, D]``, times their values."""
     row, hit = gradient.entries.places()
     hit &= gradient.entries.inside(0, len(weight))
     if len(weight):
@@ -56,8 +54,6 @@ def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor)
 def picked_weight_gradient(
     x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
-    """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not picked. ``owner [E]``: the row of
-    ``x [R, D]`` of each entry."""
     hit = gradient.entries.inside(0, len(dweight))
     ids, values = gradient.entries.ids.where(hit, 0), gradient.values.where(hit, 0.0)
     if len(dweight):
@@ -94,8 +90,6 @@ def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
 
 
 def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target [N]``:
-    relative to the shard."""
     for block in _row_blocks(logits):
         z = logits[block].to(partial.dtype, copy=True, memory_format=torch.contiguous_format)
         position, hit = _target_positions(target[block], logits.shape[1])
@@ -104,8 +98,6 @@ def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tenso
 
 
 def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-    """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
-    merged over all ranks. ``coefficients [3, N]``."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     alpha, beta, gamma = coefficients
     for block in _row_blocks(logits):
@@ -118,12 +110,6 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Log-softmax ``[E]`` over each token's picked entries, and their logits ``[E]``; -inf and 0 for ids outside
-    ``[0, vocab_size)``.
-
-    ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the picked entries
-    (:class:`parallel_lce.call.picked.Picked`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
-    """
     logits = packed[:, : len(sets.ids)].sum(0)
     outside = (sets.ids < 0) | (sets.ids >= vocab_size)
     logits.masked_fill_(outside, -torch.inf)
@@ -142,7 +128,6 @@ def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: 
 
 
 def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
-    """The gradient ``[E]`` of the logits of :func:`set_log_probs`."""
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     upstream = upstream.where(log_probs != -torch.inf, 0.0)
     # u - p sum(u), without the difference where p is near 1.

@@ -1,12 +1,9 @@
-# ruff: noqa: F401
 """The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
 A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
 for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.epilogue`). The gradient of the logits
 is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
 the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
-
-:mod:`parallel_lce.backends.torch_backend` documents the functions.
 """
 
 from __future__ import annotations
@@ -17,20 +14,42 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
-from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection, savable
+from parallel_lce.backends.interface import ForwardTask, Picked, PickedGradient, Projection
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
-from parallel_lce.core.partials import MAX, TARGET, Columns, empty_partial
+from parallel_lce.core.partials import TARGET, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
-from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
+from parallel_lce.kernels.partials import WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.product import Product, new_window_partials
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED
+
+__all__ = [
+    "DENSE_FLOPS",
+    "NAME",
+    "REUSES_SAVED",
+    "SMALLEST_ACCUMULATED",
+    "Dense",
+    "allocate_saved",
+    "block_backward",
+    "block_forward",
+    "logits_gradient",
+    "logits_partial",
+    "mean_loss",
+    "merge_ranks",
+    "picked_hidden_gradient",
+    "picked_logits",
+    "picked_weight_gradient",
+    "scaled",
+    "set_gradient",
+    "set_log_probs",
+    "token_losses",
+]
 
 NAME: str = "triton"
 DENSE_FLOPS: float = MEASURED.dense_flops
@@ -97,11 +116,11 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
     sums of exponentials are saved, too. fp16 has no softmax shift: its exponentials are relative to each window's
     maximum."""
-    projection, x, target, columns, save, buffer, out, save_partials, picked, kept = task
+    projection, x, columns, target, save = task.projection, task.x, task.columns, task.target, task.save
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
-        return empty_partial(columns, rows, projection.dtype, x.device, out), ()
-    partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
+        return empty_partial(columns, rows, projection.dtype, x.device, task.out), ()
+    partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if task.out is None else task.out
     product = product_of(projection, dense(x), 0, real)
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
@@ -109,7 +128,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     stored = exponentials = shift = sampled = flat = None
     if save:
         stride = stride_of(save)
-        stored = x.new_empty(rows, stride) if buffer is None else buffer[: rows * stride].view(rows, stride)
+        buffer = x.new_empty(rows * stride) if task.buffer is None else task.buffer[: rows * stride]
+        stored = buffer.view(rows, stride)
         exponentials = stored if stride == save else stored[:, :save]
         shift = _new_softmax_shift(product)
         if columns.differ and shift is not None:
@@ -123,7 +143,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         token_logits(product, target, partial[TARGET], sampled, flat)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
     row_bytes = 4 * product.windows * (columns.count - 1)
-    fitting = rows if save or save_partials else max(1, _PARTIAL_BYTES // row_bytes)
+    fitting = rows if save or task.save_window_partials else max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
     saved: Saved | tuple[()] = ()
     for first in range(0, rows, size):
@@ -131,10 +151,9 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
         of_rows.launch(exponentials, ForwardEpilogue(windows, shift, flat=flat))
-        if picked is not None:
-            entries, logits = picked
-            known = WindowPartials(windows.max, windows.sum_exp, shift)
-            kernels.picked_logits(of_rows, entries.of_rows(some), logits, known)
+        known = WindowPartials(windows.max, windows.sum_exp, shift)
+        if task.picked is not None:
+            kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
         on_shift = merge_windows(
             windows,
             partial[:, some],
@@ -145,11 +164,12 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             entries=real,
             start=projection.start,
         )
-        if kept is not None:
-            kept.append(WindowPartials(windows.max, windows.sum_exp, shift))
-        if stored is not None or save_partials:
-            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if save_partials else None, flat)
-        del windows  # before the next ones are allocated
+        if task.windows is not None:
+            task.windows.append(known)
+        if stored is not None or task.save_window_partials:
+            sums = windows.sum_exp if task.save_window_partials else None
+            saved = Saved(stored, windows.max, shift, on_shift, sums, flat)
+        del windows, known  # before the next ones are allocated
     return partial, saved
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, Projection
+from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.protocol import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import Feature
@@ -27,7 +28,6 @@ from parallel_lce.core.plan import Block, Plan
 class Call:
     # The fields up to ``dense``, except ``layout``, are shared by all calls of one signature.
     options: Options
-    # A module of parallel_lce.backends.
     backend: Backend
     shard: Shard
     columns: Columns

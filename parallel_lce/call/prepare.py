@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
-from parallel_lce.backends.interface import Backend, differences_recovered
+from parallel_lce.backends.interface import differences_recovered, savable
+from parallel_lce.backends.protocol import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
@@ -271,7 +272,7 @@ def _plan(
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
-        savable=_savable(options, tensors, backend),
+        savable=_savable(options, tensors),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
         reuses_saved=backend.REUSES_SAVED,
@@ -301,13 +302,13 @@ def _dense(call: Call, tensors: Tensors) -> Any:
     return call.backend.Dense(tokens, entries, options, call.logit_map)
 
 
-def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
+def _savable(options: Options, tensors: Tensors) -> bool:
     if options.label_smoothing and not differences_recovered(tensors.linear_weight.dtype):
         return False
     # With a temperature per token, the caps are unknown to the host.
     if options.logit_softcap is None or tensors.temperature is not None:
         return options.logit_softcap is None
-    return backend.savable(tensors.linear_weight.dtype, LogitMap.of(options).softcap)
+    return savable(tensors.linear_weight.dtype, LogitMap.of(options).softcap)
 
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:

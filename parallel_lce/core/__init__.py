@@ -1,1 +1,1 @@
-"""Imported by every other folder: options, plan, algebra of partials, gradient buffers, collectives, memory helpers."""
+"""Values that every layer shares: options, the plan, partials, collectives."""

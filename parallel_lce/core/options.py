@@ -47,10 +47,10 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     max_logit_penalty: float = 0.0
-    # 1 if each token has a scale of its own.
+    # 1.0 if Tensors.logit_scale holds one scale per token.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    # 1 if each token has a temperature of its own.
+    # 1.0 if Tensors.temperature holds one per token.
     temperature: float = 1.0
     gradient_filter: float | None = None
     sequence_parallel: bool = False
@@ -144,8 +144,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_float(value: Any) -> Any:
-    """As :func:`as_number`, with integers as floats. An integer too large for fp32 is returned unchanged; the checks
-    refuse it."""
+    """As :func:`as_number`, with integers as floats, but those too large for fp32, which the checks refuse."""
     value = as_number(value)
     return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value
 
@@ -302,7 +301,7 @@ def agreed(options: Options) -> dict[str, object]:
     return {name: rule.agreed(value) for name, rule, value in zip(Options._fields, _RULES, options)}
 
 
-def apart(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:
     """Split scale and temperature, each one number or a tensor of a number per token. Returns both numbers (1 instead
     of a tensor), then both tensors (None instead of a number)."""
     of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)

@@ -8,6 +8,7 @@ megatron/cross_entropy.py, those of transformers, TRL, torchtitan and verl in th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -55,6 +56,11 @@ def outside_graphs(function: F) -> F:
 def explain_break(function: Callable, reason: str) -> None:
     """Let torch.compile give this reason where a graph that must be whole breaks at the function."""
     function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def without_graphs(function: Callable) -> Any:
+    """The function, in which torch.compile does not run. Before torch._dynamo is imported, it runs nowhere."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def must_be_one_graph() -> bool:
@@ -152,6 +158,24 @@ def hooks(module: nn.Module, *kinds: str) -> list[Callable]:
     found = [vars(module)[f"_{kind}_hooks"] for kind in kinds]
     found += [getattr(_modules, f"_global_{kind}_hooks") for kind in kinds]
     return [hook for each in found for hook in each.values()]
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own, without those of its submodules."""
+    return module._parameters
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    return module._modules
+
+
+def module_calls() -> dict[str, Callable]:
+    """What runs when a module is called, by torch's names of it. A program may have replaced it."""
+    return {"Module._wrapped_call_impl": nn.Module.__call__, "Module._call_impl": nn.Module._call_impl}
+
+
+# Beginnings of the names of the modules whose functions are FSDP's hooks.
+FSDP_MODULES = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
 def fsdp_output_dtype(module: nn.Module) -> torch.dtype | None:

@@ -24,7 +24,6 @@ from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
     Options,
     Tensors,
-    apart,
     as_bool,
     as_float,
     as_number,
@@ -32,6 +31,7 @@ from parallel_lce.core.options import (
     check_reduction,
     is_number,
     shortened,
+    split_per_token,
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
@@ -128,7 +128,7 @@ def divergence(
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
     beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
-    scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
+    scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     ignored: int = -100 if ignore_index is None else as_number(ignore_index)
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
@@ -147,7 +147,7 @@ def divergence(
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
     debug.state.awaited = True  # the teacher's exchange is to come
     hidden, weight, bias = teachers
-    teacher_scale, _, token_scale, _ = apart(teacher_scale, 1.0)
+    teacher_scale, _, token_scale, _ = split_per_token(teacher_scale, 1.0)
     of_teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     pair = partial(check_pair, student, inputs, of_teacher)
     with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
@@ -224,7 +224,7 @@ def top_k_divergence(
     Raises:
         ValueError: as :func:`divergence`.
     """
-    scale, of_all, token_scale, token_temperature = apart(logit_scale, temperature)
+    scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     given = Tensors(
         student_hidden, student_weight, target, student_bias, None, token_scale, token_temperature, teacher_ids
     )

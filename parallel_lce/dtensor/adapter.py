@@ -24,7 +24,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import SPOKEN, Options, Tensors, as_bool, as_number, check_option, is_count
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, check_option, is_count, with_python_numbers
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 # The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
@@ -48,7 +48,7 @@ def adapted(
         check_option("sequence_dim", sequence_dim := as_number(sequence_dim))
     if not sequence_dim and not has_dtensor((*tensors, also)):
         return options, tensors, group, None
-    adapter = DTensorAdapter(options, group, reduction or options.reduction)
+    adapter = DTensorAdapter(with_python_numbers(options), group, reduction or options.reduction)
     plain = adapter.enter(tensors)
     return adapter.options, plain, adapter.group, adapter
 
@@ -76,7 +76,7 @@ class DTensorAdapter:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
         input, weight, target, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
-        sequence_parallel, sequence_dim = as_bool(self.options.sequence_parallel), as_number(self.options.sequence_dim)
+        sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
         check_option("sequence_parallel", sequence_parallel)
         if is_dtensor(weight):
             self.mesh = weight.device_mesh
@@ -122,7 +122,7 @@ class DTensorAdapter:
                 f"Replicate on all others. {_SHARDED_PARAMETER}"
             )
         self._shards = list(weight.placements)
-        given, entries, size = self.group, weight.shape[0], as_number(self.options.vocab_size)
+        given, entries, size = self.group, weight.shape[0], self.options.vocab_size
         if is_count(size) and size > entries:
             raise ValueError(f"vocab_size={size} exceeds the {entries} rows of linear_weight")
         if not sharded:
@@ -141,7 +141,7 @@ class DTensorAdapter:
             )
         ranks, given = self.mesh.size(tp), self.options.vocab_start
         start = min(self.mesh.get_local_rank(tp) * -(-entries // ranks), entries)
-        if given is not None and as_number(given) != start:
+        if given not in (None, start):
             raise ValueError(f"vocab_start={given!r}, and {_placed('linear_weight', weight)} starts at {start}")
         if entries % ranks or size is not None:
             self.options = self.options._replace(vocab_start=start, vocab_size=entries if size is None else size)
@@ -175,7 +175,7 @@ class DTensorAdapter:
         self._input_gradient = list(self._tokens if self._gathers else placements)
         if tp is not None:
             self._weight_gradient[tp] = Shard(0)
-            if as_bool(self.options.reduce_hidden_grad) is False:
+            if self.options.reduce_hidden_grad is False:
                 self._input_gradient[tp] = Partial()
         return split
 
@@ -198,19 +198,18 @@ class DTensorAdapter:
 
     def _check_split(self, split: int | None, sequence_parallel: bool, sequence_dim: int) -> None:
         """Raise ``ValueError`` for options that contradict the placements of a DTensor input."""
-        # Described only for a refusal: torch 2.11 cannot trace the description of placements.
-        name, value = "input", self._input
+        x = self._input
         if split is None and sequence_parallel:
             raise ValueError(
-                f"sequence_parallel=True, and {_placed(name, value)}, whose tokens tensor parallelism does not split"
+                f"sequence_parallel=True, and {_placed('input', x)}, whose tokens tensor parallelism does not split"
             )
         if split == 0 and sequence_dim == 1:
-            raise ValueError(f"sequence_dim=1, and {_placed(name, value)}, which is split along dimension 0")
-        if split is not None and as_bool(self.options.reduce_hidden_grad) is False:
-            raise ValueError(f"reduce_hidden_grad=False, and {_placed(name, value)}: there it must be Replicate")
+            raise ValueError(f"sequence_dim=1, and {_placed('input', x)}, which is split along dimension 0")
+        if split is not None and self.options.reduce_hidden_grad is False:
+            raise ValueError(f"reduce_hidden_grad=False, and {_placed('input', x)}: there it must be Replicate")
         if self._splits and self._reduction == "mean":
             raise ValueError(
-                f"reduction='mean', and {_placed(name, value)}. Mesh dimension {self._splits[0]} splits its tokens and "
+                f"reduction='mean', and {_placed('input', x)}. Mesh dimension {self._splits[0]} splits its tokens and "
                 "does not shard linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
             )
 
@@ -363,7 +362,7 @@ def _shards(placement: Any, dims: tuple[int, ...]) -> bool:
 
 
 def _placed(name: str, value: Any) -> str:
-    """The beginning of a refusal: a tensor's name, placements and mesh."""
+    """The beginning of a refusal: a tensor's name, placements and mesh. torch 2.11 cannot trace it."""
     if not is_dtensor(value):
         return f"{name} is a plain tensor"
     mesh = value.device_mesh

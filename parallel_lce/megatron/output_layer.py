@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, apart, as_int64
-from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
+from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
@@ -86,7 +86,7 @@ def _lazy_class(base: type) -> type:
             passed = named.get("weight", given[1] if len(given) > 1 else None)
             unsupported = _unsupported(self, base)
             # Parametrizations, which are unsupported, may compute another weight each time.
-            own = self.weight if unsupported is None else self._parameters.get("weight")
+            own = self.weight if unsupported is None else parameters_of(self).get("weight")
             used = own if passed is None else passed
             if (reason := unsupported or _why_logits(self, used, passed is None)) is not None:
                 warn_of_logits(self, reason)
@@ -142,7 +142,7 @@ def _unsupported(layer: Any, base: type) -> str | None:
     the layer's class without lazy logits."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
-    if "parametrizations" in layer._modules:
+    if "parametrizations" in submodules_of(layer):
         return "the output layer's parametrizations may give another weight each time; fold them into the weight"
     layers, own = sys.modules["megatron.core.tensor_parallel.layers"], layer._forward_impl
     parts = [(base.forward, _FORWARDS), (getattr(own, "__func__", own), ("ColumnParallelLinear._forward_impl",))]
@@ -209,7 +209,7 @@ def statistics_of_lazy(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    _, number, _, each = apart(1.0, temperature)
+    _, number, _, each = split_per_token(1.0, temperature)
     options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
     statistics = _called(fused_statistics, logits, _swapped(labels), options, each)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,9 +159,7 @@ def transformable(function: Callable) -> Callable:
 
 @private.outside_graphs
 def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
-    # Importing torch._dynamo takes a second. Before, there are no compiled graphs.
-    run: Any = torch.compiler.disable(_transformed) if "torch._dynamo" in sys.modules else _transformed
-    return run(function, given, named)
+    return private.without_graphs(_transformed)(function, given, named)
 
 
 def _split(given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list, Any]:

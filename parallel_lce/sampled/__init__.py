@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
-from parallel_lce.call.checks import INTEGERS, as_group, check_kind, described, public
+from parallel_lce.call.checks import as_group, check_kind, described, int64_ids, public
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_flag, as_int64, as_number, check_option, check_reduction
+from parallel_lce.core.options import Options, Tensors, as_flag, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.picked import logits_of
@@ -88,8 +88,9 @@ def sampled_linear_cross_entropy(
     check_reduction(reduction)
     check_option("ignore_index", ignore_index := -100 if ignore_index is None else as_number(ignore_index))
     remove_accidental_hits = as_flag("remove_accidental_hits", remove_accidental_hits)
+    target, sampled = int64_ids("target", target), int64_ids("sampled", sampled)
     _check(target, sampled, log_expected_count, target_log_expected_count, logit_scale)
-    target, sampled, shared = as_int64(target), as_int64(sampled), sampled.dim() == 1 and target.dim() != 0
+    shared = sampled.dim() == 1 and target.dim() != 0
     ids = target.unsqueeze(-1)
     if not shared:
         ids = torch.cat([ids, sampled], -1)
@@ -144,11 +145,9 @@ def sampled_linear_cross_entropy(
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
 
 
-def _check(target: Any, sampled: Any, of_samples: Any, of_targets: Any, logit_scale: Any) -> None:
-    for name, value in (("target", target), ("sampled", sampled)):
-        if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
-            raise ValueError(f"{name} must be ids of an integer dtype, got {described(value)}")
-        check_kind(name, value)
+def _check(target: Tensor, sampled: Tensor, of_samples: Any, of_targets: Any, logit_scale: Any) -> None:
+    check_kind("target", target)
+    check_kind("sampled", sampled)
     if isinstance(logit_scale, Tensor):
         raise ValueError("logit_scale must be a finite Python number, got a tensor")
     if sampled.dim() != 1 and sampled.shape[:-1] != target.shape:

@@ -58,7 +58,7 @@ class Filter(Feature):
     def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
         """Refuses gradients of the logits that are not the probabilities times one number per token."""
         refused = {
-            f"label_smoothing={options.label_smoothing}": options.label_smoothing != 0,
+            "label_smoothing": options.label_smoothing != 0,
             "mean_logit": options.mean_logit,
             "entropy": options.expected_logit,
             "sum_p_squared": options.sum_p_squared,
@@ -66,6 +66,7 @@ class Filter(Feature):
         }
         for name, given in refused.items():
             if given:
+                name = f"{name}={options.label_smoothing}" if name == "label_smoothing" else name
                 raise ValueError(
                     f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is "
                     "large where probabilities are small"

@@ -1,0 +1,120 @@
+"""What a backend must do. A backend is a module that satisfies :class:`Backend`.
+
+No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. All
+work that features need beside this has a module of the feature for each backend (:func:`parallel_lce.backends.part`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, Picked, PickedGradient, Projection, Saved
+from parallel_lce.core.options import Options
+from parallel_lce.core.partials import Columns
+
+
+class BlockBackward(Protocol):
+    """The gradients of one block, in two steps: a collective sums dX while dW is formed."""
+
+    # Whether hidden_grad reads x, so that the gather of x must be complete.
+    reads_hidden_first: bool
+
+    def hidden_grad(self) -> None:
+        """Form dX, and any part of dW and dbias."""
+
+    def weight_grad(self) -> None:
+        """Form what is left of dW and dbias."""
+
+
+class Backend(Protocol):
+    # In PARALLEL_LCE_BACKEND.
+    NAME: str
+    # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
+    SMALLEST_ACCUMULATED: int
+    # Whether the backward recomputes logits in the memory of saved exponentials.
+    REUSES_SAVED: bool
+    # Most flops of the three products for which a loss makes fp32 logits; 0: never.
+    DENSE_FLOPS: float
+    # Class of the work on dense logits, one instance for each signature: parallel_lce.backends.triton_dense.
+    Dense: Any
+
+    # --- a block of R tokens ---
+
+    def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
+        """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+        ...
+
+    def block_forward(self, task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
+        """A block's partial over the shard, ``[C, R]``, and the tensors that it saves: the exponentials of its first
+        vocabulary rows."""
+        ...
+
+    def block_backward(self, task: BackwardTask) -> BlockBackward:
+        """Logits whose exponentials are not saved are projected again."""
+        ...
+
+    # --- results of all tokens ---
+
+    def merge_ranks(self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+        """:func:`parallel_lce.core.partials.merge_ranks`"""
+        ...
+
+    def token_losses(
+        self, partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """:func:`parallel_lce.backends.loss.token_losses`"""
+        ...
+
+    def mean_loss(
+        self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`parallel_lce.backends.loss.mean_loss`"""
+        ...
+
+    def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype. ``factor``: 0-dimensional."""
+        ...
+
+    # --- picked entries ---
+
+    def picked_logits(self, projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
+        """Write the logits of a block's picked entries to ``out [E]``. Elements of other shards are 0, or are not
+        written."""
+
+    def picked_hidden_gradient(self, weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
+        """Write ``dx [R, D]``: the sums of the picked rows of ``weight [V, D]``, times their values."""
+
+    def picked_weight_gradient(
+        self, x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
+    ) -> None:
+        """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not picked. ``owner [E]``: the row of
+        ``x [R, D]`` of each entry."""
+
+    def set_log_probs(
+        self, packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-softmax ``[E]`` over each token's picked entries, and their logits ``[E]``; -inf and 0 for ids outside
+        ``[0, vocab_size)``.
+
+        ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the picked entries
+        (:class:`parallel_lce.call.picks.PickedIds`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
+        """
+        ...
+
+    def set_gradient(self, log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+        """The gradient ``[E]`` of the logits of :meth:`set_log_probs`."""
+        ...
+
+    # --- logits that exist ---
+
+    def logits_partial(self, logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
+        """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target
+        [N]``: relative to the shard."""
+
+    def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
+        """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
+        merged over all ranks. ``coefficients [3, N]``."""
+        ...

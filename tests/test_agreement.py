@@ -1,0 +1,354 @@
+"""Ranks whose calls differ: a result of NaN where their messages show it, and in debug mode an error on every rank that
+names the difference. test_faults.py has messages of other sizes."""
+
+import os
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import parallel_lce
+from calls import D, N, V, call, calls, good
+from cases import make, part
+from parallel_lce.backends import triton
+from parallel_lce.call import debug
+from parallel_lce.run.fused_loss import fused_loss
+from tools import chosen_backend, debug_mode, on_ranks, shrunk, small
+from world import Member
+
+
+def _with(values, position: int, value):
+    changed = values.clone()
+    changed.view(-1)[position] = value
+    return changed
+
+
+def _cast(dtype):
+    return lambda a: {name: a[name].to(dtype) for name in ("input", "linear_weight")}
+
+
+def _moved(name: str, position: int):
+    """Another id, or number, at this position."""
+    return lambda a: {name: _with(a[name], position, (a[name].view(-1)[position] + 1) % V)}
+
+
+def _pair(a) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two entries of each token."""
+    y = a["input"].new_ones(2 * N).cumsum(0).long() % V
+    return y, torch.arange(N + 1, device=y.device) * 2
+
+
+def _of_pair(change):
+    return lambda a: dict(selected=change(*_pair(a)))
+
+
+def _counts(a, shape=(N,)) -> dict:
+    """Samples and expected counts."""
+    sampled = torch.arange(a["target"].new_ones(shape).numel(), device=a["target"].device).view(shape) % V
+    return dict(sampled=sampled, log_expected_count=-sampled.float(), target_log_expected_count=-a["target"].float())
+
+
+def _per_token(a) -> dict:
+    return _counts(a, (N, 3))
+
+
+NO_COUNTS = dict(log_expected_count=None, target_log_expected_count=None)
+PAIR = _of_pair(lambda ids, offsets: (ids, offsets))
+OTHER_IDS = _of_pair(lambda ids, offsets: (ids.roll(1), offsets))
+OTHER_OFFSETS = _of_pair(lambda ids, offsets: (ids, _with(offsets, 2, 3)))
+
+
+def _fewer(a) -> dict:
+    return {name: a[name][..., :-1] for name in ("sampled", "log_expected_count")}
+
+
+def _all(a) -> dict:
+    return dict(mask=a["target"] >= 0, counted_tokens=N)
+
+
+# By the name of a call (calls.py) and what differs: changes of the last rank's arguments, what debug mode names, the
+# value of the others and of the last one; and changes of every rank's arguments. Without debug mode the result is NaN.
+EXPOSED = {
+    "loss, z_loss": (dict(z_loss=1e-3), "z_loss", "0.0", "0.001"),
+    "loss, reduction": (dict(reduction="sum"), "reduction", "'mean'", "'sum'"),
+    "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
+    "loss, logit_scale": (dict(logit_scale=0.5), "logit_scale", "1.0", "0.5"),
+    "loss, softcap": (dict(logit_softcap=31), "logit_softcap", "30.0", "31.0", dict(logit_softcap=30.0)),
+    "loss, temperature": (dict(temperature=2.0), "temperature", "1.0", "2.0"),
+    "loss, ignore_index": (dict(ignore_index=-1), "ignore_index", "-100", "-1"),
+    "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
+    "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
+    "selected, temperature": (dict(temperature=2.0), "temperature", "1.0", "2.0"),
+    "selected, ids": (_moved("selected", 4), "selected at position 4", r"\d", r"\d"),
+    "selected, other ids": (OTHER_IDS, "selected at position 0", r"\d", r"\d", PAIR),
+    "selected, offsets": (OTHER_OFFSETS, "offsets of selected at position 2", "4", "3", PAIR),
+    "statistics, selected": (OTHER_IDS, "selected at position 0", r"\d", r"\d", PAIR),
+    "statistics, offsets": (OTHER_OFFSETS, "offsets of selected at position 2", "4", "3", PAIR),
+    "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
+    "divergence, beta": (dict(beta=1.0), "function", ".*beta=0.0.*", ".*beta=1.0.*", dict(beta=0.0)),
+    "sampled, reduction": (dict(reduction="sum"), "function", ".*'mean'.*", ".*'sum'.*"),
+    "sampled, sampled": (_moved("sampled", 5), "sampled at position 5", r"\d", r"\d"),
+    "sampled, samples of each": (_moved("sampled", 5), "sampled at position 5", r"\d", r"\d", _per_token),
+    "sampled, target": (_moved("target", 5), "target at position 5", r"\d", r"\d"),
+    "sampled, no counts": (NO_COUNTS, "log_expected_count", ".*", "None; target_log.*", _counts),
+    "sampled, fewer": (_fewer, "sampled", ".*", ".*log_expected_count: rank 0 has .*", _counts),
+}
+# Without debug mode: wrong results, or messages of other sizes.
+SILENT = {
+    "loss, N": (lambda a: dict(input=a["input"][1:], target=a["target"][1:]), "tokens", r"\(6,\)", r"\(5,\)"),
+    "loss, D": (lambda a: {n: a[n][:, 1:] for n in ("input", "linear_weight")}, "hidden size", "4", "3"),
+    "loss, fp16": (_cast(torch.float16), "dtype", "torch.float32", "torch.float16"),
+    "loss, SP": (lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)), "sequence_par.*", "F.*", "T.*"),
+    "loss, dW": (lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()), "gradients", ".*", ".*weight=T.*"),
+    "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
+    "loss, temperatures": (lambda a: dict(temperature=a["input"][:, 0].exp()), "temperature", "1.0", "'of each token'"),
+    "loss, target": (_moved("target", 4), "target at position 4", r"\d", r"\d"),
+    "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "None", "values of digest .*"),
+    "loss, a weight": (
+        lambda a: dict(token_weight=_with(a["target"].float(), 3, 0.5)),
+        *("token_weight at position 3", r"\d.0", "0.5"),
+        lambda a: dict(token_weight=a["target"].float()),
+    ),
+    "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
+    "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
+    "statistics, columns": (dict(expected_logit=True, argmax=True), "argmax", "False", "True"),
+    "statistics, seed": (dict(sample_seed=2), "sample_seed", "1", "2", dict(sample_seed=1)),
+    "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask at position 0", "1", "0", _all),
+    "logits, target": (_moved("target", 2), "target at position 2", r"\d", r"\d"),
+    "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
+    "sampled, count": (_moved("log_expected_count", 5), "log_expected_count at position 5", ".*", ".*", _counts),
+    "sampled, counts": (_moved("log_expected_count", 5), "log_expected_count at position 5", ".*", ".*", _per_token),
+    "sampled, of target": (_moved("target_log_expected_count", 5), "target_log.* at position 5", ".*", ".*", _counts),
+    "divergence, tokens": (
+        lambda a: {name: a[name][1:] for name in ("student_hidden", "teacher_hidden")},
+        *("tokens", r"\(6,\)", r"\(5,\)"),
+    ),
+    "divergence, scale": (dict(teacher_logit_scale=0.5), "teacher_logit_scale", ".*", "0.5"),
+    "divergence, temperatures": (
+        lambda a: dict(temperature=a["student_hidden"][:, 0].exp()),
+        *("temperature", "1.0", "'of each token'"),
+    ),
+    "top_k, softcap": (dict(logit_softcap=2.0), "logit_softcap", "None", "2.0"),
+    "top_k, beta": (dict(beta=0.1), "beta", "0.0", "0.1", dict(beta=0.0)),
+    "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs at position 3", ".*", ".*"),
+}
+DIFFERENT = EXPOSED | SILENT
+
+
+def _changed(arguments: dict, changes) -> dict:
+    return arguments | (changes(arguments) if callable(changes) else changes)
+
+
+def _call(member: Member, name: str, odd: bool):
+    """The function, and its arguments; of one that is odd with the change."""
+    functions, (change, _, _, _, *every) = calls(member), DIFFERENT[name]
+    function, arguments = functions[name.partition(",")[0]]
+    for changes in every:
+        arguments = _changed(arguments, changes)
+    arguments = _changed(arguments, change) if odd else arguments
+    return functions[arguments.pop("function")][0] if "function" in arguments else function, arguments
+
+
+def _numbers(found) -> list[torch.Tensor]:
+    found = [found] if isinstance(found, torch.Tensor) else vars(found).values()
+    return [value for value in found if value is not None and value.is_floating_point()]
+
+
+@pytest.mark.parametrize("name", EXPOSED)
+@on_ranks(2)
+def test_calls_that_differ_give_nan(member, name, backend):
+    """On every rank, without debug mode. The next calls, which agree, are right."""
+    function, arguments = _call(member, name, member.rank == 1)
+    with shrunk(2 * V * 4):
+        assert all(value.isnan().all() for value in _numbers(function(**arguments)))
+    function, arguments = _call(member, name, False)
+    next(iter(arguments.values())).requires_grad_()
+    values = _numbers(function(**arguments))
+    assert all(value.isfinite().all() for value in values)
+    sum(value.sum() for value in values).backward()
+
+
+def _told_by(member: Member, name: str) -> str:
+    """The error of this rank."""
+    function, arguments = _call(member, name, member.rank == 2)
+    with debug_mode(), chosen_backend(arguments.pop("backend", "torch")):
+        try:
+            function(**arguments)
+            return "not refused"
+        except ValueError as refusal:
+            return str(refusal)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_every_rank_raises(name, worlds, device, request):
+    if "backend" in name:
+        request.getfixturevalue("kernels")
+    _, what, two, last, *_ = DIFFERENT[name]
+    expected = f"^the ranks of (process|tp)_group disagree about .*{what}: "
+    expected += f"rank 0 has {two}, rank 1 has {two}, rank 2 has {last}"
+    for said in worlds(3).run(_told_by, name, timeout=30):
+        assert re.search(expected, said), said
+        assert name != "loss, z_loss" or said.count("rank 0 has") == 1, said  # only what differs is named
+
+
+WHOLE = torch.arange(V * D).view(V, D)
+# Changes of every rank's arguments, and a pattern of the message of all ranks.
+MESSAGES = {
+    "loss, hidden states": (
+        lambda a, rank: dict(input=torch.cat([a["input"][:3], -a["input"][3:]]) if rank == 2 else a["input"]),
+        r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
+    ),
+    "loss, target": (lambda a, _: dict(target=_with(a["target"], 4, 3 * V)), r"target 30 at position 4 is outside"),
+    "statistics, target": (lambda a, _: dict(target=_with(a["target"], 4, -7)), r"target -7 .* outside \[0, 30\)"),
+    "loss, no row": (lambda a, _: dict(linear_weight=a["linear_weight"][:0], vocab_start=0), "none of the 3 shards"),
+    "loss, whole": (lambda a, _: dict(linear_weight=WHOLE.to(a["input"])), "0 and 1 .* same 10 rows .* forget to sh"),
+    "logits, whole": (
+        lambda a, _: dict(vocab_parallel_logits=WHOLE[:N].to(a["vocab_parallel_logits"])),
+        "forget to shard",
+    ),
+    "loss, gap": (lambda _, rank: dict(vocab_start=(0, 10, 21)[rank]), "gap: one ends at 20, the next starts at 21"),
+    "loss, overlap": (
+        lambda _, rank: dict(vocab_start=(0, 10, 19)[rank]),
+        "an overlap: one ends at 20, the next .* 19",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+@on_ranks(3)
+def test_debug_mode_finds_wrong_values(member, name):
+    function, arguments = calls(member)[name.partition(",")[0]]
+    changes, words = MESSAGES[name]
+    with debug_mode(), pytest.raises(ValueError, match=words):
+        function(**arguments | changes(arguments, member.rank))
+
+
+@on_ranks(2)
+def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(member, kernels):
+    """The most flops of one depend on the GPU."""
+    t = small(member.device, N=40, V=208, D=32, dtype="bf16", sharpness=4.0)
+    words = "disagree about dense logits: rank 0 has True, rank 1 has False"
+    flops = mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30)
+    with chosen_backend("triton"), debug_mode(), flops, pytest.raises(ValueError, match=words):
+        parallel_lce.linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
+
+
+# --- in another order -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_debug_mode_names_calls_and_backwards_in_another_order(member):
+    parts = [part(make(N, V, D, seed=seed, device=member.device), member) for seed in (0, 1)]
+
+    def losses(order=(0, 1), **options) -> list:
+        where = dict(process_group=member.group, **options)
+        return [parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **where) for t in (parts[n] for n in order)]
+
+    with debug_mode():
+        with pytest.raises(ValueError, match="disagree about target at position"):
+            losses((1, 0) if member.rank else (0, 1))
+        for options in ({}, dict(reduction="none", logits_budget=0)):
+            with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
+                losses(**options)[member.rank].sum().backward()
+            for loss in losses(**options):
+                loss.sum().backward()
+
+
+# --- what is no difference --------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_equal_arguments_agree(member, backend):
+    """Numbers of other types, and what may differ between ranks."""
+    t = part(make(N, 2 * V, D, device=member.device), member)
+    for one, other in (
+        (dict(logit_softcap=30.0), dict(logit_softcap=30, temperature=1, logits_budget=1 << 20)),
+        (dict(ignore_index=-100, z_loss=0.0), dict(ignore_index=np.int64(-100), z_loss=-0.0)),
+        (dict(reduce_dtype=None), dict(reduce_dtype=torch.float32)),
+        (dict(vocab_start=0, vocab_size=2 * V), dict(vocab_start=V, vocab_size=2 * V)),
+        (dict(vocab_size=2 * V), dict(vocab_start=V, vocab_size=2 * V)),
+    ):
+        options = (one, other)[member.rank]
+        for reduction in ("none", "mean"):
+            loss = parallel_lce.linear_cross_entropy(
+                t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options
+            )
+            assert loss.isfinite().all(), options
+    found = parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, sample_seed=member.rank)
+    assert found.target_log_prob.isfinite().all()  # the drawn ids need one seed, the other statistics none
+    for needs in (False, True):  # of a gradient, on one rank
+        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
+        with torch.set_grad_enabled(needs or member.rank == 0):
+            loss = parallel_lce.linear_cross_entropy(
+                t.x, t.weight, t.target, process_group=member.group, token_weight=token_weight
+            )
+        assert loss.isfinite()
+
+
+@on_ranks(2)
+def test_equal_shards_that_are_no_mistake(member):
+    """Of zeros, as a new output layer may have; of one row; and with ``vocab_size``, by which rank 1 has none."""
+    (x, w, y), loss = good(member.device).values(), parallel_lce.linear_cross_entropy
+    where = dict(process_group=member.group)
+    own = w.clone()
+    own[3, 0] += member.rank
+    with debug_mode():
+        for shard, target in ((torch.zeros_like(w), y), (w[:1], y % 2), (own, y)):
+            assert loss(x, shard, target, **where).isfinite()
+        assert loss(x, w * torch.nan, y, **where).isnan()
+        assert torch.equal(loss(x, w, y, vocab_size=V, **where), loss(x, w, y))
+
+
+@on_ranks(2)
+def test_a_malformed_switch_of_one_rank(member):
+    arguments = good(member.device) | dict(process_group=member.group)
+    for name, value, said in (
+        ("PARALLEL_LCE_BACKEND", "cutlass", "PARALLEL_LCE_BACKEND='cutlass' is none of"),
+        ("PARALLEL_LCE_DEBUG", "2", "PARALLEL_LCE_DEBUG must be 0 or 1, got '2'"),
+    ):
+        with debug_mode(), mock.patch.dict(os.environ, {name: value} if member.rank else {}):
+            with pytest.raises(ValueError, match=said):
+                call(arguments)
+
+
+@on_ranks(2)
+def test_an_error_after_the_exchange_is_not_sent(member):
+    """The other ranks are in a later collective then."""
+    arguments = good(member.device) | dict(process_group=member.group)
+    arguments["linear_weight"] = arguments["linear_weight"] + member.rank
+    fails = mock.patch("parallel_lce.functional.fused_loss", side_effect=ValueError("after"))
+    with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
+        call(arguments)
+        with fails as failing, pytest.raises(ValueError, match="^after$"):
+            failing.side_effect = lambda *given: (fused_loss(*given), (_ for _ in ()).throw(ValueError("after")))
+            call(arguments)
+        report.assert_not_called()
+
+
+@on_ranks(3)
+def test_equal_values_pass(member):
+    """All NaN are equal, and so are 0 and -0. Ranks that sum in another order have other bits."""
+    call_, sign = good(member.device) | dict(process_group=member.group), -1.0 if member.rank else 1.0
+    call_["token_weight"] = torch.full((N,), sign * 0.0, device=member.device)
+    call_["token_weight"][2] = sign * torch.nan
+    call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
+    call_["linear_weight"] = call_["linear_weight"] + member.rank
+    call_["target"][2] = -100
+    plain = call(call_)
+    same = dict(z_loss=0, logit_scale=1) if member.rank else dict(z_loss=0.0, logit_scale=1.0)
+    with debug_mode(), torch.device("meta"):  # whatever a program makes by default
+        assert call(call_ | same).item() == plain.item() == 0
+
+
+def test_one_rank(device, monkeypatch):
+    bad = good(device)
+    bad["target"][2] = -7
+    with debug_mode():
+        with pytest.raises(ValueError, match=r"target -7 at position 2 is outside \[0, 10\)"):
+            call(bad)
+        assert call(bad | dict(ignore_index=-7)).isfinite()
+    monkeypatch.setenv("PARALLEL_LCE_DEBUG", "false")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_DEBUG must be 0 or 1, got 'false'"):
+        call(good(device))

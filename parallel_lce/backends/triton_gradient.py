@@ -79,15 +79,13 @@ class Slice:
     products: SliceProducts | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``total += gradient[rows] @ weight``, or ``=``. ``weight [stop - start, D]``: the slice's rows. ``total``:
-        fp32, or of lower precision with ``overwrite``."""
+        """As :meth:`SliceProducts.add_hidden`; whole, with ``overwrite``, ``total`` may be of lower precision."""
         if self.products is None:
             accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
         else:
             self.products.add_hidden(total, weight, rows, overwrite)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
-        """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: as for :meth:`add_hidden`."""
         if self.products is None:
             gradient = some_rows(self.gradient.t(), entries.start, entries.stop)
             accumulate_nt(total, gradient, x.t(), overwrite=overwrite)

@@ -318,6 +318,11 @@ def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | Non
     return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
 
+def check_readable_target(options: Options, tensors: Tensors, layout: Layout, mask: Tensor) -> None:
+    """:func:`check_target` where it is free. ``mask``: the tokens that count."""
+    check_target(options, as_int64(tensors.target), readable_size(options, tensors.linear_weight, layout), mask)
+
+
 def autocasted(tensors: Tensors) -> Tensors:
     """Under autocast: input, weight and bias in autocast's dtype unless they are fp64, as for ``F.linear``."""
     if not isinstance(tensors.input, Tensor):

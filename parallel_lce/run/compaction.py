@@ -12,12 +12,11 @@ from torch import Tensor
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together
-from parallel_lce.call.checks import check_target
-from parallel_lce.call.prepare import autocasted, check, readable_size
+from parallel_lce.call.prepare import autocasted, check, check_readable_target
 from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import SPOKEN, Options, Tensors, as_int64, as_number, in_python, is_count, shortened
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, in_python, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
@@ -96,8 +95,7 @@ def compacted(
     if debug.enabled() and not is_meta_or_fake(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        size = readable_size(options, tensors.linear_weight, layout)
-        check_target(options, as_int64(tensors.target), size, masks[0])
+        check_readable_target(options, tensors, layout, masks[0])
     if tensors.position is None and need_position(options, tensors):
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)

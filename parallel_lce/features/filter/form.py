@@ -101,7 +101,7 @@ class FilterForm:
 
 
 class FilteredGradient:
-    """The products of a slice's gradient of the logits ``[R, C]``. They read its active tiles alone."""
+    """:class:`parallel_lce.backends.interface.SliceProducts` that read the active tiles of a slice alone."""
 
     def __init__(self, gradient: Tensor, active: ActiveTiles) -> None:
         self._gradient, self._active = gradient, active
@@ -109,8 +109,7 @@ class FilteredGradient:
         self._spread: tuple[Tensor, Tensor] | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """As :meth:`parallel_lce.backends.triton_gradient.Slice.add_hidden`; ``total`` is fp32, and ``rows`` begin at a
-        multiple of 128."""
+        """``rows`` begin at a multiple of 128."""
         active = self._active
         means = centroids(weight, active.of_hidden, active.width)
         accumulate_nt(total, active.masses.t()[rows], means.t(), overwrite=overwrite)
@@ -118,7 +117,7 @@ class FilteredGradient:
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
-        """As :meth:`parallel_lce.backends.triton_gradient.Slice.add_weight`; ``entries`` begin at a window's first."""
+        """``entries`` begin at a window's first."""
         active = self._active
         if self._spread is None or self._spread[1] is not x:
             self._spread = matmul_nt(active.masses, x.t()), x

@@ -13,7 +13,7 @@ from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 if _TYPE_CHECKING:
-    from parallel_lce.dtensor.style import LinearCrossEntropyParallel
+    from parallel_lce.style import LinearCrossEntropyParallel
 
     __version__: str
 
@@ -36,7 +36,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "LinearCrossEntropyParallel":
         # Its import takes a second: torch.distributed.tensor.
-        from parallel_lce.dtensor.style import LinearCrossEntropyParallel
+        from parallel_lce.style import LinearCrossEntropyParallel
 
         return LinearCrossEntropyParallel
     if name == "__version__":

@@ -53,7 +53,7 @@ def token_log_probs(
 
     Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. Neither
     :func:`parallel_lce.megatron.patch` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed. After ``patch`` its
-    ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` apply, else the environment's.
+    settings apply, else the environment's. With ``entropy`` gradients are exact.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as

@@ -228,17 +228,12 @@ def _called(
     """Run ``entry`` of :mod:`parallel_lce.run.fused_loss`, in the autocast and grad mode of the output layer's call."""
     logits.check()
     layer, weight = logits.layer, logits.weight
-    _, budget, filtered, reduce_dtype = settings.resolve()
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    options = options._replace(
-        logit_scale=logits.scale,
-        sequence_parallel=logits.sequence_parallel,
-        logits_budget=default_budget(weight.device) // heads if budget is None and heads > 1 else budget,
-        # The entropy's gradient is large where probabilities are small.
-        gradient_filter=None if options.expected_logit else filtered,
-        reduce_dtype=reduce_dtype,
-    )
+    options = settings.resolve().of_call(options)
+    if options.logits_budget is None and heads > 1:
+        options = options._replace(logits_budget=default_budget(weight.device) // heads)
+    options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel)
     tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=temperature)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():

@@ -21,6 +21,13 @@ class Settings(NamedTuple):
     gradient_filter: float | None = None
     reduce_dtype: torch.dtype | None = None
 
+    def of_call(self, options: Options) -> Options:
+        """The options of a call with these settings."""
+        # The entropy's gradient is large where probabilities are small.
+        filtered = None if options.expected_logit else self.gradient_filter
+        budget, dtype = self.logits_budget, self.reduce_dtype
+        return options._replace(logits_budget=budget, gradient_filter=filtered, reduce_dtype=dtype)
+
 
 installed: Settings | None = None
 

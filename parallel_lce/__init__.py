@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from parallel_lce import features as _features  # noqa: F401  (fills call.seam.FEATURES)
-from parallel_lce.core.budget import warn_of_unknown_variables as _warn_of_unknown_variables
+from parallel_lce.core.options import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.loss_results import entropy, log_prob
@@ -13,7 +13,7 @@ from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 if _TYPE_CHECKING:
-    from parallel_lce.dtensor.style import LinearCrossEntropyParallel
+    from parallel_lce.style import LinearCrossEntropyParallel
 
     __version__: str
 
@@ -36,7 +36,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "LinearCrossEntropyParallel":
         # Its import takes a second: torch.distributed.tensor.
-        from parallel_lce.dtensor.style import LinearCrossEntropyParallel
+        from parallel_lce.style import LinearCrossEntropyParallel
 
         return LinearCrossEntropyParallel
     if name == "__version__":

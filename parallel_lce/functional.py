@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
-from parallel_lce.dtensor.adapter import adapted
+from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics

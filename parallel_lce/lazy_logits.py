@@ -28,27 +28,12 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 # Attributes that need no real logits.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
-_LOST = (
-    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {} the output layer's result, which is no "
-    "tensor, and {} its gradient: {}"
-)
-
 
 def _in_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running.
-
-    PyTorch turns off forward-mode gradients only there and in inference mode. A Function's backward handles tensors
-    only: lazy logits among its arguments or results lose their gradient.
-    """
+    """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running: PyTorch turns
+    off forward-mode gradients only there and in inference mode. Lazy logits among a Function's arguments or results
+    lose their gradient, since its backward handles tensors only."""
     return not (forward_gradients_enabled() or torch.is_inference_mode_enabled())
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the tensor's device; None where autocast is off. Meta tensors have no autocast."""
-    kind = tensor.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 class _Watch:
@@ -92,19 +77,18 @@ def watch_optimizers() -> None:
 class LazyLogits:
     """The logits that ``layer`` would make of ``hidden``. The base of Megatron's and of transformers' lazy logits.
 
-    The loss is computed from the hidden states, the weight and the bias. Sizes need no real logits. The first other use
-    (a method, an operator, an index, a torch function) makes the real logits as the stock layer does, in the autocast,
-    grad and inference mode of the layer's call. Every later use, the loss included, gets that one tensor, ``made``. The
-    loss therefore sees in-place changes.
+    The loss is computed from the hidden states, the weight and the bias, which are read when the layer is called. Sizes
+    need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real logits
+    as the stock layer does, in the autocast, grad and inference mode of the layer's call. Every later use, the loss
+    included, gets that one tensor, ``made``, and so sees in-place changes. ``has_loss``: the loss was computed without
+    logits. A write through ``weight.data`` outside of PyTorch's optimizers cannot be seen.
 
-    The weight and the bias are read when the layer is called. ``has_loss``: the loss was computed without logits. A
-    write through ``weight.data`` outside of PyTorch's optimizers cannot be seen.
+    A subclass has ``_make()``, the real logits by the stock layer; ``_empty()``, a tensor of their shape, dtype and
+    device without memory of its own; and ``_warn(use)``, which says that a use makes them: four frames lie between that
+    method and the caller's.
     """
 
     __array_priority__ = Tensor.__array_priority__
-    # For type checkers; _capture sets them, and all other attributes.
-    layer: Any
-    hidden: Tensor
     made: Tensor | None
     _methods: tuple[Callable[..., Any], ...] = ()
     """Torch functions that call the method of their name."""
@@ -116,6 +100,8 @@ class LazyLogits:
         that is not given here needs a gradient."""
         named = {"hidden states": hidden, "weight": weight, "bias": bias}
         operands = {name: tensor for name, tensor in named.items() if tensor is not None}
+        kind = hidden.device.type
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         vars(self).update(  # faster than __setattr__
             layer=layer,
             hidden=hidden,
@@ -126,24 +112,13 @@ class LazyLogits:
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             in_function=_in_function(),
-            autocast_dtype=_autocast_dtype(hidden),
+            autocast_dtype=torch.get_autocast_dtype(kind) if autocast else None,
             needs_gradient=trainable or any([tensor.requires_grad for tensor in operands.values()]),
             watch=_Watch(weight),
             # Inference tensors have no version counter.
             versions=[(name, t, version(t)) for name, t in operands.items() if not t.is_inference()],
             **more,
         )
-
-    def _make(self) -> Tensor:
-        """The real logits, by the stock layer."""
-        raise NotImplementedError
-
-    def _warn(self, use: str) -> None:
-        """Says that ``use`` makes real logits. Four frames lie between this one and the caller's."""
-
-    def _empty(self) -> Tensor:
-        """A tensor of the real logits' shape, dtype and device, without memory of its own."""
-        raise NotImplementedError
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def materialize(self, use: str) -> Tensor:
@@ -161,27 +136,20 @@ class LazyLogits:
                     self.made = self._make()
         return self.made
 
-    def _sized(self) -> Tensor:
-        """The real logits if they are made, else a tensor of the same shape, dtype and device."""
-        return self._empty() if self.made is None else self.made
-
     def _changed(self, **fields: Any) -> Any:
-        """New lazy logits of the same operands."""
         self.check()
         other = object.__new__(type(self))
         grad_enabled = self.grad_enabled and torch.is_grad_enabled()
         vars(other).update(vars(self), grad_enabled=grad_enabled, **fields)
         return other
 
-    def __reduce_ex__(self, protocol):
-        """Pickling, as by Megatron's config logger, stores the real logits."""
+    def __reduce_ex__(self, protocol):  # Megatron's config logger pickles
         return self.materialize("pickling").__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
-        """Autocast as it was when the output layer was called."""
         kind, dtype = self.hidden.device.type, self.autocast_dtype
         return nullcontext() if kind == "meta" else torch.autocast(kind, dtype, enabled=dtype is not None)
 
@@ -189,34 +157,35 @@ class LazyLogits:
         """Check that the logits can still be computed as in the layer's call, and get their gradient.
 
         Raises:
-            RuntimeError: the real logits are not made yet, and the hidden states, the weight or the bias changed in
-                place, an optimizer may have changed the weight, or the layer's bias was replaced; or a
-                ``torch.autograd.Function`` uses or returned the lazy logits, so that their gradient would be lost.
+            RuntimeError: an operand of logits that are not made yet has changed, or may have; or their gradient would
+            be lost, since a ``torch.autograd.Function`` uses or returned them.
         """
         if self.made is None:
             changed = [name for name, tensor, before in self.versions if version(tensor) != before]
             if self._bias_is_replaced():
                 changed.append("bias")
+            computed = "after the layer was called, and its logits, or their loss, are computed only now"
             if changed:
                 raise RuntimeError(
-                    f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
-                    "called, and its logits, or their loss, are computed only now: change a copy"
+                    f"parallel_lce: the output layer's {changed[0]} changed in place {computed}: change a copy"
                 )
             if self.watch.stepped:
-                raise RuntimeError(
-                    "parallel_lce: an optimizer's step may have changed the output layer's weight after the layer was "
-                    "called, and its logits, or their loss, are computed only now: use them before the step"
-                )
+                step = "an optimizer's step may have changed the output layer's weight"
+                raise RuntimeError(f"parallel_lce: {step} {computed}: use them before the step")
         self._check_function()
 
     def _check_function(self) -> None:
         """Refuse a use in which a ``torch.autograd.Function`` loses the gradient."""
-        inside = _in_function()
+        inside, lost = _in_function(), None
         if inside and not self.in_function and self.requires_grad:
-            raise RuntimeError(_LOST.format("uses", "loses", "give it `logits[...]`"))
+            lost = "uses the output layer's result, which is no tensor, and loses its gradient: give it `logits[...]`"
         if self.in_function and not inside and torch.is_grad_enabled() and self.needs_gradient:
-            remedy = "let it return `logits[...]`, or checkpoint with use_reentrant=False"
-            raise RuntimeError(_LOST.format("returned", "has lost", remedy))
+            lost = (
+                "returned the output layer's result, which is no tensor, and has lost its gradient: let it return "
+                "`logits[...]`, or checkpoint with use_reentrant=False"
+            )
+        if lost:
+            raise RuntimeError(f"parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {lost}")
 
     def _bias_is_replaced(self) -> bool:
         return False
@@ -228,21 +197,17 @@ class LazyLogits:
         return self.grad_enabled and self.needs_gradient
 
     def __len__(self) -> int:
-        return len(self._sized())
+        return self.size(0)
 
     def __getattr__(self, name: str):
         if name in _SIZES:
-            return getattr(self._sized(), name)
+            return getattr(self._empty() if self.made is None else self.made, name)
         if not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.has_loss and self.made is None and name in _HOOKS:
-            LazyLogits.hook_after_loss(self, name)
+            said = f"{name} comes after the loss, which was computed without logits: call it before"
+            raise RuntimeError(f"parallel_lce: {said}")
         return getattr(self.materialize(f"attribute {name!r}"), name)
-
-    def hook_after_loss(self, name: str, *_: Any) -> None:
-        raise RuntimeError(
-            f"parallel_lce: {name} comes after the loss, which was computed without logits: call it before"
-        )
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(Tensor, name):
@@ -271,20 +236,13 @@ def _after(steps: tuple[tuple[str, tuple[Any, ...]], ...], logits: Tensor) -> Te
 
 class RecordedLogits(LazyLogits):
     """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
-    to fp32, and after the loss to any dtype. Real logits are made by :meth:`_stock`, and go through the same steps.
-    ``hooks`` are registered on them."""
+    to fp32, and after the loss to any dtype. Real logits are made by the subclass's ``_stock()``, and go through the
+    same steps. ``hooks`` are registered on them. ``operands()``: those of ``nn.functional.linear``, if it alone makes
+    the real logits before the steps; else none."""
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
     hooks: tuple[Callable[[Tensor], Any], ...] = ()
     _methods = (torch.tanh, torch.mul, torch.div)
-
-    def _stock(self) -> Tensor:
-        """The real logits before the steps."""
-        raise NotImplementedError
-
-    def operands(self) -> tuple[Tensor, ...]:
-        """Those of ``nn.functional.linear``, if it alone makes the real logits before the steps; else none."""
-        return ()
 
     def _make(self) -> Tensor:
         logits = self._stock()
@@ -366,17 +324,7 @@ class _Attached(torch.autograd.Function):
 
 
 # Getters and methods that need no real logits.
-_PLAIN = {
-    "_base",
-    "layout",
-    "is_meta",
-    "is_cpu",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "is_complex",
-    "is_inference",
-}
+_PLAIN = {*"_base layout is_meta is_cpu is_sparse is_quantized is_nested is_complex is_inference".split()}
 _PLAIN |= {*_SIZES, "__len__", "element_size", "nelement", "get_device"}
 _STEPS = {"mul", "div", "tanh", "float", "to", "contiguous"}
 
@@ -391,7 +339,6 @@ class LogitsTensor(Tensor):
 
     @classmethod
     def of(cls, lazy: Any) -> Any:
-        """``lazy``; its real logits if these are made."""
         if not isinstance(lazy, RecordedLogits) or lazy.made is not None:
             return lazy.made if isinstance(lazy, RecordedLogits) else lazy
         if lazy.requires_grad and torch.is_grad_enabled() and (operands := lazy.operands()):

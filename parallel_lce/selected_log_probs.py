@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call.checks import public
 from parallel_lce.core.options import Options, Tensors, split_per_token
 from parallel_lce.core.private import outside_graphs
-from parallel_lce.dtensor.adapter import adapted
+from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator

@@ -5,14 +5,11 @@ a time. It keeps that class's protocol: the call of the loss also runs the backw
 ``loss.backward()`` hands the finished gradient of the hidden states to the decoder. So FSDP's hooks on ``lm_head`` see
 one forward and one backward per call, whatever else shares its parameter group.
 
-torchtitan sums dX, the gradient of the hidden states. Its decoders' last norm gives hidden states that are replicated
-on the tensor-parallel axis, also under sequence parallelism, and takes this rank's term of dX back. The norm's boundary
-then reduces the terms: by an all-reduce, or by a reduce-scatter under sequence parallelism.
+torchtitan sums dX, the gradient of the hidden states: its decoders' last norm gives hidden states that are replicated
+on the tensor-parallel axis, also under sequence parallelism, and its boundary reduces the ranks' terms of dX.
 
-A call that the fused loss does not compute as torchtitan would, such as one of an ``lm_head`` with a forward or hooks
-of its own, runs torchtitan's own loss instead, after a warning.
-
-Importing this module imports torchtitan; nothing else in the package does.
+A call that the fused loss might not compute as torchtitan would runs torchtitan's own loss, and a warning says once why
+(docs/torchtitan.md). Importing this module imports torchtitan; nothing else in the package does.
 """
 
 from __future__ import annotations
@@ -29,12 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
 from parallel_lce.core.private import hooks
+from parallel_lce.patching import called_with, is_own
 
 _OURS = "parallel_lce.torchtitan"
 try:
@@ -47,7 +45,7 @@ except ImportError as error:
     needed = f"{_OURS} needs torchtitan 0.3.0 (pip install torchtitan spmd_types) and a PyTorch that it supports"
     raise ImportError(f"{needed}: {error}") from error
 
-_LOSSES = vars(sys.modules["torchtitan.components.loss"])
+_LOSSES = "torchtitan.components.loss"
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
@@ -96,16 +94,10 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         Returns:
             The loss of this rank's tokens, fp32, the same on all tensor-parallel ranks; a DTensor if ``pred`` is one.
             And the metrics of ``loss_fn``. If ``pred`` needs a gradient, ``lm_head`` has its gradients by now. As with
-            ``ChunkedLossWrapper``, ``backward()`` must be called on this loss itself: an upstream gradient is not
-            applied.
+            ``ChunkedLossWrapper``, ``backward()`` of this loss itself must follow: no upstream gradient is applied.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy`, or ``token_statistics``, on the tensor-parallel
         group, without a reduction of dX; and FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
-
-        A warning says once why torchtitan's own loss runs instead: ``lm_head`` is no plain linear layer and no
-        ``SoftCappedLinear``, has hooks on its logits, or another input than torchtitan's
-        ``set_decoder_sharding_config`` gives it; ``global_vocab_size`` differs from the layer's size; or other code has
-        replaced a function of torchtitan's losses.
 
         Raises:
             ValueError: ``lm_head`` is not set, or its rows are no shard of torchtitan's. Further errors as in
@@ -114,7 +106,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         lm_head: Any = self.lm_head
         if lm_head is None:
             raise ValueError(f"{_OURS}: call set_lm_head before the loss")
-        reason = self._other_loss() or _other_projection(lm_head, self.loss_fn, pred)
+        reason = _other_loss(type(self.loss_fn), getattr(self.loss_fn, "fn", None)) or _other_projection(
+            lm_head, self.loss_fn, pred
+        )
         if reason:
             if not self._said:
                 warnings.warn(f"{_OURS}: torchtitan's own loss runs, with logits: {reason}", stacklevel=2)
@@ -126,8 +120,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         metrics: dict[str, Tensor] = {}
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
-            """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
-            tensors."""
             projection, local = self._projection(lm_head, hidden), _local(labels)
             if self._cross_entropy:
                 total = _local(self.fn(target=local, reduction="sum", **projection))
@@ -144,7 +136,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             if fully_sharded:
                 lm_head.unshard()
             try:
-                loss = _through(lm_head, forward, hidden)
+                (loss,) = called_with(lm_head, forward, hidden)
                 if pred.requires_grad:
                     loss.backward()
             finally:
@@ -162,15 +154,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             if checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, metrics
-
-    def _other_loss(self) -> str | None:
-        """Why the loss may be another than the one that is fused, if it may be."""
-        loss_fn: Any = self.loss_fn
-        if not _wraps_as_torchtitan():
-            return "other code has replaced ChunkedLossWrapper.__call__"
-        if _is_cross_entropy(type(loss_fn), loss_fn.fn) if self._cross_entropy else _takes_log_probs(type(loss_fn)):
-            return None
-        return f"other code has replaced {type(loss_fn).__name__} or its function"
 
     def _projection(self, lm_head: Any, hidden: Tensor) -> dict[str, Any]:
         """Arguments of the fused functions, which stand for the logits. These functions check DTensors, and give the
@@ -193,27 +176,13 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _through(module: Any, forward: Callable[[Tensor], tuple[Tensor]], hidden: Tensor) -> Tensor:
-    """``module(hidden)[0]`` with the module's hooks, but with ``forward`` instead of its own."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        return module(hidden)[0]
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
-
-
-def _epilogue(lm_head: nn.Module) -> dict[str, Any] | None:
+def _epilogue(lm_head: Any) -> dict[str, Any] | None:
     """The layer's scale and soft-cap as arguments of the fused functions. None for a layer that computes otherwise."""
-    layer: Any = lm_head
     forward = type(lm_head).forward  # fully_shard derives a class
-    if forward is nn.Linear.forward and _globals(forward) is vars(sys.modules["torch.nn.modules.linear"]):
+    if is_own(forward, "torch.nn.modules.linear", "Linear.forward"):
         return {}
-    muse: Any = sys.modules.get("torchtitan.models.muse_glimmer.model")
-    if muse is not None and forward is muse.SoftCappedLinear.forward and _globals(forward) is vars(muse):
-        return {"logit_scale": layer.output_multiplier, "logit_softcap": layer.output_soft_cap_temp}
+    if is_own(forward, "torchtitan.models.muse_glimmer.model", "SoftCappedLinear.forward"):
+        return {"logit_scale": lm_head.output_multiplier, "logit_softcap": lm_head.output_soft_cap_temp}
     return None
 
 
@@ -241,28 +210,25 @@ def _other_projection(lm_head: Any, loss_fn: Any, pred: Tensor) -> str | None:
 
 
 def _globals(function: Any) -> dict[str, Any]:
-    """The namespace of a function's code: wrappers copy the names of what they wrap, but not this."""
     return getattr(function, "__globals__", {})
 
 
-def _is_torchtitans(function: Any, name: str) -> bool:
-    return _globals(function) is _LOSSES and function.__qualname__ == name
-
-
-def _wraps_as_torchtitan() -> bool:
+def _other_loss(loss: type, fn: Any) -> str | None:
+    """Why a loss may be another than the one that is fused, if it may be. ``fn``: of a cross-entropy."""
     own = ChunkedLossWrapper.Config._owner is ChunkedLossWrapper
-    return own and _is_torchtitans(ChunkedLossWrapper.__call__, "ChunkedLossWrapper.__call__")
-
-
-def _is_cross_entropy(loss: type, fn: Any) -> bool:
-    """Whether a ``loss`` with this ``fn`` computes torchtitan's cross-entropy."""
-    own = _is_torchtitans(CrossEntropyLoss.__call__, "CrossEntropyLoss.__call__")
-    return loss is CrossEntropyLoss and own and _is_torchtitans(fn, "cross_entropy_loss")
+    if not own or not is_own(ChunkedLossWrapper.__call__, _LOSSES, "ChunkedLossWrapper.__call__"):
+        return "other code has replaced ChunkedLossWrapper.__call__"
+    if loss is not CrossEntropyLoss:
+        own = _takes_log_probs(loss)
+    else:
+        own = is_own(loss.__call__, _LOSSES, "CrossEntropyLoss.__call__")
+        own = own and is_own(fn, _LOSSES, "cross_entropy_loss")
+    return None if own else f"other code has replaced {loss.__name__} or its function"
 
 
 def _takes_log_probs(loss: type) -> bool:
     call: Any = loss.__call__
-    return _is_torchtitans(_globals(call).get("compute_logprobs"), "compute_logprobs") and _passes_logits_on(call)
+    return is_own(_globals(call).get("compute_logprobs"), _LOSSES, "compute_logprobs") and _passes_logits_on(call)
 
 
 @functools.cache
@@ -306,13 +272,11 @@ def linear_cross_entropy(
     """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config`. Subclasses of the wrapper's config,
     inner losses that need logits, such as ``MSELoss``, and losses that other code has replaced stay as they are, with a
     warning."""
-    left = type(cfg).__qualname__
-    if type(cfg) is ChunkedLossWrapper.Config and _wraps_as_torchtitan():
-        inner = cfg.loss_fn._owner
-        if _is_cross_entropy(inner, _LOSSES["cross_entropy_loss"]) or _takes_log_probs(inner):
-            options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
-            return derive(cfg, LinearCrossEntropyLoss.Config, **options)
-        left += f" of {inner.__qualname__}"
+    loss, fn = cfg.loss_fn._owner, sys.modules[_LOSSES].cross_entropy_loss
+    if type(cfg) is ChunkedLossWrapper.Config and _other_loss(loss, fn) is None:
+        options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
+        return derive(cfg, LinearCrossEntropyLoss.Config, **options)
+    left = f"{type(cfg).__qualname__} of {loss.__qualname__}"
     warnings.warn(
         f"{_OURS}.linear_cross_entropy leaves {left} alone, which makes logits: the fused loss takes torchtitan's own "
         "ChunkedLossWrapper of CrossEntropyLoss, or of a loss that only passes its logits to compute_logprobs",

@@ -1,10 +1,10 @@
 """The fused loss in Hugging Face transformers: ``patch(model)``.
 
 A patched model's class has a forward around its own. Where a call wants the loss without logits, the output layer
-returns lazy logits for the time of that call, which record what the model's forward does to them: a scale, a soft-cap,
-a cast. ``model.loss_function`` computes the loss from the hidden states and the weight. Any other use makes the real
-logits. Where something might make another number of it, the call runs as without the patch, and says why. So there is
-no code for a single model. This module imports nothing of transformers.
+returns lazy logits during that call, which record what the model's forward does to them: a scale, a soft-cap, a cast.
+``model.loss_function`` computes the loss from the hidden states and the weight. Any other use makes the real logits.
+Where something might make another number of it, the call runs as without the patch, and says why. So there is no code
+for a single model. This module imports nothing of transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import sys
 import threading
 import traceback
@@ -44,15 +43,11 @@ from parallel_lce.core.private import (
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
+from parallel_lce.patching import called_with, is_own
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 # Attributes of a patched model: its _Door, and within a call its loss.
 _DOOR, _LOSS = "_parallel_lce", "_parallel_lce_loss"
-_REMEDY = (
-    "take patch(model, token_accuracy=True) for the accuracy, parallel_lce.token_statistics of the hidden states for "
-    "other statistics, or unpatch(model)"
-)
 
 
 class LogitsWarning(UserWarning):
@@ -77,25 +72,25 @@ class _LazyLogits(RecordedLogits):
 
     def check(self) -> None:
         super().check()
-        if self.made is not None:
-            return
-        weight, after = self.weight, None
-        if weight is None and self.origin.has_loss:
-            weight = self.layer.weight  # FSDP2 may keep it whole until the backward
-            if type(weight) is DTensor:
-                after = "FSDP has taken back the output layer's weight"
-        elif weight is not None and (weight.dtype, weight.device) != self.kind:
-            after = f"the output layer's weight became {weight.dtype} on {weight.device}"
-        if after or weight is None:
-            pass
-        elif type(weight) is not DTensor:
-            if not transforming() and weight.numel() > 0 and weight.untyped_storage().size() == 0:
-                after = "FSDP has taken back the output layer's weight"
-        elif parameters_of(self.layer).get("weight", weight) is not weight:
-            after = "the output layer got another weight"
-        if after:
+        if self.made is None and (change := self._change_of_weight()):
             remedy = "use output.logits before, evaluate in eval mode, or call unpatch(model)"
-            raise RuntimeError(f"parallel_lce: the logits of this forward are wanted after {after}: {remedy}")
+            raise RuntimeError(f"parallel_lce: the logits of this forward are wanted after {change}: {remedy}")
+
+    def _change_of_weight(self) -> str | None:
+        """What has happened to the weight since the layer's call."""
+        weight, taken = self.weight, "FSDP has taken back the output layer's weight"
+        if weight is None:  # FSDP2's, which may stay whole until the backward
+            weight = self.layer.weight if self.origin.has_loss else None
+            if type(weight) is DTensor:
+                return taken
+        elif (weight.dtype, weight.device) != self.kind:
+            return f"the output layer's weight became {weight.dtype} on {weight.device}"
+        elif type(weight) is DTensor:
+            replaced = parameters_of(self.layer).get("weight", weight) is not weight
+            return "the output layer got another weight" if replaced else None
+        if weight is None or transforming() or weight.numel() == 0:
+            return None
+        return taken if weight.untyped_storage().size() == 0 else None
 
     def _check_function(self) -> None:
         if not self.operands():  # else their tensor has a place in the graph
@@ -103,7 +98,10 @@ class _LazyLogits(RecordedLogits):
 
     def _warn(self, use: str) -> None:
         if self.origin.has_loss:
-            said = f"makes the logits beside its fused loss, since {use} of output.logits wants them: {_REMEDY}"
+            said = (
+                f"makes the logits beside its fused loss, since {use} of output.logits wants them: take patch(model, "
+                "token_accuracy=True) for the accuracy, token_statistics of the hidden states, or unpatch(model)"
+            )
             self.call.door.say(self.call.model, said, key="beside")
         elif self.call.made_by is None:
             self.call.made_by = use
@@ -161,11 +159,7 @@ class _Head(nn.Linear):
 
 @functools.cache
 def _head_of(kind: type) -> type:
-    return _Head if kind is nn.Linear else type(kind.__name__, (_Head, kind), {})  # fully_shard's
-
-
-def _own_class(kind: type) -> type:
-    return nn.Linear if kind is _Head else kind.__bases__[1]
+    return type(kind.__name__, (_Head, kind), {})
 
 
 @torch.compiler.disable(reason="lazy logits are Python objects")
@@ -186,8 +180,9 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(FSDP_MODULES)]
     if others or hooks(layer, "backward", "backward_pre"):
         return "its output layer has hooks"
-    calls = {"Linear.forward": nn.Linear.forward, **module_calls()}
-    if not all(map(_is_torchs, calls.values(), calls)) or nn.functional.linear is not linear:
+    calls = [is_own(call, nn.Module.__module__, name) for name, call in module_calls().items()]
+    calls.append(is_own(nn.Linear.forward, nn.Linear.__module__, "Linear.forward"))
+    if not all(calls) or nn.functional.linear is not linear:
         return "nn.Linear, or what that calls, was replaced"
     modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
@@ -198,12 +193,6 @@ def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
-
-
-def _is_torchs(function: Any, name: str) -> bool:
-    """Whether ``function`` is torch's own one of a qualified name, which a wrapper of it is not."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(_TORCH) and code.co_qualname == name
 
 
 def _is_computed(layer: nn.Module) -> bool:
@@ -217,17 +206,6 @@ def _is_sharded_by_plan(layer: nn.Module) -> bool:
     return ".install_forward.<locals>." in getattr(vars(layer).get("forward"), "__qualname__", "")
 
 
-def _through_hooks(layer: nn.Module, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """``forward(hidden)`` instead of the layer's own, between its hooks."""
-    before = {name: value for name, value in vars(layer).items() if name == "forward"}
-    vars(layer)["forward"] = forward
-    try:
-        return nn.Module.__call__(layer, hidden)
-    finally:
-        del vars(layer)["forward"]
-        vars(layer).update(before)
-
-
 class _Loss:
     """``model.loss_function`` within a call. Lazy logits get the fused loss, other logits the model's own, ``own``."""
 
@@ -236,13 +214,12 @@ class _Loss:
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        """As transformers' ``ForCausalLMLoss``."""
         call, given = getattr(_running, "call", None), {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
         if call is None:  # another thread's
             return self.own(*arguments, **named)
-        call.asked, logits, ignore = True, given.get("logits"), given.get("ignore_index", -100)
+        call.asked, logits, ignore = True, given.pop("logits", None), given.get("ignore_index", -100)
         lazy: Any = getattr(logits, "lazy", logits)
-        target, labels = given.get("shift_labels"), given.get("labels")
+        target, labels, loss, top = given.get("shift_labels"), given.get("labels"), None, None
         if target is None and isinstance(labels, Tensor) and labels.dim():
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
         target = as_int64(target)
@@ -252,23 +229,22 @@ class _Loss:
             elif lazy.made is None and given.get("vocab_size", lazy.vocabulary) != lazy.vocabulary:
                 call.reason = f"its loss has {given['vocab_size']} entries, its output layer {lazy.vocabulary}"
             elif lazy.made is None:
-                items = given.get("num_items_in_batch")
-                loss, call.accuracy = self._fused(lazy, target, items, ignore)
-                rest = {name: value for name, value in given.items() if name != "logits"}
-                lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **rest)
+                loss, top = self._fused(lazy, target, given.get("num_items_in_batch"), ignore)
+                lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **given)
                 call.fused = True
-                return loss
-            real = lazy.materialize("the loss")
-            arguments = tuple(real if value is logits else value for value in arguments)
-            named = {name: real if value is logits else value for name, value in named.items()}
-            logits = real
-        if self.door.token_accuracy and isinstance(logits, Tensor) and isinstance(target, Tensor):
-            top = logits.detach().argmax(-1)
-            if top.numel() == target.numel():
-                call.accuracy = _accuracy(top, target.to(top.device).view(top.shape), ignore)
-        return self.own(*arguments, **named)
+            if loss is None:
+                logits = lazy.materialize("the loss")
+                arguments, named = (logits,), given
+        if self.door.token_accuracy and isinstance(target, Tensor):
+            top = logits.detach().argmax(-1) if loss is None and isinstance(logits, Tensor) else top
+            if top is not None and top.numel() == target.numel():
+                target = target.to(top.device).view(top.shape)
+                counted = target != ignore
+                call.accuracy = ((top == target) & counted).sum() / counted.sum().clamp(min=1)
+        return self.own(*arguments, **named) if loss is None else loss
 
     def _fused(self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int) -> tuple[Tensor, Tensor | None]:
+        """The loss and, for the accuracy, the ids of each token's largest logit."""
         logits.check()
         layer, hidden, accurate = logits.layer, logits.hidden, self.door.token_accuracy
         arguments = {**self.door.options, **(logits.epilogue() or {})}
@@ -278,8 +254,6 @@ class _Loss:
         top, by_plan = [], _is_sharded_by_plan(layer)
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
-            """Runs in place of the layer's own forward, between FSDP's hooks. Returns a tuple, where the hooks look for
-            tensors."""
             weight, arguments["linear_bias"] = layer.weight, layer.bias
             if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
                 arguments["process_group"] = weight.device_mesh  # its dimension may have no name
@@ -298,11 +272,11 @@ class _Loss:
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
-            (loss,) = _through_hooks(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
+            (loss,) = called_with(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, _accuracy(top[0], target, ignore) if top else None
+        return loss, top[0] if top else None
 
 
 _LOSS_ARGUMENTS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
@@ -310,11 +284,6 @@ _LOSS_ARGUMENTS = ("logits", "labels", "vocab_size", "num_items_in_batch", "igno
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _accuracy(top: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    counted = target != ignore_index
-    return ((top == target) & counted).sum() / counted.sum().clamp(min=1)
 
 
 @functools.cache
@@ -405,7 +374,6 @@ class _Door:
         return not (torch.compiler.is_dynamo_compiling() and _is_one_graph())
 
     def _say_of_labels(self, model: Any) -> None:
-        """A caller has labels, and does not give them to the model."""
         if "labels" in self.said:
             return
         for frame, _ in traceback.walk_stack(sys._getframe(2)):
@@ -426,36 +394,29 @@ class _Door:
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
         call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
+        with _lock:  # the model is changed for the time of this call, and of those of other threads
+            self.calls += 1
+            vars(model)[_LOSS] = _Loss(self, own)
+            if call.lazy and not isinstance(layer, _Head):
+                layer.__class__ = _head_of(type(layer))
         _running.call = call
-        self._enter(call, own)
         try:
             output = forward(*arguments, **named)
         finally:
             _running.call = before
-            self._leave(call)
+            with _lock:
+                self.calls -= 1
+                if self.calls == 0:
+                    vars(model).pop(_LOSS, None)
+                    if isinstance(layer, _Head):
+                        layer.__class__ = type(layer).__bases__[1]
         return call.finish(output)
-
-    def _enter(self, call: _Call, own: Any) -> None:
-        """Changes the model for the time of this call, and of those of other threads."""
-        with _lock:
-            self.calls += 1
-            vars(call.model)[_LOSS] = _Loss(self, own)
-            if call.lazy and not isinstance(call.layer, _Head):
-                call.layer.__class__ = _head_of(type(call.layer))
-
-    def _leave(self, call: _Call) -> None:
-        with _lock:
-            self.calls -= 1
-            if self.calls == 0:
-                vars(call.model).pop(_LOSS, None)
-                if isinstance(call.layer, _Head):
-                    call.layer.__class__ = _own_class(type(call.layer))
 
     def _reason(self, model: Any, layer: Any, own: Any) -> str | None:
         """Why a call must make real logits, as far as it is known before; None if it need not."""
         if not _is_stock(model, own):
             return f"its loss_function is {getattr(own, '__qualname__', own)}, or what that calls was replaced"
-        if not _is_torchs(nn.functional.cross_entropy, "cross_entropy"):
+        if not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
             return "torch.nn.functional.cross_entropy, which its loss calls, was replaced"
         if layer is None:
             return "its output layer is no nn.Linear"
@@ -466,7 +427,8 @@ class _Door:
         if in_forward_mode():
             return "forward-mode gradients are computed"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            around = [type(module).__name__ for module in self._around(model, layer) if _is_unit(module)]
+            units = FSDPModule, FullyShardedDataParallel
+            around = [type(module).__name__ for module in self._around(model, layer) if isinstance(module, units)]
             if around:
                 return (
                     f"its output layer is in a unit of FSDP of its own, {around[-1]}, and its weight whole only there; "
@@ -475,15 +437,13 @@ class _Door:
         return None
 
     def _around(self, model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-        """The modules between the model and its output layer."""
-        for path in (self.path, None):
-            if path is None:
-                path = self.path = next((n for n, m in model.named_modules() if m is layer), "").split(".")
+        for _ in range(2):  # by the path of the last call, or anew
             modules: list[Any] = [model]
-            for name in path:
+            for name in self.path:
                 modules.append(submodules_of(modules[-1]).get(name) if modules[-1] is not None else None)
             if modules[-1] is layer:
                 return modules[1:-1]
+            self.path = next((name for name, module in model.named_modules() if module is layer), "").split(".")
         return []
 
 
@@ -494,10 +454,6 @@ def _is_one_graph() -> bool:
         said = "a model compiled with fullgraph=True computes its own loss, of all logits: leave it at False to fuse it"
         warnings.warn(f"parallel_lce: {said}", LogitsWarning, stacklevel=2)
     return found
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, (FSDPModule, FullyShardedDataParallel))
 
 
 def _is_stock(model: Any, loss: Any) -> bool:
@@ -523,10 +479,16 @@ def _output_layer(model: Any) -> Any:
     return layer if layer is not None and type(layer).forward is nn.Linear.forward else None
 
 
+def _forward(model: nn.Module, own: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
+    door = model.__dict__.get(_DOOR)
+    if door is None or not door.is_wanted(model, arguments, named):
+        return own(*arguments, **named)
+    return door.run(model, own, arguments, named)
+
+
 @functools.cache
 def _patched(base: type) -> type:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
-
     own = base.loss_function
     get = own.fget  # by a name that Dynamo can trace
 
@@ -534,12 +496,9 @@ def _patched(base: type) -> type:
         _parallel_lce_base = base
         _parallel_lce_place = [*inspect.signature(base.forward).parameters, "labels"].index("labels") - 1
 
-        @_as(base.forward)
+        @functools.partial(_named_as, base.forward)
         def forward(self, *arguments, **named):
-            door = self.__dict__.get(_DOOR)
-            if door is None or not door.is_wanted(self, arguments, named):
-                return base.forward(self, *arguments, **named)
-            return door.run(self, functools.partial(base.forward, self), arguments, named)
+            return _forward(self, functools.partial(base.forward, self), arguments, named)
 
         @property
         def loss_function(self):
@@ -560,17 +519,13 @@ def _patched(base: type) -> type:
     return Patched
 
 
-def _as(own: Callable[..., Any]) -> Callable[[Any], Any]:
-    """As ``functools.wraps``, without the attribute by which accelerate finds what it takes for a wrapper's function,
-    and puts that into the model."""
-
-    def named(forward: Any) -> Any:
-        functools.update_wrapper(forward, own)
-        del forward.__wrapped__
-        forward.__signature__ = inspect.signature(own)
-        return forward
-
-    return named
+def _named_as(own: Callable[..., Any], forward: Any) -> Any:
+    """As ``functools.update_wrapper``, without the attribute by which accelerate finds what it takes for a wrapper's
+    function, and puts that into the model."""
+    functools.update_wrapper(forward, own)
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(own)
+    return forward
 
 
 def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
@@ -590,14 +545,10 @@ def patch(
 
     With labels, in training mode, the loss is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s,
     D]`` that the output layer gets, with its bias and the model's scale and soft-cap: 0-dimensional, fp32 (fp64 for
-    fp64); NaN, as transformers', if no label counts. ``labels [b, s]`` are shifted as by transformers;
-    ``shift_labels``, ``num_items_in_batch`` and ``ignore_index`` mean the same. ``output.logits`` are a tensor, made at
-    its first use, with a :class:`LogitsWarning`. Without labels, and in eval mode, the model is as before. Each call
-    asks whether the fused loss is the model's own. Where it might not be, the model's own loss runs, and a
-    :class:`LogitsWarning` says why, once: another ``loss_function`` or ``loss_type``; a forward that does anything else
-    to the logits; an output layer with hooks, a replaced forward, a quantized weight, or whose weight FSDP gathers for
-    its own forward alone; a transform of ``torch.func``; ``torch.compile(fullgraph=True)``. A call with labels at hand
-    that does not give them to the model is named, too.
+    fp64); NaN, as transformers', if no label counts. ``labels [b, s]``, ``shift_labels``, ``num_items_in_batch`` and
+    ``ignore_index`` mean the same. ``output.logits`` are a tensor, made at its first use, with a
+    :class:`LogitsWarning`. Without labels, and in eval mode, the model is as before. Where the fused loss might not be
+    the model's own, that runs, and a :class:`LogitsWarning` says why, once.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
@@ -606,11 +557,9 @@ def patch(
             state dict stay. A second call replaces the options.
         token_accuracy: the output of a forward with labels gets ``token_accuracy``, 0-dimensional fp32: the fraction of
             this call's counted tokens whose label has the largest logit. Tuples get none.
-        eval_logits: False: in eval mode a loss makes no logits either, unless ``output.logits`` are used. For
-            evaluation of the loss alone.
-        logits_budget: as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB.
-            A larger one makes the loss faster, and the peak of a step higher.
-        gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`.
+        eval_logits: False: in eval mode a loss makes no logits either, unless ``output.logits`` are used.
+        logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
+            environment's, else 128 MiB. A larger one makes the loss faster, and the peak of a step higher.
 
     Returns ``model``. Collectives: FSDP's as before; under a tensor-parallel plan those of the fused function,
     :func:`parallel_lce.linear_cross_entropy` or with ``token_accuracy`` :func:`parallel_lce.token_statistics`, instead
@@ -634,24 +583,16 @@ def patch(
     unpatch(model)
     owner.__class__ = _patched(type(owner))
     vars(owner)[_DOOR] = _Door(token_accuracy, eval_logits, options)
-    if (forward := vars(owner).get("forward")) is not None:  # which may not call the class's forward
-        vars(owner)["forward"] = _around_forward(owner, forward)
+    if (given := vars(owner).get("forward")) is not None:  # which may not call the class's forward
+
+        @functools.partial(_named_as, given)
+        def forward(*arguments, **named):
+            return _forward(owner, given, arguments, named)
+
+        vars(forward)["__wrapped__"] = type(owner).forward  # what is left without wrappers
+        vars(forward)["_parallel_lce_own"] = given
+        vars(owner)["forward"] = forward
     return model
-
-
-def _around_forward(owner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """``own``, a forward that somebody gave to the model ``owner``, as :func:`_patched`'s forward."""
-
-    @_as(own)
-    def forward(*arguments, **named):
-        door = vars(owner).get(_DOOR)
-        if door is None or not door.is_wanted(owner, arguments, named):
-            return own(*arguments, **named)
-        return door.run(owner, own, arguments, named)
-
-    vars(forward)["__wrapped__"] = type(owner).forward  # what is left without wrappers
-    vars(forward)["_parallel_lce_own"] = own
-    return forward
 
 
 def unpatch(model: _Model) -> _Model:

@@ -24,6 +24,7 @@ from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
+from parallel_lce.patching import is_own
 
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -67,12 +68,10 @@ class _Function:
 
 @constant_in_graphs
 def _is_stock(home: str, name: str) -> bool:
-    """Whether all of TRL's function was written where TRL has it. (A wrapper would have taken its name, too.)"""
-    module = sys.modules[home]
-    held = getattr(module, name)
+    """Whether all of TRL's function was written where TRL has it."""
+    held = getattr(sys.modules[home], name)
     own = held.own if isinstance(held, _Function) else held
-    written = [getattr(each, "__globals__", None) for each in (own.forward, own.backward)]
-    return "apply" not in vars(own) and all([each is vars(module) for each in written])
+    return "apply" not in vars(own) and is_own(own.forward, home) and is_own(own.backward, home)
 
 
 def _log_probs(
@@ -106,8 +105,7 @@ def _log_probs(
     entropy = None if found.entropy is None else found.entropy.float()
     squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log().float()
     mean = None if found.mean_logit is None else found.mean_logit.detach().float()
-    top = None if found.argmax is None else found.argmax == targets
-    return log_probs, entropy, squares, mean, top
+    return log_probs, entropy, squares, mean, None if found.argmax is None else found.argmax == targets
 
 
 @outside_graphs
@@ -171,15 +169,14 @@ def patch(*, logits_budget: int | None = None) -> None:
     """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`, and the divergence of
     its ``DistillationTrainer`` as :func:`parallel_lce.distillation.divergence` does.
 
-    It holds for every model that ``add_fused_lm_head`` has changed or will change, and so for TRL's trainers, before
-    and after they are built; also in modules that have imported TRL's two functions by their names. The results are
-    those of TRL's functions, ``[N]`` each: ``is_top1`` in bool, the others in fp32. ``logits_budget`` is as in
-    :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else 128 MiB, and 1 GiB for the
-    divergence; a second call replaces it.
+    It holds for all models of ``add_fused_lm_head`` and so for TRL's trainers, before and after they are built, and in
+    modules that have imported TRL's two functions by their names. The results are those of TRL's functions, ``[N]``
+    each: ``is_top1`` in bool, the others in fp32. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`,
+    but by default the environment's, else 128 MiB, and 1 GiB for the divergence; a second call replaces it.
 
-    What the fused functions do not cover, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of
-    ZeRO-3 or of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence
-    whose bias has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
+    What the fused functions refuse, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of ZeRO-3
+    or of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias
+    has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
 
     Collectives: none. TRL gathers a sharded weight before.
 
@@ -188,11 +185,10 @@ def patch(*, logits_budget: int | None = None) -> None:
     """
     check_option("logits_budget", as_number(logits_budget))
     try:
-        utils = importlib.import_module("trl.trainer.utils")
+        if not hasattr(importlib.import_module("trl.trainer.utils"), "_ChunkedLogProbFunction"):
+            raise ImportError("trl.trainer.utils has no _ChunkedLogProbFunction")
     except ImportError as error:
         raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later (pip install trl): {error}") from error
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise ImportError("parallel_lce.trl needs TRL 1.16 or later: trl.trainer.utils has no _ChunkedLogProbFunction")
     _settings["logits_budget"] = logits_budget
     for home, name, fused, user, used in _FUNCTIONS:
         held: Any = getattr(importlib.import_module(home), name)
@@ -214,7 +210,6 @@ def unpatch() -> None:
 
 
 def _swap(name: str, old: Any, new: Any) -> None:
-    """Replace ``old`` in every module that holds it by its name or TRL's private one."""
     for module in [*sys.modules.values()]:
         for each in (name, f"_{name}"):
             if getattr(module, "__dict__", {}).get(each) is old:

@@ -1,6 +1,6 @@
 """A plugin of verl. It replaces verl's fused linear cross-entropy on the FSDP and on the Megatron path.
 
-Importing this module calls :func:`install`. verl imports it by the entry point ``parallel_lce`` of ``verl.plugins``, or
+Importing this module calls :func:`patch`. verl imports it by the entry point ``parallel_lce`` of ``verl.plugins``, or
 by ``VERL_USE_EXTERNAL_MODULES=parallel_lce.verl``. Nothing of verl or Megatron-core is imported here: modules of verl
 are changed right after their own import.
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import itertools
 import sys
 import warnings
@@ -28,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import rl
+from parallel_lce.patching import AfterImport, Replacements
 
 
 class _Call:
@@ -43,21 +42,25 @@ class _Call:
 
 # Set while verl's own functions run: the decoder's output if nothing sums its gradient, () if verl's gather does.
 _unsummed: ContextVar[Tensor | tuple[()] | None] = ContextVar("unsummed", default=None)
+_current: ContextVar[_Call | None] = ContextVar("current", default=None)
 _KERNEL, _FUSED = "verl.utils.kernel.linear_cross_entropy", "verl.models.mcore.model_forward_fused"
+_replacements = Replacements()
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 # Each of the functions below is called instead of ``original``, a function of verl.
 
 
 def _kernel(
-    original: Callable,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Any = 1.0,
-    reduction: str | None = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
-    **named: Any,
+    original, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None, **named
 ) -> tuple[Tensor, ...]:
     """Sums dX only if the hidden states are the very tensor that nothing sums. Between that and another tensor may be a
     mapping, so this leaves the sum to the caller, as verl's kernel does."""
@@ -66,25 +69,16 @@ def _kernel(
     named = {"reduce_hidden_grad": hidden is states, "sum_p_squared": call.sum_p_squared, **named}
     given = hidden, weight, labels, call.temperature, reduction, dist_process_group
     log_probs, entropy, *sums = rl.linear_cross_entropy(*given, **named)
-    if not known and log_probs.requires_grad and hidden.requires_grad and dist_process_group is not None:
-        if dist.get_world_size(dist_process_group) > 1:
-            warnings.warn(
-                "parallel_lce.verl: as verl's own, this linear_cross_entropy returns the gradient of the hidden states "
-                "as this rank's term, which a mapping in front must sum over the ranks. If there is none, pass "
-                "reduce_hidden_grad=True; if there is, False ends this warning",
-                stacklevel=3,
-            )
+    group, gradient = dist_process_group, log_probs.requires_grad and hidden.requires_grad
+    if not known and gradient and group is not None and dist.get_world_size(group) > 1:
+        warnings.warn(
+            "parallel_lce.verl: as verl's own, this linear_cross_entropy returns the gradient of the hidden states as "
+            "this rank's term, which a mapping in front must sum over the ranks. If there is none, pass "
+            "reduce_hidden_grad=True; if there is, False ends this warning",
+            stacklevel=3,
+        )
     call.sums = sums[0] if sums else None
     return log_probs, entropy
-
-
-@contextlib.contextmanager
-def _without_mapping(states: Tensor | tuple[()] | None) -> Iterator[None]:
-    token = _unsummed.set(states)
-    try:
-        yield
-    finally:
-        _unsummed.reset(token)
 
 
 def _needs_sum(config: Any) -> bool:
@@ -94,32 +88,32 @@ def _needs_sum(config: Any) -> bool:
 
 
 def _processor(original: Callable, *given: Any, hidden_states: Any, config: Any, **named: Any) -> Any:
-    module, states = sys.modules[_FUSED], ()
+    states = ()
     if _needs_sum(config):
         # What wraps this function may have put a mapping in front.
-        ours, _ = _replaced.get((module, "fused_output_processor"), (None, None))
-        states = hidden_states if module.fused_output_processor is ours else None
-    with _without_mapping(states):
+        bound = sys.modules[_FUSED].fused_output_processor
+        states = hidden_states if _replacements.own(bound) is original else None
+    with _set(_unsummed, states):
         return original(*given, hidden_states=hidden_states, config=config, **named)
 
 
 def _model_forward(original: Callable, model: Any, *given: Any, **named: Any) -> Any:
     if not _needs_sum(model.config):
-        with _without_mapping(()):
+        with _set(_unsummed, ()):
             return original(model, *given, **named)
 
     def found(decoder: Any, inputs: Any, output: Any) -> None:
         _unsummed.set(output[0] if isinstance(output, tuple) else output)
 
     # Before the user's hooks, which may return another tensor.
-    with _without_mapping(None), model.decoder.register_forward_hook(found, prepend=True):
+    with _set(_unsummed, None), model.decoder.register_forward_hook(found, prepend=True):
         return original(model, *given, **named)
 
 
 def _call_of(batch: Any, module: str) -> _Call | None:
     """The options of a micro-batch that verl refuses with fused kernels: a temperature of each sample, or
     ``calculate_sum_pi_squared``. None if it has neither, or if the kernel of that module is not ours."""
-    if (sys.modules.get(module), "linear_cross_entropy") not in _replaced:
+    if (sys.modules.get(module), "linear_cross_entropy") not in _replacements:
         return None
     from verl.utils.tensordict_utils import get_non_tensor_data
 
@@ -129,7 +123,6 @@ def _call_of(batch: Any, module: str) -> _Call | None:
 
 
 def _changed(batch: Any, **values: object) -> Any:
-    """A shallow copy of a TensorDict with other values."""
     from tensordict import NonTensorData
 
     batch = batch.clone(recurse=False)
@@ -166,9 +159,6 @@ def _fsdp_outputs(original: Callable, engine: Any, output: Any, output_args: dic
     return found | dict(sum_pi_squared=sums)
 
 
-_current: ContextVar[_Call | None] = ContextVar("current", default=None)
-
-
 def _megatron_step(original: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> tuple:
     if not engine.engine_config.use_fused_kernels:
         return original(engine, batch_iter, *rest, **named)
@@ -177,11 +167,8 @@ def _megatron_step(original: Callable, engine: Any, batch_iter: Any, *rest: Any,
     if call is None:
         return original(engine, itertools.chain([batch], batch_iter), *rest, **named)
     asked = _changed(batch, temperature=call, calculate_sum_pi_squared=False)
-    token = _current.set(call)
-    try:
+    with _set(_current, call):
         output, finish = original(engine, itertools.chain([asked], batch_iter), *rest, **named)
-    finally:
-        _current.reset(token)
     if call.sums is not None:
         output["sum_pi_squared"] = call.sums
     before = dict(temperature=batch["temperature"], calculate_sum_pi_squared=call.sum_p_squared)
@@ -237,9 +224,6 @@ _CHANGES: dict[str, dict[str, Callable]] = {
     },
 }
 
-# (module or class, name): (our attribute, the original).
-_replaced: dict[tuple[Any, str], tuple[Callable, Callable]] = {}
-
 
 def _change(module: ModuleType) -> None:
     places = []
@@ -251,46 +235,30 @@ def _change(module: ModuleType) -> None:
     except AttributeError as error:
         warnings.warn(f"parallel_lce.verl leaves this release's {module.__name__} as it is: {error}", stacklevel=2)
         return
-    # A module that imported the name from a changed module holds our function: its original is looked up.
-    originals = dict(_replaced.values())
     own = getattr(getattr(sys.modules.get(_KERNEL), "LinearCrossEntropy", None), "apply", None)
     for owner, name, bound, function in places:
-        if (owner, name) in _replaced:
-            continue
-        original: Any = originals.get(bound, bound)
-        if function is _kernel and own is not None and original != own:
+        original = _replacements.own(bound)  # a module may have imported ours from a changed module
+        if function is _kernel and own is not None and original != own and (owner, name) not in _replacements:
             warnings.warn(
                 f"parallel_lce.verl leaves {module.__name__}.{name} as it is: other code has replaced verl's function. "
                 "If that code should call ours, import parallel_lce.verl before it",
                 stacklevel=2,
             )
             continue
-        _replaced[owner, name] = _instead(function, original), original
-        setattr(owner, name, _replaced[owner, name][0])
+        _replacements.replace(owner, name, functools.partial(_instead, function, original))
 
 
-def _instead(function: Callable, original: Callable) -> Callable:
+def _instead(function: Callable, original: Callable, _: Any) -> Callable:
     def replacement(*given: Any, **named: Any) -> Any:
         return function(original, *given, **named)
 
     return functools.update_wrapper(replacement, original)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Changes the modules that are imported from now on."""
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in _CHANGES else None
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), _change(module))[0]
-        return spec
+_after_import: list[AfterImport] = []
 
 
-_finder = _Finder()
-
-
-def install() -> None:
+def patch() -> None:
     """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, in the modules of verl
     that have imported it and in those that will. The docstring of our function has shapes, dtypes, collectives and
     errors. A second call changes nothing.
@@ -299,21 +267,16 @@ def install() -> None:
     the FSDP engine (``impl_backend=triton``) and the Megatron engine also take a temperature of each sample and
     ``calculate_sum_pi_squared``. A module of another release that lacks a function stays as it is, with a warning.
     """
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    for name in _CHANGES:
-        if name in sys.modules:
-            _change(sys.modules[name])
+    if not _after_import:
+        _after_import.append(AfterImport(_CHANGES, _change))
 
 
-def uninstall() -> None:
-    """Undo :func:`install`, except what other code has replaced since."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    while _replaced:
-        (owner, name), (ours, original) = _replaced.popitem()
-        if getattr(owner, name) is ours:
-            setattr(owner, name, original)
+def unpatch() -> None:
+    """Undo :func:`patch`, except what other code has replaced since, with a warning."""
+    while _after_import:
+        _after_import.pop().cancel()
+    _replacements.restore()
 
 
-install()
+install, uninstall = patch, unpatch
+patch()

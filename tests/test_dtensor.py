@@ -19,7 +19,7 @@ import parallel_lce
 from cases import normal
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.dtensor.adapter import adapted
+from parallel_lce.dtensor import adapted
 from tools import debug_mode, on_ranks, upstream
 from world import mesh_of
 from wrappers import whole as gathered

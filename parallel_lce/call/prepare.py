@@ -24,12 +24,20 @@ from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
 from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import features_of
-from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget, warn_of_unknown_variables
+from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import Options, Tensors, as_bool, as_int64, check_options, with_python_numbers
+from parallel_lce.core.options import (
+    Options,
+    Tensors,
+    as_bool,
+    as_int64,
+    check_options,
+    warn_of_unknown_variables,
+    with_python_numbers,
+)
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import warnings
 
 import torch
 
 from parallel_lce.core.plan import DEFAULT_BUDGET
-from parallel_lce.core.private import constant_in_graphs, environment
+from parallel_lce.core.private import constant_in_graphs
 
 # Rounded down to whole steps: GPUs of one kind may differ by a few MiB, and all ranks must have the same budget.
 _SHARE, _STEP = 32, 256 << 20
 
 BUDGET_VARIABLE = "PARALLEL_LCE_LOGITS_BUDGET"
-_PREFIX = "PARALLEL_LCE_"
-_SUFFIXES = "BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LOGITS_BUDGET", "PYTHON"
-_WARNED: set[str] = set()
 
 LEAN_BUDGET = 128 << 20
 """Default of ``logits_budget`` in :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`, bytes. While the loss
@@ -51,21 +46,3 @@ def default_budget(device: torch.device) -> int:
         return DEFAULT_BUDGET
     total = torch.cuda.get_device_properties(device).total_memory
     return max(_STEP, total // _SHARE // _STEP * _STEP)
-
-
-@constant_in_graphs
-def warn_of_unknown_variables() -> None:
-    """Warn, once for each, of variables of the environment that begin as the package's do, and are none of them. It
-    runs when the package is imported, and when calls of a new signature are checked."""
-    given = [name for name in environment if name[:13].upper() == b"PARALLEL_LCE_"]
-    for name in map(os.fsdecode, given):
-        suffix = name.upper().removeprefix(_PREFIX)
-        known = name == _PREFIX + suffix and (suffix in _SUFFIXES or suffix.startswith("TEST_"))
-        if known or name in _WARNED:
-            continue
-        _WARNED.add(name)
-        near = difflib.get_close_matches(suffix, _SUFFIXES, 1)
-        meant = (
-            f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(map(_PREFIX.__add__, _SUFFIXES))}"
-        )
-        warnings.warn(f"parallel_lce ignores the environment variable {name}: {meant}", stacklevel=2)

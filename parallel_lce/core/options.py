@@ -6,8 +6,11 @@ them between ranks, and an operator's arguments are made from them (:mod:`parall
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from parallel_lce.core.budget import budget_of_environment
 from parallel_lce.core.partials import Columns
+from parallel_lce.core.private import constant_in_graphs, environment
 
 LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -307,3 +311,28 @@ def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | No
     of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
     numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
     return *numbers, scale if of_scale else None, temperature if of_temperature else None
+
+
+# --- variables of the environment ------------------------------------------------------------------
+
+_PREFIX = "PARALLEL_LCE_"
+_SUFFIXES = "BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LOGITS_BUDGET", "PYTHON"
+_WARNED: set[str] = set()
+
+
+@constant_in_graphs
+def warn_of_unknown_variables() -> None:
+    """Warn, once for each, of variables of the environment that begin as the package's do, and are none of them. It
+    runs when the package is imported, and when calls of a new signature are checked."""
+    given = [name for name in environment if name[:13].upper() == b"PARALLEL_LCE_"]
+    for name in map(os.fsdecode, given):
+        suffix = name.upper().removeprefix(_PREFIX)
+        known = name == _PREFIX + suffix and (suffix in _SUFFIXES or suffix.startswith("TEST_"))
+        if known or name in _WARNED:
+            continue
+        _WARNED.add(name)
+        near = difflib.get_close_matches(suffix, _SUFFIXES, 1)
+        meant = (
+            f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(map(_PREFIX.__add__, _SUFFIXES))}"
+        )
+        warnings.warn(f"parallel_lce ignores the environment variable {name}: {meant}", stacklevel=2)

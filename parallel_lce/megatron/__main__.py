@@ -4,27 +4,27 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 ``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. This program's options may stand anywhere; all other
-arguments go to the script. Each option sets an environment variable. The loss is installed right after the script
-has imported Megatron's ``LanguageModule``.
+arguments go to the script. Each option sets an environment variable. Megatron is patched right after the script has
+imported its ``LanguageModule``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.abc
-import importlib.util
 import itertools
 import os
 import runpy
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 from parallel_lce.backends import check_choice
-from parallel_lce.megatron.choices import CROSS_ENTROPIES, choose
-from parallel_lce.megatron.install import IMPLEMENTATION, install
+from parallel_lce.megatron.settings import CROSS_ENTROPIES, resolve
+from parallel_lce.megatron.switch import IMPLEMENTATION, patch
+from parallel_lce.patching import AfterImport
+
+_LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        choose()
+        resolve()
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
             time.sleep(10)
         sys.exit(2)
     allow_implementation(argparse._ActionsContainer)
-    sys.meta_path.insert(0, _InstallAfterImport())
+    AfterImport([_LANGUAGE_MODULE], lambda module: patch())
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -63,13 +63,9 @@ def main(arguments: list[str]) -> None:
 
 def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
     """Whether a module is run instead of a script, its name or the script's path, and its arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_lce.megatron",
-        usage="%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]"
+    parser = argparse.ArgumentParser("python -m parallel_lce.megatron", usage, __doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, settings in _OPTIONS.items():
         variable = f"PARALLEL_LCE_{name.replace('-', '_').upper()}"
         parser.add_argument(f"--parallel-lce-{name}", dest=variable, help=f"sets {variable}", **settings)
@@ -92,27 +88,6 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
     if not module and not Path(theirs[0]).is_file():
         parser.error(f"no such script: {theirs[0]}")
     return module, theirs[0], theirs[1:]
-
-
-class _InstallAfterImport(importlib.abc.MetaPathFinder):
-    """Calls :func:`install` right after the first import of ``LanguageModule``'s module."""
-
-    module = "megatron.core.models.common.language_module.language_module"
-
-    def find_spec(self, name: str, path: object, target: object = None):
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_install(module: ModuleType) -> None:
-                execute(module)
-                install()
-
-            spec.loader.exec_module = execute_and_install
-        return spec
 
 
 def allow_implementation(container: type) -> None:

@@ -1,7 +1,7 @@
 """Megatron's two cross-entropies, also of lazy logits.
 
 A loss of Megatron's models ends in ``apply`` of one of two ``torch.autograd.Function``s, with logits ``[s, b, V/P]``,
-targets ``[s, b]`` and the model's tensor-parallel group. This module takes over there. So all that a program puts
+targets ``[s, b]`` and the model's tensor-parallel group. This module takes over there, so that all that a program puts
 around it stays in force: a ``compute_language_model_loss`` that is wrapped, overridden or takes further arguments.
 """
 
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.megatron import choices
+from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import fused_losses
+from parallel_lce.megatron.output_layer import losses_of_lazy
 from parallel_lce.megatron.own_code import is_megatrons
+from parallel_lce.patching import replaced
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Models whose own compute_language_model_loss is running, the innermost last.
@@ -75,57 +76,38 @@ def apply_of(function: type, theirs: Any) -> Any:
         if isinstance(logits, LazyLogits):
             plain = type(smoothing) in (int, float) and not smoothing
             if name is None and logits.made is None and plain and target.shape == logits.shape[:-1]:
-                return fused_losses(logits, target)
+                return losses_of_lazy(logits, target)
             logits = logits.materialize(f"Megatron's cross-entropy{'' if name is None else f', with {name} replaced,'}")
-        everywhere = choices.takes_logits() and function is functions()[1]
+        everywhere = settings.takes_logits() and function is functions()[1]
         if name is not None or not (_running or everywhere):
             return before(logits, target, *others)
         group = next((v for v in others if isinstance(v, dist.ProcessGroup)), None)
-        if _running:
-            logits = _shard(logits, group, _running[-1])
+        if _running and group is not None and group.size() > 1:
+            weight = getattr(_running[-1].output_layer, "weight", None)
+            whole = getattr(_running[-1], "vocab_size", None) if weight is None else len(weight) * group.size()
+            if logits.shape[-1] == whole:  # the output layer has gathered them
+                logits = logits.chunk(group.size(), dim=-1)[group.rank()]
         return vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
 
     vars(apply)["theirs"] = theirs
     return classmethod(apply)  # pyright: ignore[reportArgumentType]
 
 
-def _is_ours(apply: Any) -> bool:
-    return hasattr(getattr(apply, "__func__", None), "theirs")
-
-
-def _shard(logits: Tensor, group: dist.ProcessGroup | None, model: Any) -> Tensor:
-    """This rank's part of logits that the output layer has gathered over the ranks; others as they are."""
-    ranks = 1 if group is None else group.size()
-    weight = getattr(model.output_layer, "weight", None)
-    whole = getattr(model, "vocab_size", None) if weight is None else len(weight) * ranks
-    if group is None or ranks == 1 or logits.shape[-1] != whole:
-        return logits
-    return logits.chunk(ranks, dim=-1)[group.rank()]
-
-
 @contextmanager
 def own_loss(model: Any) -> Iterator[None]:
     """A context in which Megatron's own ``compute_language_model_loss`` of ``model`` ends in this module, whatever
     loss its configuration chooses."""
-    config, (fused, unfused) = model.config, functions()
-    chosen = config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl
-    added = []
-    for function in dict.fromkeys((fused, unfused)):
-        if not _is_ours(own := vars(function).get("apply")):  # without install(), or replaced since
-            added.append((function, own))
-            function.apply = apply_of(*added[-1])
-    # Megatron's code does not know this package's name. "native" needs no further package; a program that has replaced
-    # the other cross-entropy means that one.
-    config.cross_entropy_loss_fusion = _replaced_part(unfused, vars(unfused)["apply"].__func__.theirs) is None
-    config.cross_entropy_fusion_impl = "native"
-    _running.append(model)
-    try:
+    with ExitStack() as stack:
+        for function in functions():
+            own = vars(function).get("apply")
+            if not hasattr(getattr(own, "__func__", None), "theirs"):  # without patch(), or replaced since
+                stack.enter_context(replaced(function, apply=apply_of(function, own)))
+        # Megatron's code does not know this package's name. "native" needs no further package; a program that has
+        # replaced the other cross-entropy means that one.
+        unfused = functions()[1]
+        fused = _replaced_part(unfused, vars(unfused)["apply"].__func__.theirs) is None
+        config = dict(cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="native")
+        stack.enter_context(replaced(model.config, **config))
+        _running.append(model)
+        stack.callback(_running.pop)
         yield
-    finally:
-        _running.pop()
-        config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = chosen
-        for function, theirs in added:
-            if theirs is None:
-                del function.apply
-            else:
-                function.apply = theirs

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel_lce import lazy_logits
 from parallel_lce.functional import token_statistics
+from parallel_lce.patching import replaced
 
 
 class LogitsWarning(RuntimeWarning):
@@ -27,11 +28,8 @@ class LogitsWarning(RuntimeWarning):
 
 def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
     """Warn that training makes logits although the caller did not ask for them: once per module and reason, on one of
-    the ranks that have the module.
-
-    Raises:
-        RuntimeError: ``module`` is an output layer in :func:`parallel_lce.megatron.output_layer.without_logits`.
-    """
+    the ranks that have the module. Raises ``RuntimeError`` for an output layer within
+    :func:`parallel_lce.megatron.output_layer.without_logits`."""
     if (function := getattr(module, "logits_refused_by", None)) is not None:
         raise RuntimeError(f"{function} makes no logits: {reason}")
     said = vars(module).setdefault("_parallel_lce_said", set())
@@ -48,7 +46,7 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
 
 
 def _are_asked_for() -> bool:
-    """Whether the caller asked for logits: a language model that was called without labels is on the stack."""
+    """Whether a language model that was called without labels is on the stack."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     for frame, _ in traceback.walk_stack(sys._getframe()):
@@ -60,56 +58,39 @@ def _are_asked_for() -> bool:
 
 
 def keep_autograd_gradient(weight: Tensor | None) -> None:
-    """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad.
-
-    The fused loss adds its dW to main_grad itself and sets ``grad_added_to_main_grad``. DDP then drops autograd's
-    gradient, which contains the gradient of real logits, unless the weight has Megatron's ``zero_out_wgrad``.
-    """
+    """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad. It drops that otherwise, with the
+    gradient of real logits: the fused loss, which adds its dW itself, sets ``grad_added_to_main_grad``."""
     if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
 class LazyLogits(lazy_logits.LazyLogits):
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``. With ``gather`` real
-    ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather.
+    ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather. ``shared``: the weight was passed to the
+    layer.
 
     Each token's largest logit and its position need no real logits either. In training a warning names the first use
-    that makes them. ``sequence_parallel`` is read when the layer is called. ``shared``: the weight was passed to the
-    layer.
+    that makes them.
     """
 
-    # For type checkers.
-    scale: float
-    sequence_parallel: bool
-    gather: bool
-    stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
     _methods = (torch.max, torch.argmax)
 
     def __init__(
-        self,
-        layer: Any,
-        hidden: Tensor,
-        weight: Tensor | None,
-        gather: bool,
-        stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
+        self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool, stock_forward: Callable
     ) -> None:
-        used = layer.weight if weight is None else weight
-        more = {"shared": weight is not None, "gather": gather, "stock_forward": stock_forward}
-        sequence_parallel = layer.sequence_parallel
-        self._capture(layer, hidden, used, layer.bias, False, scale=1.0, sequence_parallel=sequence_parallel, **more)
+        used, shared, parallel = layer.weight if weight is None else weight, weight is not None, layer.sequence_parallel
+        more = dict(scale=1.0, shared=shared, sequence_parallel=parallel, gather=gather, stock_forward=stock_forward)
+        self._capture(layer, hidden, used, layer.bias, False, **more)
 
     def _warn(self, use: str) -> None:
         # stacklevel 6 names the caller's line: frames of this class and of compiler.disable lie between.
         warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=6)
 
     def _make(self) -> Tensor:
-        before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
-        try:
+        with replaced(self.layer, sequence_parallel=self.sequence_parallel):
             keep_autograd_gradient(self.weight)
             logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=self.gather)
             return logits if self.scale == 1.0 else logits * self.scale
-        finally:
-            self.layer.sequence_parallel = before
 
     def _bias_is_replaced(self) -> bool:
         return self.layer.bias is not self.bias
@@ -123,20 +104,18 @@ class LazyLogits(lazy_logits.LazyLogits):
         return one.expand(parts * sequence, *others, entries)
 
     def max(self, *arguments, **options):
-        """Over the vocabulary and without gradients, by :meth:`_maximum`; otherwise of the real logits."""
         top = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
         return self.materialize("'max'").max(*arguments, **options) if top is None else torch.return_types.max(top)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        """Over the vocabulary, by :meth:`_maximum`; otherwise of the real logits."""
         top = self._maximum(*arguments, **options)
         return self.materialize("'argmax'").argmax(*arguments, **options) if top is None else top[1]
 
     @torch.no_grad()
     def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
-        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None if the
-        real logits are made, if a CUDA graph is captured, or if the arguments are not the vocabulary's dimension alone.
-        Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
+        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None where real
+        logits are needed: they are made, a CUDA graph is captured, or the arguments are not the vocabulary's dimension
+        alone. Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
@@ -163,7 +142,6 @@ class LazyLogits(lazy_logits.LazyLogits):
         return statistics.max_logit.to(self.dtype), position
 
     def __mul__(self, factor: Any) -> LazyLogits | Tensor:
-        """New lazy logits if ``factor`` is a number and the real logits are not made."""
         if self.made is not None or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
             return self.materialize("multiplication") * factor
         return self._changed(scale=self.scale * float(factor))

@@ -1,14 +1,15 @@
 """Log-probabilities and entropy of a Megatron model's labels, for RL.
 
-The model's own forward runs, with labels. For this call its output layer returns lazy logits, and :func:`_answering`
-replaces its loss. So everything before the loss (embedding, MuP's scale, heads for multi-token prediction, hooks of the
-output layer) is the model's own code, in every release.
+The model's own forward runs, with labels. For this call its output layer returns lazy logits, and
+:func:`_log_probs_for_loss` replaces its loss. So everything before the loss (embedding, MuP's scale, heads for
+multi-token prediction, hooks of the output layer) is the model's own code, in every release.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,12 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import as_float, check_option
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import token_statistics, without_logits
+from parallel_lce.megatron.output_layer import statistics_of_lazy, without_logits
+from parallel_lce.patching import replaced
 
 _FUNCTION = "token_log_probs"
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
-_REFUSED = (
-    "runtime_gather_output",
-    "inference_context",
-    "inference_params",
-    "output_processor",
-    "output_processor_context",
-)
+_REFUSED = "runtime_gather_output inference_context inference_params output_processor output_processor_context".split()
 
 
 class TokenLogProbs(NamedTuple):
@@ -56,9 +52,8 @@ def token_log_probs(
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
 
     Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. Neither
-    :func:`parallel_lce.megatron.install` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed. If ``install`` was
-    called, its ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` apply, otherwise the
-    environment's.
+    :func:`parallel_lce.megatron.patch` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed. After ``patch`` its
+    settings apply, else the environment's. With ``entropy`` gradients are exact.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
@@ -71,8 +66,8 @@ def token_log_probs(
             vocabulary, to which padding rows belong, has NaN, and on a CPU it is refused. May be None on pipeline
             stages other than the last.
         temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
-            all tensor-parallel ranks. It gets no gradient. Its values must be > 0; they are not checked, since the host
-            would have to wait for the device.
+            all tensor-parallel ranks, without a gradient. Its values, which must be > 0, are not checked, since the
+            host would have to wait for the device.
         entropy: whether to return the entropy of the divided logits, too.
         forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
             ``extra_block_kwargs`` and ``loss_mask``, which only masks the losses of multi-token prediction.
@@ -82,8 +77,7 @@ def token_log_probs(
         the next stage. As in stock, padding rows of the vocabulary take part in the softmax.
 
     The model's forward adds the losses of heads for multi-token prediction: any backward through the result includes
-    their gradients, once per call of this function. In evaluation mode with gradients disabled these losses are not
-    computed.
+    their gradients, once per call. In evaluation mode with gradients disabled these losses are not computed.
 
     Collectives: those of the model's forward up to the output layer, then those of
     :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
@@ -92,8 +86,8 @@ def token_log_probs(
     Raises:
         ValueError: the model, labels, temperature or forward arguments do not fit. Raised before the model is called.
         TypeError: the model's forward does not take one of ``forward_arguments``.
-        RuntimeError: the forward needs real logits, which are never made: a hook of the output layer computes with the
-            layer's result or takes its gradient, or the layer's weight is fully sharded on its own.
+        RuntimeError: real logits are needed, which are never made: a hook of the output layer computes with the layer's
+            result or takes its gradient, or the layer's weight is fully sharded on its own.
     """
     inner = _language_model(model)
     of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
@@ -108,21 +102,19 @@ def token_log_probs(
     divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
     # The model may have been built with parallel_output=False, which gathers the logits.
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
+    with ExitStack() as stack:
+        if last:
+            assert labels is not None  # checked by _temperature
+            stack.enter_context(without_logits(inner.output_layer, _FUNCTION))
+            loss = _log_probs_for_loss(inner, labels, divisor, entropy)
+            stack.enter_context(replaced(inner, compute_language_model_loss=loss))
+        layout = Layout.of(debug.state.group, False)
+        if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
+            debug.agree(layout, {"function": _FUNCTION}, {})
+        debug.state.awaited = False
+        output = model(input_ids, position_ids, attention_mask, **arguments)
     if not last:
-        _nobody_refuses()
-        return model(input_ids, position_ids, attention_mask, **arguments)
-    assert labels is not None  # checked by _temperature
-    own = vars(inner).get("compute_language_model_loss")
-    answering = _answering(inner, labels, divisor, entropy)
-    with without_logits(inner.output_layer, _FUNCTION):
-        _nobody_refuses()
-        inner.compute_language_model_loss = answering
-        try:
-            output = model(input_ids, position_ids, attention_mask, **arguments)
-        finally:
-            del inner.compute_language_model_loss
-            if own is not None:
-                inner.compute_language_model_loss = own
+        return output
     if not (isinstance(output, tuple) and len(output) == 1 + entropy):
         raise RuntimeError(
             f"{_FUNCTION}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
@@ -131,31 +123,21 @@ def token_log_probs(
     return TokenLogProbs(*output)
 
 
-def _nobody_refuses() -> None:
-    """Debug mode: raise ``ValueError`` if another rank has refused its arguments, before the model's collectives."""
-    layout = Layout.of(debug.state.group, False)
-    if debug.enabled() and layout.ranks > 1:
-        debug.agree(layout, {"function": _FUNCTION}, {})
-    debug.state.awaited = False
-
-
-def _answering(
-    model: torch.nn.Module, labels: Tensor, temperature: float | Tensor, entropy: bool
-) -> Callable[..., Any]:
+def _log_probs_for_loss(model: Any, labels: Tensor, temperature: float | Tensor, entropy: bool) -> Callable[..., Any]:
     """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
     Given ``labels`` themselves, it returns the log-probabilities ``[b, s]`` and, with ``entropy``, the entropies, as a
     plain tuple, which wrappers of the model can traverse. Given the shifted labels of heads for multi-token prediction,
     it returns the model's own loss. ``temperature``: a number or ``[b, s]``.
     """
-    own: Any = model.compute_language_model_loss
+    own = model.compute_language_model_loss
 
     def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
         if given is labels:
-            return token_statistics(logits, labels, temperature, entropy)
+            return statistics_of_lazy(logits, labels, temperature, entropy)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
         with own_loss(model):
@@ -176,19 +158,13 @@ def _language_model(model: torch.nn.Module) -> Any:
         if wrapped is None:
             break
         inner = wrapped
-    if not isinstance(inner, LanguageModule) or not _takes(inner.forward, "labels", "runtime_gather_output"):
-        raise ValueError(
-            "model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got "
-            f"{type(inner).__name__}"
-        )
-    return inner
-
-
-def _takes(function: Callable, *names: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return True
-    return all(name in parameters for name in names)
+    if isinstance(inner, LanguageModule):
+        taken = inspect.signature(inner.forward).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        if anything or {"labels", "runtime_gather_output"} <= {*taken}:
+            return inner
+    kind = type(inner).__name__
+    raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got {kind}")
 
 
 def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:

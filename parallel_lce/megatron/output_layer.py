@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,29 +17,22 @@ from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
-from parallel_lce.megatron import choices
+from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
+from parallel_lce.patching import replaced
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
-from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
 _FORWARDS = ("ColumnParallelLinear.forward", "LinearCrossEntropyModule.forward")
 _AUTOGRAD = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
-_FUNCTIONS = (
-    *("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"),
-    "copy_to_tensor_model_parallel_region",
-)
-
-
-def is_lazy(layer: object) -> bool:
-    return getattr(layer, "returns_lazy_logits", False)
+_FUNCTIONS = "linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"
 
 
 def make_lazy(layer: torch.nn.Module) -> None:
     """Make an output layer return lazy logits wherever its call does nothing else than what the fused loss does."""
-    if not is_lazy(layer):
+    if not hasattr(layer, "returns_lazy_logits"):
         layer.__class__ = _lazy_class(type(layer))
 
 
@@ -50,21 +42,19 @@ def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
     names ``function``.
 
     Raises:
-        ValueError: each call of the layer would make real logits.
+        ValueError: each call of the layer would make real logits. (Other reasons are those of a call: FSDP may make the
+            weight whole until then.)
     """
-    if (reason := of_another_kind(layer)) is not None:
+    stock = type(layer)
+    reason = of_another_kind(layer) or _unsupported(layer, getattr(stock, "stock", stock))
+    if reason is not None:
         raise ValueError(f"{function} makes no logits: {reason}")
-    before = type(layer)
-    vars(layer)["logits_refused_by"] = function
-    try:
-        # Other reasons are those of a call: FSDP may make the weight whole until then.
-        if (reason := _unsupported(layer, getattr(before, "stock", before))) is not None:
-            raise ValueError(f"{function} makes no logits: {reason}")
+    with replaced(layer, logits_refused_by=function):
         make_lazy(layer)
-        yield
-    finally:
-        layer.__class__ = before
-        vars(layer).pop("logits_refused_by", None)
+        try:
+            yield
+        finally:
+            layer.__class__ = stock
 
 
 def of_another_kind(layer: object) -> str | None:
@@ -87,30 +77,32 @@ def _lazy_class(base: type) -> type:
 
         @torch.compiler.disable(reason="lazy logits are Python objects")
         def forward(self, *given, **named):
-            """Lazy logits ``[s, b, V/P]`` and no bias; what the stock layer returns if :func:`_why_logits` gives a
-            reason.
+            """Lazy logits ``[s, b, V/P]`` and no bias; what the stock layer returns where these cannot take its place.
 
             With ``output_cross_entropy_loss`` (Megatron's development branch) the losses of ``labels [b, s]``, 0 where
-            a label is ``ignore_index``. ``reduction``: ``"none"`` gives ``[b, s]``, ``"sum"`` the sum; ``"mean"``
+            they are ``ignore_index``. ``reduction="sum"`` adds them up on this rank; ``"mean"``, as Megatron's kernel,
             divides it by the number of tokens that are not ignored, and is NaN without such tokens.
             """
             passed = named.get("weight", given[1] if len(given) > 1 else None)
-            if (reason := _unsupported(self, base)) is not None:
-                warn_of_logits(self, reason)
-                keep_autograd_gradient(passed if passed is not None else parameters_of(self).get("weight"))
-                return base.forward(self, *given, **named)
-            used = self.weight if passed is None else passed
-            if (reason := _why_logits(self, used, passed is None)) is not None:
+            unsupported = _unsupported(self, base)
+            # Parametrizations, which are unsupported, may compute another weight each time.
+            own = self.weight if unsupported is None else parameters_of(self).get("weight")
+            used = own if passed is None else passed
+            if (reason := unsupported or _why_logits(self, used, passed is None)) is not None:
                 warn_of_logits(self, reason)
                 keep_autograd_gradient(used)
+            if unsupported:
+                return base.forward(self, *given, **named)
             call = _Call(*given, **named)
-            call = call._replace(labels=as_int64(call.labels))
+            labels = _swapped(as_int64(call.labels)) if call.output_cross_entropy_loss else None
             if reason is not None:
-                gather = False if call.output_cross_entropy_loss else call.runtime_gather_output
+                gather = call.runtime_gather_output if labels is None else False
                 logits, bias = base.forward(self, call.input_, weight=passed, runtime_gather_output=gather)
-                if not call.output_cross_entropy_loss:
+                if labels is None:
                     return logits, bias
-                return call.reduced(_of_real(logits if bias is None else logits + bias, call, self.tp_group))
+                logits = logits if bias is None else logits + bias
+                losses = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
+                return call.reduced(losses.masked_fill(labels == call.ignore_index, 0.0), labels)
             expected = [self.output_size_per_partition, self.input_size]
             if used is None or list(used.shape) != expected:
                 shape = "no weight of its own and none" if used is None else list(used.shape)
@@ -119,9 +111,9 @@ def _lazy_class(base: type) -> type:
             ranks = 1 if self.tp_group is None else self.tp_group.size()
             stock = functools.partial(base.forward, self)
             logits = LazyLogits(self, call.input_, passed, bool(gather) and ranks > 1, stock)
-            if not call.output_cross_entropy_loss:
+            if labels is None:
                 return logits, None
-            return call.reduced(_swapped(fused_losses(logits, _swapped(call.labels), call.ignore_index)))
+            return call.reduced(losses_of_lazy(logits, labels, call.ignore_index), labels)
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
@@ -139,15 +131,10 @@ class _Call(NamedTuple):
     reduction: str = "none"
     ignore_index: int = -100
 
-    def reduced(self, losses: Tensor) -> Tensor:
-        total = losses.sum() if self.reduction != "none" else losses
-        return total / (self.labels != self.ignore_index).sum() if self.reduction == "mean" else total
-
-
-def _of_real(logits: Tensor, call: _Call, group: dist.ProcessGroup | None) -> Tensor:
-    target = _swapped(call.labels)
-    losses = vocab_parallel_cross_entropy(logits, target, tp_group=group)
-    return _swapped(losses.masked_fill(target == call.ignore_index, 0.0))
+    def reduced(self, losses: Tensor, labels: Tensor) -> Tensor:
+        """Of losses and labels ``[s, b]``; those of each token are ``[b, s]``."""
+        total = _swapped(losses) if self.reduction == "none" else _swapped(losses).sum()
+        return total / (labels != self.ignore_index).sum() if self.reduction == "mean" else total
 
 
 def _unsupported(layer: Any, base: type) -> str | None:
@@ -155,21 +142,18 @@ def _unsupported(layer: Any, base: type) -> str | None:
     the layer's class without lazy logits."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
+    if "parametrizations" in submodules_of(layer):
+        return "the output layer's parametrizations may give another weight each time; fold them into the weight"
     layers, own = sys.modules["megatron.core.tensor_parallel.layers"], layer._forward_impl
     parts = [(base.forward, _FORWARDS), (getattr(own, "__func__", own), ("ColumnParallelLinear._forward_impl",))]
-    parts += [(getattr(layers, name), (name,)) for name in _FUNCTIONS]
+    parts += [(getattr(layers, name), (name,)) for name in (*_FUNCTIONS, "copy_to_tensor_model_parallel_region")]
     for name in _AUTOGRAD:
         kind = getattr(layers, name)
         # A Function's apply is inherited.
         parts += [(getattr(kind, m), (f"{name}.{m}",)) for m in ("forward", "backward", "apply") if m in vars(kind)]
-    if "parametrizations" in submodules_of(layer):
-        return (
-            "the output layer has parametrizations, which may give another weight each time; fold them into the weight"
-        )
     for function, names in parts:
         if not is_megatrons(function, *names):
-            kind = f"the output layer's class {base.__name__}"
-            return f"{names[0]} is not Megatron's own, or not that of {kind}; leave Megatron's in place"
+            return f"{names[0]} is not Megatron's own, or not that of {base.__name__}; leave Megatron's in place"
     return None
 
 
@@ -191,19 +175,13 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     weights = [w for w in (weight, layer.weight) if w is not None]
     sharded = any(hasattr(w, "__fsdp_param__") or hasattr(w, "to_local") for w in weights)
     if sharded or isinstance(layer, FSDPModule) or getattr(layer, "gtp_remat_size", 1) > 1:
-        return (
-            "the output weight is fully sharded and whole only within the output layer's forward; "
-            "the distributed optimizer keeps it whole"
-        )
+        return "the output weight is fully sharded, and whole only within the layer; use the distributed optimizer"
     if weight is not None and dispatches(type(weight)):
         return f"the output weight is a {type(weight).__name__}; use one of bf16, fp16 or fp32"
     if layer.skip_bias_add and layer.bias is not None:
         return "the output layer leaves its bias to others; build it with skip_bias_add=False"
     if getattr(layer, "disable_grad_reduce", False):
-        return (
-            "the output layer leaves the reduction of its input's gradient to others; build it with "
-            "disable_grad_reduce=False"
-        )
+        return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
     if not refused and hooks(layer, "forward"):
         return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
     if hooks(layer, "backward", "backward_pre"):
@@ -211,7 +189,7 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     return None
 
 
-def fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None = None) -> Tensor:
+def losses_of_lazy(logits: LazyLogits, target: Tensor, ignore_index: int | None = None) -> Tensor:
     """Per-token loss of ``target [s, b]``, fp32 ``[s, b]``, of logits that are not made, as stock computes it.
 
     A target outside the vocabulary has loss ``lse - max``, and only lse has a gradient. A token with the target
@@ -223,7 +201,7 @@ def fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None = 
     return _called(fused_loss, logits, target, options)
 
 
-def token_statistics(
+def statistics_of_lazy(
     logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
@@ -234,7 +212,7 @@ def token_statistics(
     _, number, _, each = split_per_token(1.0, temperature)
     options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
-    statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
+    statistics = _called(fused_statistics, logits, _swapped(labels), options, each)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
 
 
@@ -250,17 +228,12 @@ def _called(
     """Run ``entry`` of :mod:`parallel_lce.run.fused_loss`, in the autocast and grad mode of the output layer's call."""
     logits.check()
     layer, weight = logits.layer, logits.weight
-    _, budget, filtered, reduce_dtype = choices.choose()
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    options = options._replace(
-        logit_scale=logits.scale,
-        sequence_parallel=logits.sequence_parallel,
-        logits_budget=default_budget(weight.device) // heads if budget is None and heads > 1 else budget,
-        # The entropy's gradient is large where probabilities are small.
-        gradient_filter=None if options.expected_logit else filtered,
-        reduce_dtype=reduce_dtype,
-    )
+    options = settings.resolve().of_call(options)
+    if options.logits_budget is None and heads > 1:
+        options = options._replace(logits_budget=default_budget(weight.device) // heads)
+    options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel)
     tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=temperature)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
@@ -270,7 +243,7 @@ def _called(
     return result
 
 
-def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
+def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     """The ``main_grad`` of Megatron's DistributedDataParallel (DDP), to which dW is added. None: autograd delivers dW.
 
     The weight's other uses, such as a tied embedding, give it a gradient by autograd. DDP must add it to main_grad
@@ -290,14 +263,14 @@ def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
 
     def in_backward(weight_node: Any) -> Tensor | None:
         if fusion:
-            weight.main_grad = tensor  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+            weight.main_grad = tensor
         elif has_hooks(weight) or not accumulates(weight_node):
             return None
-        return weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        return weight.main_grad
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
-        weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+        weight.grad_added_to_main_grad = True
         added = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if added else torch.empty_like(weight)
 

@@ -1,0 +1,142 @@
+"""The switch: lets Megatron-core's language models use this package's loss."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parallel_lce.core.options import as_float
+from parallel_lce.lazy_logits import watch_optimizers
+from parallel_lce.megatron import settings
+from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
+from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
+from parallel_lce.megatron.output_layer import make_lazy, of_another_kind
+from parallel_lce.patching import Replacements
+
+IMPLEMENTATION = "parallel_lce"
+_replacements = Replacements()
+
+
+def patch(
+    logits_budget: int | None = None,
+    *,
+    cross_entropy: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    gradient_filter: float | None = None,
+) -> None:
+    """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
+    package's loss.
+
+    Call it before the model is built. Models with any other configuration do not change. The output layer returns lazy
+    logits, and ``compute_language_model_loss``, which may be wrapped or overridden, ends in a cross-entropy that takes
+    them. Where the fused loss would not give the same, a model makes its logits as without it, and a
+    :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others.
+
+    Args:
+        logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
+            Default: ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by ``1 + mtp_num_layers``.
+        cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
+            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, also for all callers
+            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``. Default: ``PARALLEL_LCE_CROSS_ENTROPY``,
+            else ``"output_layer"``.
+        reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
+            Default: the hidden states' dtype, as in stock.
+        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
+            Default: ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
+
+    Raises:
+        ImportError: megatron-core is missing, or older than 0.14.
+        ValueError: a value is not allowed; later, when a model is built, ``"parallel_lce"`` is misspelt.
+    """
+    given = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
+    resolved = settings.resolve(**given, gradient_filter=as_float(gradient_filter))
+    if importlib.util.find_spec("megatron") is None:
+        remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
+        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
+    check_release()
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    settings.installed = resolved
+    watch_optimizers()
+    _replacements.replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
+    _replacements.replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
+    for function in functions():
+        _replacements.replace(function, "apply", functools.partial(apply_of, function))
+
+
+def unpatch() -> None:
+    """Undo :func:`patch` for models built from now on.
+
+    Models built before must not be used: their output layers still return lazy logits, and Megatron's own loss raises
+    ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
+    """
+    settings.installed = None
+    _replacements.restore()
+
+
+install, uninstall = patch, unpatch
+
+
+def _wrap_setup(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def setup_embeddings_and_output_layer(self) -> None:
+        own(self)
+        name = self.config.cross_entropy_fusion_impl
+        if name != IMPLEMENTATION:
+            # Megatron does not check the name: its loss would raise UnboundLocalError.
+            if difflib.get_close_matches((name or "").lower(), [IMPLEMENTATION], cutoff=0.75):
+                raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
+            return
+        if not self.config.cross_entropy_loss_fusion:
+            said = "cross_entropy_fusion_impl='parallel_lce' has no effect with cross_entropy_loss_fusion=False"
+            warnings.warn(f"parallel_lce: {said}: this model trains with Megatron's loss", RuntimeWarning, stacklevel=2)
+            return
+        for kind in type(self).__mro__:  # an override may call what LanguageModule had before patch()
+            if "compute_language_model_loss" in vars(kind):
+                _replacements.replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
+        layer = getattr(self, "output_layer", None)
+        if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
+            make_lazy(layer)
+
+    return setup_embeddings_and_output_layer
+
+
+def _wrap_loss(own: Any) -> Any:
+    if not inspect.isfunction(own):  # a staticmethod, which has no model
+        return own
+
+    @functools.wraps(own)
+    def compute_language_model_loss(self, *given, **named):
+        config = self.config
+        if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
+            return own(self, *given, **named)
+        if not (settings.takes_logits() or any([isinstance(v, LazyLogits) for v in (*given, *named.values())])):
+            _say_why(self)
+        return _run_own_loss(own, self, *given, **named)
+
+    return compute_language_model_loss
+
+
+@torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
+def _run_own_loss(own: Callable, model: Any, *arguments: Any, **named: Any) -> Any:
+    with own_loss(model):
+        return own(model, *arguments, **named)
+
+
+def _say_why(model: Any) -> None:
+    """Say why the model's loss got real logits, unless its output layer, or one inside of that, has said so."""
+    layer = model.output_layer
+    if isinstance(layer, torch.nn.Module) and any(["_parallel_lce_said" in vars(m) for m in layer.modules()]):
+        return
+    reason = of_another_kind(layer)
+    if reason is None and not hasattr(layer, "returns_lazy_logits"):
+        reason = "the model was built before patch(), or its output layer was replaced"
+    if reason is not None:
+        warn_of_logits(model, reason)

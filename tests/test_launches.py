@@ -109,6 +109,7 @@ def test_which_mainloop_runs_on_hopper(version, runs, monkeypatch):
     """With a Triton that it is not for, the plain one; which is said once."""
     version, _, lacks = version.partition(" without ")
     if lacks:
+        monkeypatch.delattr("parallel_lce.kernels.mainloops.hopper", raising=False)
         monkeypatch.setitem(sys.modules, "parallel_lce.kernels.mainloops.hopper", None)  # its import raises
     monkeypatch.setattr("parallel_lce.kernels.device._capability", lambda device: 90)
     monkeypatch.setattr(choice, "interpreted", lambda: False)

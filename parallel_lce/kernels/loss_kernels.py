@@ -99,11 +99,7 @@ def token_losses(
     token_weight: torch.Tensor | None,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """:func:`parallel_lce.backends.loss_formula.token_losses` in one launch.
-
-    ``partial [C, R]`` fp32, merged, contiguous; column 3 is ``shifted`` if labels are smoothed. ``vocab_size``: V,
-    0-dimensional int64 or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
-    """
+    """:func:`parallel_lce.backends.loss_formula.token_losses` in one launch. ``partial``: contiguous."""
     rows, smoothed = target.shape[0], options.label_smoothing > 0
     # A separate allocation: users may change the losses in place.
     losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)

@@ -357,12 +357,8 @@ def log_softmax_of_sets(
     broken: torch.Tensor | None,
     vocab_size: torch.Tensor | int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax ``[E]`` over each token's entries ``offsets[n] ... offsets[n + 1] - 1``, and their logits ``[E]``.
-
-    ``packed [P, >= E]`` fp32: each rank's logits, 0 for ids of other ranks. ``ids [E]`` int64. ``offsets [N + 1]``
-    int64, from 0 to E, not decreasing. ``broken``, 0-dimensional bool: if True, all log-probabilities are NaN. An id
-    outside ``[0, vocab_size)`` has the log-probability -inf and the logit 0.
-    """
+    """See :meth:`parallel_lce.backends.protocol.Backend.log_softmax_of_sets`. Token n has the entries
+    ``offsets[n] ... offsets[n + 1] - 1``; ``offsets [N + 1]`` int64, from 0 to E, not decreasing."""
     # NaN remains at entries without a token, which wrong offsets leave.
     log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
     known = isinstance(vocab_size, int)

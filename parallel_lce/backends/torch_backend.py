@@ -138,7 +138,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 store = saved_tile(saved.exponentials, save, tile, window)
             in_place = store is not None and store.dtype == dtype
             z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
-            logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
+            logits(of_tile, x if len(tiles) == 1 else x[tile], weight, window, z)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if picked is not None:
@@ -243,6 +243,7 @@ class BlockBackward:
             total = dx.new_empty(dx.shape, dtype=dtype)
         if total is not None and not self._windows:
             total.zero_()
+        alone = len(self._row_tiles) == 1
         for window in self._windows:
             start, stop = window.start, window.stop
             sums = grads.dweight and grads.dweight.open(start, stop), grads.dbias and grads.dbias.open(start, stop)
@@ -252,7 +253,7 @@ class BlockBackward:
                     self._add_to_weight(*self._last)
                 gradient = self._gradient(rows, window, weight)
                 if total is not None:
-                    of_rows, factor = some_rows(total, rows.start, rows.stop), self._fp16_unscale
+                    of_rows, factor = total if alone else total[rows], self._fp16_unscale
                     accumulate_nt(of_rows, gradient.t(), weight.t(), overwrite=start == 0, factor=factor)
                 self._last = rows, window, sums, gradient
         if dx is not None and total is not None and total is not dx:
@@ -270,7 +271,7 @@ class BlockBackward:
         first, last = rows.start == 0, rows.stop == self._x.shape[0]
         if self._grads.dweight is not None and of_weight is not None:
             total, empty = of_weight
-            x = some_rows(self._x, rows.start, rows.stop)
+            x = self._x if first and last else self._x[rows]
             accumulate_nt(total, gradient, x.t(), overwrite=empty and first, factor=factor)
             if last:
                 self._grads.dweight.close(window.start, window.stop, total)

@@ -106,15 +106,11 @@ class Call:
         return projection if logit_map is self.logit_map else replace(projection, logit_map=logit_map)
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
-        layout = self.reduced_over
+        """The sum of dX over the ranks; over this rank alone with ``reduce_hidden_grad=False``."""
+        layout = self.layout if self.options.reduce_hidden_grad else Layout()
         if self.number is not None and layout.ranks > 1:
             debug.agree_about_backward(self.layout, self.number)
         return HiddenReduction(hidden, layout, self.options.reduce_dtype)
-
-    @property
-    def reduced_over(self) -> Layout:
-        """The ranks over which dX is summed; this rank alone with ``reduce_hidden_grad=False``."""
-        return self.layout if self.options.reduce_hidden_grad else Layout()
 
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard's first id. Targets of other shards lie outside ``[0, rows)``."""

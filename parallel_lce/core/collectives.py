@@ -139,9 +139,10 @@ class HiddenReduction:
 
     def start(self, block: Block, local: Tensor) -> None:
         """Start the reduction of ``local``, the block's complete dX in the memory from :meth:`open_block`."""
-        layout, rows, summed = self._layout, some_rows(self._total, block.start, block.stop), local
+        layout = self._layout
         if layout.ranks == 1:
             return
+        rows, summed = some_rows(self._total, block.start, block.stop), local
         if layout.sequence_parallel:
             summed = rows if self._dtype == rows.dtype else torch.empty_like(rows, dtype=self._dtype)
             work = reduce_scatter(summed, local, group=layout.group, async_op=True)

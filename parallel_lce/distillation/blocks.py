@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import part
-from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
+from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened
 from parallel_lce.core.collectives import Layout, Shard, digest_of, gather_whole, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import TRAILER, accumulation_dtype
@@ -76,7 +76,7 @@ class _Pass:
         # Saved-tensor hooks may have changed strides.
         self.hidden, self.teacher_hidden = (flattened(each).contiguous() for each in (inputs[0], inputs[3]))
         self.projection, self.teacher = task.student.projection(*inputs[1:3]), task.teacher.projection(*inputs[4:])
-        tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
+        tokens, dtype = task.student.shape.numel(), self.projection.dtype
         shard = task.student.shard
         self._shard = replace(shard, digest=digest_of(shard.digest, task.teacher.shard.digest))
         self.known = numbers

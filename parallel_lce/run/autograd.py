@@ -196,7 +196,7 @@ class DenseLoss(torch.autograd.Function):
             if call.shard.start:
                 target = target - call.shard.start
             gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, logit_map))
-            if needs_hidden and layout.ranks > 1 and call.reduced_over.ranks > 1:
+            if needs_hidden and layout.ranks > 1 and call.options.reduce_hidden_grad:
                 block, reduction = call.plan.blocks[0], call.hidden_reduction(flattened(hidden))
                 local = reduction.open_block(block)
                 reduction.start(block, product(gradient, shard, local.dtype, local))

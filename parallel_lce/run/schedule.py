@@ -30,7 +30,7 @@ from parallel_lce.backends.interface import (
     Scratch,
     differences_recovered,
 )
-from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
+from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.call.seam import ForwardPass
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, checksum_of, gather_hidden
@@ -86,7 +86,7 @@ def forward(
     layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
-        targets, tokens = call.local_targets(), token_count(hidden, layout)
+        targets, tokens = call.local_targets(), call.shape.numel()
         sizes = [feature.message_size(call) for feature in features] if features else []
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
@@ -296,7 +296,7 @@ def accumulate(
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         sums = _BlockGradients(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
-        per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
+        per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
         targets = call.local_targets()
         divisor = loss_results.divisor_of(call)
         factor = None if divisor is None else 1 / divisor

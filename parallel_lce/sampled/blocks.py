@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt
 from parallel_lce.backends.interface import Projection
-from parallel_lce.call.call import Call, Needs, flattened, token_count
+from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.collectives import all_gather, gather_whole, reduce_scatter
 from parallel_lce.core.memory import device_without_autocast, in_memory
@@ -88,7 +88,7 @@ class _Share:
     def logsumexp(self, hidden: Tensor) -> Tensor:
         call, layout = self.call, self.call.layout
         flat = flattened(hidden)
-        partials = flat.new_empty(layout.ranks, token_count(flat, layout), dtype=call.dtype)
+        partials = flat.new_empty(layout.ranks, call.shape.numel(), dtype=call.dtype)
         gathers = Gathers(flat, self.blocks, layout)
         for block in self.blocks:
             x = gathers.ready().tensor

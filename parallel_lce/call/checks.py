@@ -153,7 +153,11 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
 
 def has_dtensor(values: Iterable[object]) -> bool:
     tensor = getattr(dist, "tensor", None)
-    return tensor is not None and any([isinstance(value, tensor.DTensor) for value in values])
+    if tensor is not None:
+        for value in values:
+            if isinstance(value, tensor.DTensor):
+                return True
+    return False
 
 
 def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.Size:

@@ -42,7 +42,7 @@ def adapted(
     results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
     ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
     ``ValueError`` for a group, placements or shapes that are not supported."""
-    group, tensors = as_group(group), tensors.with_int64_ids()
+    group, tensors = group and as_group(group), tensors.with_int64_ids()
     sequence_dim = options.sequence_dim
     if type(sequence_dim) is not int or sequence_dim != 0:
         check_option("sequence_dim", sequence_dim := as_number(sequence_dim))

@@ -195,11 +195,9 @@ class BlockBackward:
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None or self._has_logits
         width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
-        self._windows = [
-            window
-            for of_forward in range(0, self._save, self._saved_width or 1)
-            for window in even_slices(of_forward, min(of_forward + self._saved_width, self._save), width)
-        ]
+        self._windows: list[slice] = []
+        for of_forward in range(0, self._save, self._saved_width or 1):
+            self._windows += even_slices(of_forward, min(of_forward + self._saved_width, self._save), width)
         if self._save < real:
             self._windows += even_slices(self._save, real, width)
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]

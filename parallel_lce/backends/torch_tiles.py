@@ -25,7 +25,7 @@ _TILE_ROWS = 4096
 
 
 def row_tiles(rows: int) -> list[slice]:
-    return even_slices(0, rows, _TILE_ROWS)
+    return [slice(0, rows)] if 0 < rows <= _TILE_ROWS else even_slices(0, rows, _TILE_ROWS)
 
 
 def window_size(projection: Projection, rows: int, temporaries: bool) -> int:
@@ -39,8 +39,8 @@ def window_size(projection: Projection, rows: int, temporaries: bool) -> int:
 
 def even_slices(start: int, stop: int, most: int) -> list[slice]:
     """``[start, stop)`` in as few slices of at most ``most`` as possible, of equal size but for the last one."""
-    if start == stop:
-        return []
+    if stop - start <= most:
+        return [slice(start, stop)] if stop > start else []
     count = -(-(stop - start) // most)
     size = -(-(stop - start) // count)
     return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]

@@ -72,11 +72,14 @@ class Call:
             return own
         return *own, *[tensor for feature in self.features for tensor in feature.tensors]
 
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Call:
-        """The call with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
-        if self.picked is None and not self.features and all(map(operator.is_, tensors, self.tensors)):
-            return self
-        target, scale, cap, weight, ids, offsets, *others = [t if t is None else t.contiguous() for t in tensors]
+    def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
+        """The call with the first ``saved`` tensors as its :attr:`tensors`, and the other ``saved`` ones. Saved-tensor
+        hooks may have changed the strides."""
+        own = self.tensors
+        given, rest = saved[: len(own)], saved[len(own) :]
+        if self.picked is None and not self.features and all(map(operator.is_, given, own)):
+            return self, rest
+        target, scale, cap, weight, ids, offsets, *others = [t if t is None else t.contiguous() for t in given]
         picked, features = self.picked, []
         if picked is not None and ids is not None:
             picked = PickedIds(ids, offsets, picked.tokens)
@@ -84,18 +87,9 @@ class Call:
             count = len(feature.tensors)
             features.append(feature.with_tensors(others[:count]))
             del others[:count]
-        return self.replaced(
-            target=target,
-            logit_map=self.logit_map.with_tensors(scale, cap),
-            token_weight=weight,
-            picked=picked,
-            features=tuple(features),
-        )
-
-    def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
-        """:meth:`with_tensors` of the first ``saved`` tensors, and the other ones."""
-        count = len(self.tensors)
-        return self.with_tensors(saved[:count]), saved[count:]
+        logit_map = self.logit_map.with_tensors(scale, cap)
+        changed = dict(target=target, logit_map=logit_map, token_weight=weight, picked=picked, features=tuple(features))
+        return self.replaced(**changed), rest
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard

@@ -131,7 +131,7 @@ class AccumulatedLoss(torch.autograd.Function):
         # buffer. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = accumulate(call.with_tensors(tensors), *inputs, needs=call.needs)
+            _, gradients = accumulate(call.with_saved(tensors)[0], *inputs, needs=call.needs)
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
             upstream = in_memory(upstream)

@@ -73,7 +73,7 @@ class _Picked(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors, log_probs, logits = saved
-        call, gradient = ctx.call.with_tensors(tensors), in_memory(upstream).contiguous()
+        (call, _), gradient = ctx.call.with_saved(tensors), in_memory(upstream).contiguous()
         with device_without_autocast(weight):
             if log_probs is not None:
                 gradient = call.backend.gradient_of_sets(log_probs, gradient, call.picked)

@@ -8,8 +8,6 @@ the forward and the products of the backward (:mod:`parallel_lce.backends.triton
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.loss_kernels import mean_loss, token_losses
 from parallel_lce.kernels.partials import WindowPartials, merge_ranks, merge_windows
+from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_hidden_gradient
 from parallel_lce.kernels.product import Product, new_window_partials
 from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
@@ -68,27 +67,10 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor
     kernels.picked_logits(product_of(projection, aligned_contiguous(x), 0, projection.real_rows), picked, out)
 
 
-def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
-    kernels.hidden_gradient(weight, gradient.entries, gradient.values, dx)
-
-
 def picked_weight_gradient(
     x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
-    if len(dweight) == 0:
-        return
-    kernels.weight_gradient(aligned_contiguous(x), gradient.entries.ids, owner, gradient.values, dweight, dbias)
-
-
-def log_softmax_of_sets(
-    packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
-) -> tuple[Tensor, Tensor]:
-    return kernels.log_softmax_of_sets(packed, sets.ids, sets.offsets, broken, vocab_size)
-
-
-def gradient_of_sets(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
-    # Saved-tensor hooks may have changed strides.
-    return kernels.gradient_of_sets(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
+    kernels.picked_weight_gradient(aligned_contiguous(x), owner, gradient, dweight, dbias)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ are bound by memory bandwidth. The same functions in plain torch are in :mod:`pa
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -242,26 +243,18 @@ def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[in
     lce_backward_picked_rows.launch(grid, *given, source.shape[0], hidden_size, *strides, **tile)
 
 
-def hidden_gradient(weight: torch.Tensor, picked: _Picked, values: torch.Tensor, dx: torch.Tensor) -> None:
-    """``dx[r]``: the sum of ``values[e] * weight[ids[e]]`` over the entries e of token r, in fp32. ``dx [R, D]``,
-    ``values [E]``, ``weight [V, D]``."""
-    ids, begin, end = picked
-    _add_rows(begin, end, None, ids, values, weight, dx, None, _FOR_HIDDEN)
+def picked_hidden_gradient(weight: torch.Tensor, gradient: Any, dx: torch.Tensor) -> None:
+    ids, begin, end = gradient.entries
+    _add_rows(begin, end, None, ids, gradient.values, weight, dx, None, _FOR_HIDDEN)
 
 
-def weight_gradient(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    owner: torch.Tensor,
-    values: torch.Tensor,
-    dweight: torch.Tensor,
-    dbias: torch.Tensor | None,
+def picked_weight_gradient(
+    x: torch.Tensor, owner: torch.Tensor, gradient: Any, dweight: torch.Tensor, dbias: torch.Tensor | None
 ) -> None:
-    """``dweight[v]``: the sum of ``values[e] * x[owner[e]]`` over the entries e with id v, in fp32. ``dbias[v]``: the
-    sum of ``values[e]``. ``dweight [V, D]``, ``dbias [V]``, ``values [E]``, ``x [R, D]``, ``owner [E]`` int64."""
-    sorted_ids, order = ids.sort(stable=True)
-    starts = torch.searchsorted(sorted_ids, torch.arange(len(dweight) + 1, device=ids.device))
-    _add_rows(starts, starts[1:], order, owner, values, x, dweight, dbias, _FOR_WEIGHT)
+    if len(dweight):
+        ids, order = gradient.entries.ids.sort(stable=True)
+        starts = torch.searchsorted(ids, torch.arange(len(dweight) + 1, device=ids.device))
+        _add_rows(starts, starts[1:], order, owner, gradient.values, x, dweight, dbias, _FOR_WEIGHT)
 
 
 _ENTRIES = 32
@@ -351,14 +344,9 @@ def lce_backward_log_softmax_of_sets(log_probs, upstream, offsets, gradient, BLO
 
 
 def log_softmax_of_sets(
-    packed: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: torch.Tensor,
-    broken: torch.Tensor | None,
-    vocab_size: torch.Tensor | int,
+    packed: torch.Tensor, sets: Any, broken: torch.Tensor | None, vocab_size: torch.Tensor | int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :meth:`parallel_lce.backends.protocol.Backend.log_softmax_of_sets`. Token n has the entries
-    ``offsets[n] ... offsets[n + 1] - 1``; ``offsets [N + 1]`` int64, from 0 to E, not decreasing."""
+    ids, offsets = sets.ids, sets.offsets
     # NaN remains at entries without a token, which wrong offsets leave.
     log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
     known = isinstance(vocab_size, int)
@@ -381,10 +369,11 @@ def log_softmax_of_sets(
     return log_probs, logits
 
 
-def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """``[E]``: the gradient of the logits of :func:`log_softmax_of_sets`. ``upstream [E]`` fp32."""
+def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, sets: Any) -> torch.Tensor:
+    # Saved-tensor hooks may have changed strides.
+    log_probs, upstream, offsets = log_probs.contiguous(), upstream.contiguous(), sets.offsets
     gradient = torch.full_like(log_probs, math.nan)  # for entries without a token
-    arguments = log_probs, upstream, offsets, gradient
     if len(offsets) > 1:
+        arguments = log_probs, upstream, offsets, gradient
         lce_backward_log_softmax_of_sets.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
     return gradient

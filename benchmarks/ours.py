@@ -42,7 +42,7 @@ def main_grad(budget, group, sequence_parallel):
     """The fused loss as Megatron's output layer calls it. dW is added to the parameter's fp32 `main_grad`."""
     from parallel_lce.core.grad_buffers import MainGrad
     from parallel_lce.core.options import Options, Tensors
-    from parallel_lce.run.fused_loss import fused_loss
+    from parallel_lce.run.entry import fused_loss
 
     options = Options(
         "ours-main-grad",

@@ -12,7 +12,7 @@ from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted
-from parallel_lce.run.fused_loss import fused_loss, fused_statistics
+from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.transforms import transformable
 

@@ -14,7 +14,7 @@ from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce.backends import triton
 from parallel_lce.call import debug
-from parallel_lce.run.fused_loss import fused_loss
+from parallel_lce.run.entry import fused_loss
 from tools import chosen_backend, debug_mode, on_ranks, shrunk, small
 from world import Member
 

@@ -16,7 +16,7 @@ from parallel_lce import rl
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.run.fused_loss import fused_loss
+from parallel_lce.run.entry import fused_loss
 from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
 from tools import alone, debug_mode, given, on_ranks
 from world import Member, mesh_of

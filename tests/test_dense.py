@@ -19,7 +19,7 @@ from fuzz_run import execute
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.run.fused_loss import fused_loss
+from parallel_lce.run.entry import fused_loss
 from tools import chosen_backend, everywhere, given, on_ranks, small
 from world import Member
 

@@ -28,7 +28,7 @@ from measures import assert_close
 from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence
-from parallel_lce.run.fused_loss import fused_loss
+from parallel_lce.run.entry import fused_loss
 from tools import REDUCED, chosen_backend, given, on_ranks, shrunk, small, statistics
 from world import Member, configure, forkserver
 

@@ -38,7 +38,7 @@ from parallel_lce.core.private import outside_graphs
 from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import adapted
-from parallel_lce.run.fused_loss import fused_statistics
+from parallel_lce.run.entry import fused_statistics
 from parallel_lce.run.picked import log_probs_of
 from parallel_lce.run.transforms import operator, without_values
 

@@ -21,7 +21,7 @@ from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
 from parallel_lce.patching import replaced
-from parallel_lce.run.fused_loss import fused_loss, fused_statistics
+from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
@@ -225,7 +225,7 @@ def _swapped(tokens: Tensor) -> Tensor:
 def _called(
     entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
 ) -> Any:
-    """Run ``entry`` of :mod:`parallel_lce.run.fused_loss`, in the autocast and grad mode of the output layer's call."""
+    """Run ``entry`` of :mod:`parallel_lce.run.entry`, in the autocast and grad mode of the output layer's call."""
     logits.check()
     layer, weight = logits.layer, logits.weight
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.

@@ -90,6 +90,7 @@ class LazyLogits:
 
     __array_priority__ = Tensor.__array_priority__
     made: Tensor | None
+    _make: Callable[[], Tensor]
     _methods: tuple[Callable[..., Any], ...] = ()
     """Torch functions that call the method of their name."""
 

@@ -272,7 +272,7 @@ class _Loss:
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
-            (loss,) = called_with(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
+            (loss,) = called_with(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)  # pyright: ignore[reportArgumentType]
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
@@ -366,7 +366,7 @@ class _Door:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._say_of_labels(model)
             return False
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             return False
         if getattr(model, "_is_replica", False):  # it returns its logits to another thread
             self.say(model, "computes its own loss, of all logits, in a replica of DataParallel: take DDP to fuse it")

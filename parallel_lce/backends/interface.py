@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -37,14 +37,13 @@ class Projection:
         return self if logit_map is self.logit_map else replace(self, logit_map=logit_map)
 
 
-class Saved(Protocol):
+class Saved(Iterable[Tensor | None], Protocol):
     """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
     block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
     # Exponentials of the logits; None if only window partials were saved.
-    exponentials: Tensor | None
-
-    def __iter__(self) -> Iterator[Tensor | None]: ...
+    @property
+    def exponentials(self) -> Tensor | None: ...
 
 
 # Largest max - z, in nats, whose stored exponential is still a normal number, less a margin.
@@ -252,13 +251,16 @@ class SliceForm(Protocol):
     def begin(self, task: BackwardTask) -> int:
         """Called once, before the block is cut into pieces and slices, with a dense ``x``. Returns the bytes that a
         recomputed slice may take, even if ``scratch`` has fewer."""
+        ...
 
     def recomputes(self, x: Tensor, entries: int) -> bool:
         """Whether :meth:`recompute` forms a slice of ``entries`` recomputed entries of a piece's ``x [R, D]``."""
+        ...
 
     def recompute(self, piece: slice, rows: Any, start: int, gradient: Tensor) -> SliceProducts:
         """Write the part of the uninitialised ``gradient [R, C]`` that its products read: of the block's rows
         ``piece``, and of the shard's entries from ``start`` on."""
+        ...
 
     def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
         """The products of a slice that was formed whole; None: all of it is multiplied. ``dx_factor [R]``: factors of

@@ -8,8 +8,8 @@ add a feature is to write a subclass of :class:`Feature` and to list it in :mod:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Feature:
         """What the forward keeps for the backward."""
         return ()
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Feature:
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
         """A copy with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
         return copy.copy(self)
 

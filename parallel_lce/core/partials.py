@@ -141,7 +141,7 @@ class Coefficients(NamedTuple):
         for number, coefficient in enumerate(coefficients):
             if coefficient is not None:
                 coefficients[number] = next(remaining)
-        return Coefficients(*coefficients, factor)  # pyright: ignore[reportArgumentType]
+        return Coefficients(*coefficients, factor=factor)  # pyright: ignore[reportArgumentType]
 
     def of_rows(self, rows: slice) -> Coefficients:
         """The coefficients of some tokens."""

@@ -255,12 +255,12 @@ def top_k_divergence(
     with _naming("student", selected="teacher_ids"):
         given = given._replace(target=None, picked=ids)
         if tail == "renormalize":
-            log_p, vocab_size = log_probs_of(asked, given, group)
+            log_p, size = log_probs_of(asked, given, group)
         else:
             statistics = fused_statistics(asked, given, group)
-            log_p, vocab_size = statistics.selected_log_prob, statistics.vocab_size
+            log_p, size = statistics.selected_log_prob, statistics.vocab_size
     assert log_p is not None  # asked for
-    there &= ids < vocab_size
+    there &= ids < size
     log_q = teacher_log_probs.detach().to(log_p.dtype)
     log_p, log_q = (v.masked_fill(~there, -torch.inf) for v in (log_p, log_q))
     if tail == "renormalize":

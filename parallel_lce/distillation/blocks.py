@@ -213,7 +213,7 @@ class _Divergences(torch.autograd.Function):
             student, tensors = ctx.task.student.with_saved(tensors)
             teacher, _ = ctx.task.teacher.with_saved(tensors)
             task = replace(ctx.task, student=student, teacher=teacher)
-            *_, gradients = _evaluated(task, inputs, needs, each, factor is not None, numbers)
+            gradients = _evaluated(task, inputs, needs, each, factor is not None, numbers)[2]
             assert gradients is not None  # a factor is given
         if factor is not None:
             scaled = ctx.task.student.backend.scaled

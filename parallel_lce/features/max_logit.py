@@ -37,6 +37,7 @@ class MaxLogitPenalty(Feature):
         top, ids = partial[MAX], integer_view(partial[call.columns["argmax"]]).long() - call.shard.start
         gradient = _weighted(call, coefficients.alpha, partial, 2 * top)
         # The term of a target belongs to beta, because gradients of targets are never rounded.
+        assert coefficients.beta is not None  # a loss has targets
         of_target = ids == task.target
         coefficients = coefficients._replace(beta=coefficients.beta - gradient.where(of_target, 0.0))
         entry = torch.arange(len(ids) + 1, device=ids.device)

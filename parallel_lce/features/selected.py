@@ -8,8 +8,8 @@ selected entry, M the maximum and s the sum of exponentials,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Selected(Feature):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.logits,)
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Feature:
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
         feature = super().with_tensors(tensors)
         (feature.logits,) = tensors
         return feature
@@ -99,6 +99,7 @@ class Selected(Feature):
             of_target = picked.ids == picked.spread(call.target)
             beta = coefficients.beta - picked.sums(given.where(of_target, 0.0))
             coefficients, given = coefficients._replace(beta=beta), given.masked_fill(of_target, 0.0)
+        assert self.logits is not None
         self.logits = self.logits.contiguous()
         self._gradient = call.logit_map.each(picked.spread).before(given, self.logits)
         return coefficients

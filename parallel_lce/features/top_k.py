@@ -64,7 +64,7 @@ class TopK(Feature):
         logits, ids = self._views(messages)
         # [N, P * K]
         flat = [t.transpose(0, 1).flatten(1) for t in (logits, ids.long())]
-        self._top = largest(*flat, self._k)
+        self._top = largest(*flat, k=self._k)
 
     def outputs(self, call: Any, merged: Merged) -> Mapping[str, Tensor]:
         logits, ids = self._top

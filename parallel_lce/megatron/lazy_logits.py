@@ -141,7 +141,7 @@ class LazyLogits(lazy_logits.LazyLogits):
                 position = position.masked_scatter(nowhere, (logits * self.scale).argmax(-1))
         return statistics.max_logit.to(self.dtype), position
 
-    def __mul__(self, factor: Any) -> LazyLogits | Tensor:
+    def __mul__(self, factor: Any) -> Any:
         if self.made is not None or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
             return self.materialize("multiplication") * factor
         return self._changed(scale=self.scale * float(factor))

@@ -101,7 +101,7 @@ def _wrap_setup(own: Callable) -> Callable:
         for kind in type(self).__mro__:  # an override may call what LanguageModule had before patch()
             if "compute_language_model_loss" in vars(kind):
                 _replacements.replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
-        layer = getattr(self, "output_layer", None)
+        layer: Any = getattr(self, "output_layer", None)
         if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
             make_lazy(layer)
 

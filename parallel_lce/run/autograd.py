@@ -159,6 +159,7 @@ class DenseLoss(torch.autograd.Function):
                 dense.partial(products, gather.local, (call.local_targets(), None, bias, logit_map))
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
+                assert target is not None
                 value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
                 stacked = torch.cat([partial, *[c[None] for c in each if c is not None]]) if any(call.needs) else None
             if options.reduction == "mean":

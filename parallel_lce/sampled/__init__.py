@@ -118,9 +118,9 @@ def sampled_linear_cross_entropy(
         return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
-    logits, vocab_size = logits_of(call, inputs, sampled)
+    logits, size = logits_of(call, inputs, sampled)
     logits, ids = logits.view(count, ids.shape[-1]), ids.view(count, ids.shape[-1])
-    outside = (ids < 0) | (ids >= vocab_size)
+    outside = (ids < 0) | (ids >= size)
     target, sampled = target.reshape(-1), sampled if shared else sampled.reshape(count, sampled.shape[-1])
     offsets = torch.zeros_like(sampled, dtype=dtype)
     if log_expected_count is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
+from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import Columns, empty_partial
 from parallel_lce.distillation.torch_part import LogitsGradient, Pair
 from parallel_lce.kernels.epilogue import ForwardEpilogue
@@ -47,8 +48,12 @@ def lce_backward_divergence(
     teacher,
     sums,
     gradient,
+    factor,
+    student_mean,
+    logit_map,
     rows,
     entries,
+    gradient_stride,
     beta,
     rest,
     TEACHER: tl.constexpr,
@@ -57,12 +62,9 @@ def lce_backward_divergence(
 ):
     """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
     contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
-    ``gradient``: memory, row stride, factor, student_mean, and the student's logit_map. ``ENTROPY``: ``sums`` has a
-    third row."""
+    ``logit_map``: the student's. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
-    if gradient is not None:
-        out, out_stride, factor, student_mean, logit_map = gradient
-        cap = caps_of(logit_map, row, True)
+    cap = caps_of(logit_map, row, True)
     of_teacher = 0.0
     of_student = 0.0
     of_entropy = 0.0
@@ -101,7 +103,7 @@ def lce_backward_divergence(
                 g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
-            tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=valid)
+            tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
         tl.store(sums + row, of_teacher)
         tl.store(sums + rows + row, of_student)
@@ -112,16 +114,21 @@ def lce_backward_divergence(
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     student, teacher, student_normalizer, teacher_normalizer, beta = pair
     rows, entries = student.shape
-    to_gradient = None if gradient is None else (gradient.out, gradient.out.stride(0), *gradient[1:])
+    # Not one tuple: Triton 3.6 takes no None inside a tuple.
+    out, factor, student_mean, logit_map = gradient or (None, None, None, LogitMap())
     if rows:
         lce_backward_divergence.launch(
             (rows,),
             (student, student.stride(0), student_normalizer),
             (teacher, teacher.stride(0), teacher_normalizer),
             sums,
-            to_gradient,
+            out,
+            factor,
+            student_mean,
+            logit_map,
             rows,
             entries,
+            0 if out is None else out.stride(0),
             beta,
             1 - beta,
             TEACHER=beta < 1,

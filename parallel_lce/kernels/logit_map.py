@@ -25,11 +25,13 @@ def scales_of(logit_map, r, inside):
 
 @triton.jit
 def caps_of(logit_map, r, inside):
-    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape. 1 without a soft-cap."""
     if logit_map.token_softcap is not None:
         return tl.load(logit_map.token_softcap + r, mask=inside, other=1.0)
-    else:
+    elif logit_map.softcap is not None:
         return logit_map.softcap
+    else:
+        return 1.0
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
-def called_with(module: nn.Module, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+def called_with(module: Any, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """``module(hidden)`` with all its hooks, and ``forward`` in place of its own. FSDP's look for tensors in tuples."""
     with replaced(module, forward=forward):
         return nn.Module.__call__(module, hidden)

@@ -272,7 +272,7 @@ class _Loss:
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
-            (loss,) = called_with(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)  # pyright: ignore[reportArgumentType]
+            (loss,) = called_with(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)

@@ -48,14 +48,14 @@ from releases import ROOT
 from tools import chosen_backend, everywhere, on_ranks, ran
 from world import Member
 
-ONE_LARGE_ENTRY = Team(torch.device("cpu"))
+ALONE = Team(torch.device("cpu"))
 TINY = Shape(64, 96, 16)
 
 
 @pytest.fixture
 def short(monkeypatch):
     """Hardly any time is spent on timing."""
-    monkeypatch.setitem(timing.ONE_LARGE_ENTRY, "cpu", (0.0, 1e-6))
+    monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
 
 
 def problem_of(member: Member, sequence_parallel: bool) -> Problem:
@@ -121,7 +121,7 @@ def _measured(member: Member, sequence_parallel: bool) -> tuple[dict, list[str]]
     given = problem_of(member, sequence_parallel)
     planted = [Peer(fault, ANY, peers.CPU_AND_CUDA, partial(_planted, fault), "ours") for fault in FAULTS]
     planted.append(named(GEMM_ONLY, ONE))
-    called, lengths = [], timing.ONE_LARGE_ENTRY if member.ranks == 1 else timing.OVER_RANKS
+    called, lengths = [], timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
     lengths[member.device.type] = 0.0, 1e-9  # one call
     after = lambda peer, call: called.append(peer.name)  # noqa: E731
     judge = Judge(given, *(answers(given, dtype) for dtype in (torch.float64, torch.float32)))
@@ -130,7 +130,7 @@ def _measured(member: Member, sequence_parallel: bool) -> tuple[dict, list[str]]
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
 def test_what_is_wrong_is_never_timed(ranks, sequence_parallel, worlds, device, monkeypatch):
-    monkeypatch.setitem(timing.ONE_LARGE_ENTRY, device, (0.0, 1e-9))
+    monkeypatch.setitem(timing.ALONE, device, (0.0, 1e-9))
     (cell, called), *others = everywhere(worlds, device, ranks, _measured, sequence_parallel)
     mine = repr((cell, called))  # NaN equals itself in words
     assert all(repr(other) == mine for other in others)  # times, bytes and errors are those of the worst rank
@@ -226,7 +226,7 @@ def test_distillation_is_measured(short, capsys):
     printed = capsys.readouterr().out
     for way in ("dense, beta 0", "ours, mean, beta 0.5", "ours, none, beta 0.5", "products"):
         assert printed.count(f"| {way} ") == 1
-    for _, seconds, memory, error in distillation.measure(ONE_LARGE_ENTRY, TINY, 16, torch.float32, [0.0, 0.5, 1.0], 2):
+    for _, seconds, memory, error in distillation.measure(ALONE, TINY, 16, torch.float32, [0.0, 0.5, 1.0], 2):
         assert len(seconds) == 2 and memory > 0 and (error is None or error < 1e-5)
 
 
@@ -234,7 +234,7 @@ def test_tiles_are_measured_on_the_interpreter(short):
     pytest.importorskip("triton", reason="needs triton")
     tiles = [tune.Tile(64, 64, 32, 4, 2), tune.Tile(64, 128, 32, 4, 2)]
     with chosen_backend("triton"):
-        found = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ONE_LARGE_ENTRY), 1, tiles, (2,))
+        found = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ALONE), 1, tiles, (2,))
     assert [*found] == [(tile, 2, use) for tile in tiles for use in ("forward", "saving forward", "forward + backward")]
     assert all(speed > 0 for speed in found.values())
 
@@ -357,7 +357,7 @@ def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([9, 20], of_natural_and_saved)
     pyplot.close(drawn[0])
 
-    case, given = cases[0], snapshots.read(paths[0], ONE_LARGE_ENTRY)
+    case, given = cases[0], snapshots.read(paths[0], ALONE)
     p = (given.hidden.double() @ given.weight.double().T).softmax(1)
     assert case["loss"] == pytest.approx(-p[range(N), given.target].log().mean().item())
     mean, order = p.mean(0), gradient_filter.by_probability(given)

@@ -33,7 +33,7 @@ def kernel(hidden, weight, labels, temperature, reduction):
 @pytest.fixture
 def libraries(monkeypatch):
     """Stand-ins of transformers, TRL's head and verl's kernel. There is no GRPOTrainer and no Liger."""
-    monkeypatch.setitem(timing.ONE_LARGE_ENTRY, "cpu", (0.0, 1e-6))
+    monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
     library = ModuleType("transformers")
     library.LlamaConfig = library.Qwen2Config = SimpleNamespace
     make = lambda config, **_: CausalLM(config.vocab_size, config.hidden_size, tied=True)  # noqa: E731

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.call.prepare import autocasted, prepare
-from parallel_lce.core.budget import lean_budget
+from parallel_lce.core.budget import DEFAULT_BUDGET, lean_budget
 from parallel_lce.core.options import Options, Tensors, as_number, check_option
-from parallel_lce.core.plan import DEFAULT_BUDGET
 from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.distillation.blocks import Divergence, divergences

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallel_lce.core.plan import DEFAULT_BUDGET, GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
+from parallel_lce.core.budget import DEFAULT_BUDGET
+from parallel_lce.core.plan import GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
 from parallel_lce.core.plan import plan as plan_of
 
 RELAXED = settings(deadline=None, derandomize=True, max_examples=300)

@@ -123,9 +123,9 @@ def configure() -> None:
 
         form.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
-        from parallel_lce.kernels.mainloops import choice
+        from parallel_lce.kernels import mainloop_choice
 
-        choice._has_gluon = lambda: False
+        mainloop_choice._has_gluon = lambda: False
 
 
 def forkserver():

@@ -180,35 +180,6 @@ def differences_recovered(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
-def power_of_two_scale(
-    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, picked: PickedGradient | None = None
-) -> Tensor:
-    """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
-
-    The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
-    affect the others. ``coefficients``: without a factor. Gradients that are differences may be far smaller than their
-    coefficients: with them, no p counts as more than ``1 / sum_exp [R]``.
-    """
-    logit_map, (alpha, beta, gamma, delta, epsilon, _) = projection.logit_map, coefficients
-    if any(c is not None for c in (gamma, delta, epsilon)):
-        alpha, delta, epsilon = (c if c is None else c / sum_exp for c in (alpha, delta, epsilon))
-        epsilon = epsilon if epsilon is None else epsilon / sum_exp
-    terms = [c for c in (alpha, beta, gamma, delta, epsilon) if c is not None]
-    token_scale = logit_map.token_scale
-    scaled = [c.abs() if token_scale is None else (c * token_scale).abs() for c in terms]
-    first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
-    largest = sum(others, start=first) * abs(logit_map.scale)
-    if picked is not None and len(picked.values):
-        largest = largest + picked.values.abs().nan_to_num(0.0, 0.0).amax()
-    return power_of_two_near(largest)
-
-
-def power_of_two_near(largest: Tensor) -> Tensor:
-    """A power of two that brings ``largest`` near 2^10, 0-dimensional, on the device."""
-    exponent = 10 - torch.frexp(largest).exponent
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
-
-
 class ForwardTask(NamedTuple):
     """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 
@@ -229,7 +200,7 @@ class ForwardTask(NamedTuple):
     # Picked entries, and memory for their logits.
     picked: PickedLogits | None = None
     # A list to which the backend appends the partials of the windows; None: it keeps none.
-    windows: list[Any] | None = None
+    window_partials: list[Any] | None = None
 
 
 class SliceProducts(Protocol):

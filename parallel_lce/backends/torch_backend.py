@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.fp16_scale import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
-from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch, power_of_two_scale
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch
 from parallel_lce.backends.loss_formula import mean_loss, token_losses
 from parallel_lce.backends.torch_logits import (
     gradient_of_sets,
@@ -217,10 +218,10 @@ class BlockBackward:
         self._fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
-            power = power_of_two_scale(coefficients, sum_exp, projection, picked)
-            factor, self._fp16_unscale = factor * power, 1 / power
+            fp16_scale = fp16_scale_of(coefficients, sum_exp, projection, picked)
+            factor, self._fp16_unscale = factor * fp16_scale, 1 / fp16_scale
             if picked is not None:
-                picked = picked._replace(values=picked.values * power)
+                picked = picked._replace(values=picked.values * fp16_scale)
         self._picked = picked
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = alpha / sum_exp * factor

@@ -149,8 +149,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             entries=real,
             start=projection.start,
         )
-        if task.windows is not None:
-            task.windows.append(known)
+        if task.window_partials is not None:
+            task.window_partials.append(known)
         if stored is not None or task.save_window_partials:
             sums = windows.sum_exp if task.save_window_partials else None
             saved = Saved(stored, windows.max, shift, on_shift, sums, flat)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.fp16_scale import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts, power_of_two_scale
+from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts
 from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
@@ -118,7 +119,7 @@ class Piece:
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.with_factor()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, self._partial[SUM_EXP], projection, task.picked)
+            self._fp16_scale = fp16_scale_of(coefficients, self._partial[SUM_EXP], projection, task.picked)
             self.fp16_unscale = 1 / self._fp16_scale
         contiguous = [c.contiguous() for c in coefficients.present]
         self._coefficients = coefficients.replaced(contiguous, coefficients.factor)

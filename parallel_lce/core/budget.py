@@ -6,8 +6,10 @@ import os
 
 import torch
 
-from parallel_lce.core.plan import DEFAULT_BUDGET
 from parallel_lce.core.private import constant_in_graphs
+
+DEFAULT_BUDGET = 1 << 30
+"""Bytes per rank and call on a CPU."""
 
 # Rounded down to whole steps: GPUs of one kind may differ by a few MiB, and all ranks must have the same budget.
 _SHARE, _STEP = 32, 256 << 20

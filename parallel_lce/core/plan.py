@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-DEFAULT_BUDGET = 1 << 30
-"""Bytes per rank and call for ``logits_budget=None`` on a CPU (:mod:`.budget`)."""
+from parallel_lce.core.budget import DEFAULT_BUDGET
 
 SMALLEST_BLOCK = 64 << 20
 """Smallest working block, in bytes, whatever the budget. Kernels' tiles are not counted."""

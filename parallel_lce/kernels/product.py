@@ -19,7 +19,7 @@ from parallel_lce.kernels.descriptors import addressable
 from parallel_lce.kernels.device import blocks_per_launch, num_sms
 from parallel_lce.kernels.draws import DrawEpilogue
 from parallel_lce.kernels.epilogue import BackwardEpilogue, ForwardEpilogue
-from parallel_lce.kernels.mainloops.choice import mainloop_of, tile_of
+from parallel_lce.kernels.mainloop_choice import mainloop_of, tile_of
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.tuning import Tile
 

@@ -21,7 +21,7 @@ class Tile:
     # Warps of a program; of each warpgroup in the mainloop for Hopper.
     warps: int
     stages: int
-    # The file in kernels/mainloops
+    # "plain" or "hopper": kernels/mainloop_*.py
     mainloop: str = "plain"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.fp16_scale import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate_nt, put
-from parallel_lce.backends.interface import Projection, power_of_two_near
+from parallel_lce.backends.interface import Projection
 from parallel_lce.call.call import Call, Needs
 from parallel_lce.core.plan import Block
 from parallel_lce.run.schedule import GradientSums
@@ -35,8 +36,8 @@ class OutputGradients(GradientSums):
         self.factor, self._unscale = factor, None
         if hidden.dtype == torch.float16 and len(factor):
             # A mean's gradients, 1 / N each, would underflow.
-            power = power_of_two_near(factor.abs().nan_to_num(0.0, 0.0).amax() * largest)
-            self.factor, self._unscale = factor * power, 1 / power
+            fp16_scale = fp16_scale_near(factor.abs().nan_to_num(0.0, 0.0).amax() * largest)
+            self.factor, self._unscale = factor * fp16_scale, 1 / fp16_scale
 
     def unscaled(self, total: Tensor) -> Tensor:
         """``total``, in place, as it would be with the factors that the caller gave."""

@@ -53,7 +53,7 @@ class Draws(Feature):
         return {"sampled_id": ((tokens,), torch.int64)}
 
     def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
-        return task._replace(windows=self._kept.setdefault(block, []))
+        return task._replace(window_partials=self._kept.setdefault(block, []))
 
     def merged(self, forward: ForwardPass, messages: Tensor) -> None:
         """Collectives: with several blocks, under sequence parallelism, the all-gathers of hidden states again; then on

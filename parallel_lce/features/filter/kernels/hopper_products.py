@@ -1,4 +1,4 @@
-"""The mainloop of :mod:`.products` for Hopper: that of :mod:`parallel_lce.kernels.mainloops.hopper`, whose steps are
+"""The mainloop of :mod:`.products` for Hopper: that of :mod:`parallel_lce.kernels.mainloop_hopper`, whose steps are
 the listed tiles of G.
 
 dX has few tiles, with long lists, some of which may be empty: those of tokens that are ignored. Each tile gets a
@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from parallel_lce.features.filter.kernels.tiles import TILE, grouped_tile
-from parallel_lce.kernels.mainloops.hopper import (
+from parallel_lce.kernels.mainloop_hopper import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     WARPS,

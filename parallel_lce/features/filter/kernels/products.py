@@ -16,7 +16,7 @@ from parallel_lce.features.filter.kernels.tiles import TILE, TileLists, grouped_
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.descriptors import addressable
 from parallel_lce.kernels.device import num_sms
-from parallel_lce.kernels.mainloops.choice import mainloop_of, tile_of
+from parallel_lce.kernels.mainloop_choice import mainloop_of, tile_of
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Hidden elements of a result's tile, terms of the sum per step, and stages: with loads by pointers, by TMA, and with

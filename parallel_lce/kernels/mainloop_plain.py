@@ -11,8 +11,8 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.descriptors import addressable, descriptor
 from parallel_lce.kernels.epilogue import finish_tile, tile_rows
-from parallel_lce.kernels.mainloops.tiles import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.tuning import Tile
 
 
@@ -93,7 +93,7 @@ def projection(
 def operands(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, tile: Tile, tma: bool
 ) -> tuple[tuple, tuple[int, ...], dict[str, Any]]:
-    """See :mod:`parallel_lce.kernels.mainloops.choice`."""
+    """See :mod:`parallel_lce.kernels.mainloop_choice`."""
     strides = x.stride(0), weight.stride(0), *((0, 0) if out is None else (out.stride(0), out.shape[1]))
     out_tma = out is not None and tma and addressable(out)
     given = x, weight, descriptor(out, tile.rows, tile.entries) if out_tma else out

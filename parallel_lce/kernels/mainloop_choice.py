@@ -1,4 +1,4 @@
-"""The choice of a tile and of its mainloop. A mainloop for another GPU is a file of this folder, a tile in ``_TILES``,
+"""The choice of a tile and of its mainloop. A mainloop for another GPU is a file beside this one, a tile in ``_TILES``,
 and an import in :func:`mainloop_of`. A mainloop has
 
     projection     the kernel, a ``Relaunched``
@@ -17,8 +17,8 @@ from types import ModuleType
 import torch
 import triton
 
+from parallel_lce.kernels import mainloop_plain
 from parallel_lce.kernels.device import generation, interpreted
-from parallel_lce.kernels.mainloops import plain
 from parallel_lce.kernels.tuning import MEASURED, MODEST_TILES, Tile
 
 # Tiles of 16-bit operands that TMA loads, by the device's generation. A tile names its mainloop.
@@ -29,10 +29,10 @@ _GLUON = (3, 6), (3, 9)
 
 def mainloop_of(name: str) -> ModuleType:
     if name == "hopper":
-        from parallel_lce.kernels.mainloops import hopper  # not every Triton can import it
+        from parallel_lce.kernels import mainloop_hopper  # not every Triton can import it
 
-        return hopper
-    return plain
+        return mainloop_hopper
+    return mainloop_plain
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
@@ -43,7 +43,7 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
     tile = _TILES.get(generation(weight.device)) if tma and weight.element_size() == 2 else None
     if tile is None:
         return MODEST_TILES[weight.element_size()]
-    return tile if tile.mainloop == "plain" or _has_gluon() else MEASURED.tma_tile
+    return tile if tile.mainloop != "hopper" or _has_gluon() else MEASURED.tma_tile
 
 
 @functools.cache

@@ -29,8 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from parallel_lce.kernels import descriptors
 from parallel_lce.kernels.descriptors import addressable
 from parallel_lce.kernels.epilogue import finish_tile, tile_rows
-from parallel_lce.kernels.mainloops.tiles import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.tuning import Tile
 
 # Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the
@@ -211,7 +211,7 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 def operands(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, tile: Tile, tma: bool
 ) -> tuple[tuple, tuple[int, ...], dict[str, Any]]:
-    """See :mod:`parallel_lce.kernels.mainloops.choice`. A launch that stores has one stage less."""
+    """See :mod:`parallel_lce.kernels.mainloop_choice`. A launch that stores has one stage less."""
     stored = out if out is None or not addressable(out) else descriptor(out, tile.rows // 2, tile.entries)
     given = descriptor(x, tile.rows, tile.k), descriptor(weight, tile.entries, tile.k), stored
     return given, (), dict(STAGES=tile.stages - (out is not None))

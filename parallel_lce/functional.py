@@ -108,14 +108,15 @@ def linear_cross_entropy(
             the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
             larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
             unchanged, and no collective is added. The torch backend, and the Triton backend in products below 1e12
-            flops, ignore the filter. Not with ``label_smoothing``.
+            flops, ignore the filter. Not with ``label_smoothing`` and ``max_logit_penalty``.
         weight, options: only None: PyTorch's arguments that are not supported.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
     Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
-    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``; SP: ``sequence_parallel``.
+    B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for each of ``label_smoothing`` and
+    ``max_logit_penalty``; SP: ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps

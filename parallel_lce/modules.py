@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class LinearCrossEntropy(nn.Module):
         ValueError: at once, for an option that the function refuses for all tensors.
     """
 
-    @public
+    @partial(public, shared=False)
     def __init__(
         self,
         *,

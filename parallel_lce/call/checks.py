@@ -61,11 +61,12 @@ def int64_ids(name: str, ids: object) -> Tensor:
     return as_int64(ids)
 
 
-def public(function: F) -> F:
+def public(function: F, shared: bool = True) -> F:
     """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
     refusal goes through here, once: what the outermost function raises before its exchange
     (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode. An unknown
-    keyword argument is a ``TypeError`` that suggests others."""
+    keyword argument is a ``TypeError`` that suggests others. ``shared``: False of a constructor, which other ranks do
+    not wait for."""
     parameters = inspect.signature(function).parameters
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -81,7 +82,7 @@ def public(function: F) -> F:
                 raise TypeError(_unknown_argument(function, parameters.keys(), named))
             return function(*given, **named)
         except Exception as refusal:
-            if state.depth == 1 and state.awaited:
+            if shared and state.depth == 1 and state.awaited:
                 state.awaited = False
                 if (layout := _layout_of(dict(zip(parameters, given)) | named)) is not None:
                     debug.report_refusal(layout, refusal)

@@ -81,12 +81,12 @@ class Feature:
     def merged(self, forward: ForwardPass, messages: Tensor) -> None:
         """Runs after the merge over the ranks. ``messages [P, message_size]``: of all ranks."""
 
-    def outputs(self, call: Any, merged: Merged) -> Mapping[str, Tensor]:
-        """The :attr:`results`, of the N tokens."""
+    def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """The :attr:`results`, of the N tokens. ``statistics``: those that are no feature's, by name."""
         return {}
 
-    def losses(self, call: Any, losses: Tensor, alpha: Tensor, partial: Tensor) -> Tensor:
-        """The losses ``[R]`` of some tokens, from those without the feature. ``alpha [R]``: see ``Coefficients``."""
+    def losses(self, call: Any, losses: Tensor, coefficients: Coefficients, partial: Tensor) -> Tensor:
+        """The losses ``[R]`` of some tokens, from those without the feature. ``coefficients``: of their gradient."""
         return losses
 
     # --- backward ---
@@ -95,6 +95,9 @@ class Feature:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What the forward keeps for the backward."""
         return ()
+
+    def forget(self) -> None:
+        """Drop what the forward has made, once autograd has saved the :attr:`tensors`. Their number stays."""
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
         """A copy with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
@@ -134,4 +137,4 @@ def features_of(options: Options, tensors: Tensors) -> tuple[type[Feature], ...]
 
 def need_position(options: Options, tensors: Tensors) -> bool:
     """Whether a feature of the call reads the tokens' positions."""
-    return any([feature.needs_position for feature in features_of(options, tensors)])
+    return any([feature.needs_position and feature.asked(options, tensors) for feature in FEATURES])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import BackwardTask, Picked, PickedGradient
+from parallel_lce.backends.interface import BackwardTask, Coefficients, Picked, PickedGradient
 from parallel_lce.call.seam import Feature
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, SUM_EXP, integer_view
@@ -27,17 +27,16 @@ class MaxLogitPenalty(Feature):
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
-        return options.max_logit_penalty > 0
+        return options.max_logit_penalty != 0
 
-    def losses(self, call: Any, losses: Tensor, alpha: Tensor, partial: Tensor) -> Tensor:
-        return losses + _weighted(call, alpha, partial, partial[MAX].square())
+    def losses(self, call: Any, losses: Tensor, coefficients: Coefficients, partial: Tensor) -> Tensor:
+        return losses + _weighted(call, coefficients, partial, partial[MAX].square())
 
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         partial, coefficients = task.partial, task.coefficients.with_factor()
         top, ids = partial[MAX], integer_view(partial[call.columns["argmax"]]).long() - call.shard.start
-        gradient = _weighted(call, coefficients.alpha, partial, 2 * top)
+        gradient = _weighted(call, coefficients, partial, 2 * top)
         # The term of a target belongs to beta, because gradients of targets are never rounded.
-        assert coefficients.beta is not None  # a loss has targets
         of_target = ids == task.target
         coefficients = coefficients._replace(beta=coefficients.beta - gradient.where(of_target, 0.0))
         entry = torch.arange(len(ids) + 1, device=ids.device)
@@ -46,8 +45,13 @@ class MaxLogitPenalty(Feature):
         return task._replace(coefficients=coefficients, picked=picked)
 
 
-def _weighted(call: Any, alpha: Tensor, partial: Tensor, values: Tensor) -> Tensor:
+def _weighted(call: Any, coefficients: Coefficients, partial: Tensor, values: Tensor) -> Tensor:
     """``values`` times the penalty and the tokens' weights; 0 if a token is ignored, even if its logits are NaN."""
-    options, lse = call.options, partial[MAX] + partial[SUM_EXP].log()
-    weights = options.max_logit_penalty * alpha / (1 + 2 * options.z_loss * lse)
-    return (weights * values).masked_fill(alpha == 0, 0.0)
+    options, beta = call.options, coefficients.beta
+    assert beta is not None  # a loss has targets
+    if options.label_smoothing < 1:
+        weights = beta / (1 - options.label_smoothing)
+    else:
+        lse = partial[MAX] + partial[SUM_EXP].log()
+        weights = coefficients.alpha / (1 + 2 * options.z_loss * lse)
+    return (options.max_logit_penalty * weights * values).masked_fill(weights == 0, 0.0)

@@ -62,8 +62,12 @@ class Selected(Feature):
 
     def merged(self, forward: Any, messages: Tensor) -> None:
         self.logits = messages.sum(0)
+        del self._message
 
-    def outputs(self, call: Any, merged: Merged) -> Mapping[str, Tensor]:
+    def forget(self) -> None:
+        self.logits = None
+
+    def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """-inf for an id outside the vocabulary, NaN if the given offsets are invalid."""
         picked, partial = call.picked, merged.partial
         assert self.logits is not None

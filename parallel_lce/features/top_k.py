@@ -32,7 +32,7 @@ class TopK(Feature):
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
-        return bool(options.top_k)
+        return options.top_k is not None
 
     @classmethod
     def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
@@ -64,10 +64,12 @@ class TopK(Feature):
         logits, ids = self._views(messages)
         # [N, P * K]
         flat = [t.transpose(0, 1).flatten(1) for t in (logits, ids.long())]
+        del self._own
         self._top = largest(*flat, k=self._k)
 
-    def outputs(self, call: Any, merged: Merged) -> Mapping[str, Tensor]:
+    def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
         logits, ids = self._top
+        del self._top
         nowhere = merged.partial[MAX].isnan().unsqueeze(1)
         return {
             "top_logits": logits.masked_fill(nowhere, torch.nan),

@@ -35,7 +35,7 @@ def token_losses(
         merged.partial, merged.vocab_size, target, weight, call.options
     )
     for feature in call.features:
-        losses = feature.losses(call, losses, alpha, merged.partial)
+        losses = feature.losses(call, losses, Coefficients(alpha, beta, gamma), merged.partial)
     return losses, alpha, beta, gamma
 
 

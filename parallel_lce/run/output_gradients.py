@@ -34,7 +34,7 @@ class OutputGradients(GradientSums):
         # On CPUs low-precision products are slower, and no more exact.
         self.dtype = hidden.dtype if hidden.is_cuda else projection.dtype
         self.factor, self._unscale = factor, None
-        if hidden.dtype == torch.float16 and len(factor):
+        if self.dtype == torch.float16 and len(factor):
             # A mean's gradients, 1 / N each, would underflow.
             fp16_scale = fp16_scale_near(factor.abs().nan_to_num(0.0, 0.0).amax() * largest)
             self.factor, self._unscale = factor * fp16_scale, 1 / fp16_scale

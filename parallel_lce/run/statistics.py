@@ -127,7 +127,7 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
         elsewhere.masked_fill_(call.target == call.options.ignore_index, 0.0)
     values = finish_statistics(call, partial, vocab_size, inside, elsewhere)
     for feature in call.features:
-        values |= feature.outputs(call, Merged(partial, vocab_size))
+        values |= feature.outputs(call, Merged(partial, vocab_size), values)
     residuals = Residuals(vocab_size=vocab_size, inside=inside, elsewhere=elsewhere)
     return [values[name] for name in NAMES], residuals
 

@@ -164,6 +164,9 @@ def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> 
 
 def _split(given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list, Any]:
     """A call's tensors; its other arguments, each in a list, and None for each tensor; and their structure."""
+    # A named tuple's type has no place in a text.
+    given = tuple([tuple(value) if isinstance(value, tuple) else value for value in given])
+    named = {name: tuple(value) if isinstance(value, tuple) else value for name, value in named.items()}
     leaves, structure = private.pytree.tree_flatten((given, named))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return tensors, [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves], structure

@@ -77,9 +77,10 @@ class Draws(Feature):
             work.wait()
         self._ids = ids
 
-    def outputs(self, call: Any, merged: Merged) -> Mapping[str, Tensor]:
-        lse = merged.partial[MAX] + merged.partial[SUM_EXP].log()
-        return {"sampled_id": self._ids.where(lse.isfinite(), -1)}
+    def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        ids = self._ids.where(statistics["lse"].isfinite(), -1)
+        del self._ids
+        return {"sampled_id": ids}
 
 
 def uniforms(seed: int, positions: Tensor) -> Tensor:

@@ -166,8 +166,9 @@ def _of_groups(
     nearly equal."""
     if DTYPES[c.computed].itemsize > 2 or (c.kind == "logits" and c.label_smoothing) or not truth["log_p"].numel():
         return []
-    # Of logits that are not made sure of anything: products over few dimensions are nearly exact.
-    if not c.sure and (c.D < 16 or c.V < 48):
+    # Of logits that are not made sure of anything: products over few dimensions are nearly exact, and those with a
+    # weight of 0 are exact. Saved exponentials are rounded whatever the logits are.
+    if not c.sure and (c.D < 16 or c.V < 48 or c.sharpness == 0):
         return []
     torchs, verdicts = dense(c, o, DTYPES[c.computed], torch.float32), []
     counts, miss = ~(o.quiet | o.outside), -torch.expm1(truth["log_p"].amax(1))

@@ -74,11 +74,16 @@ class Rounding:
     def sum(self, terms: Tensor) -> Tensor:
         return self.moved(terms.sum(-1), _sum_of(terms.shape[-1]) * terms.detach().abs().sum(-1))
 
-    def _to_low(self, value: Tensor) -> Tensor:
-        """Rounded to low precision, equal numbers alike: to multiples of a unit that nobody knows."""
+    def rounded(self, value: Tensor, half: float) -> Tensor:
+        """Rounded to a dtype of this half spacing, equal numbers alike: to multiples of a unit that nobody knows."""
+        if not self.samples:
+            return value
         unit = 2 + self._random(value, alike=True)
         mantissa, exponent = torch.frexp(value * unit)
-        return torch.ldexp((mantissa / self.low).round() * self.low, exponent) / unit
+        return torch.ldexp((mantissa / half).round() * half, exponent) / unit
+
+    def _to_low(self, value: Tensor) -> Tensor:
+        return self.rounded(value, self.low)
 
     def logits(self, layer: Layer, uncapped: Tensor) -> Tensor:
         z = layer.capped(uncapped)
@@ -86,8 +91,10 @@ class Rounding:
             return z
         moved = self.moved(z, _logit_roundings(layer, uncapped.detach(), self.u))
         if layer.softcap is not None:
-            # The slope, too, whose error does not shrink with it.
+            # The slope 1 - (z / cap)^2, too: its error does not shrink with it, and it is that of the moved logit.
+            # Where the product's terms are much larger than the cap, this is many roundings off.
             slope = self.moved(torch.zeros_like(z), 4 + 2 * self.low / self.u, alike=True)
+            slope = slope + ((z - moved) * (z + moved)).detach() / layer.softcap**2
             moved = moved + slope * (uncapped - uncapped.detach())
         return moved
 
@@ -268,10 +275,11 @@ def _divergence(
 ) -> Tensor:
     """With the reference of :mod:`parallel_lce.distillation.blocks`."""
     d, beta = log_p - log_q, c.beta
-    of_p, of_q = d, -d
-    if 0 < beta < 1:
-        log_beta, log_rest = torch.full_like(d, math.log(beta)), torch.full_like(d, math.log1p(-beta))
-        of_p, of_q = -torch.logaddexp(log_rest, log_beta - d), -torch.logaddexp(log_rest + d, log_beta)
+    # Log-probabilities are rounded at their own size, beside which the difference of nearly equal ones is small. Slopes
+    # stay those of the exact ratios: the package's gradient has none, as they cancel.
+    inexact = r.rounded(log_p.detach(), r.u) - r.rounded(log_q, r.u)
+    ratios = zip(_log_ratios(d, beta), _log_ratios(inexact, beta))
+    of_p, of_q = (exact + (off - exact).detach() for exact, off in ratios)
     # Roundings of both ratios, and of the logarithm that they share.
     shared = 1 + torch.where(d > 0, of_p, of_q).detach().abs()
     widths = [4 * (shared + ratio.detach().abs()) for ratio in (of_p, of_q)]
@@ -285,6 +293,14 @@ def _divergence(
     if c.reduction == "none":
         return each
     return r.sum(each) / (max(1, int((~o.quiet).sum())) if c.reduction == "mean" else 1)
+
+
+def _log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(p / r) and log(q / r) from log(p / q)."""
+    if beta in (0, 1):
+        return d, -d
+    log_beta, log_rest = torch.full_like(d, math.log(beta)), torch.full_like(d, math.log1p(-beta))
+    return -torch.logaddexp(log_rest, log_beta - d), -torch.logaddexp(log_rest + d, log_beta)
 
 
 def of_product(c: Configuration, o: Operands, truth: dict[str, Tensor], name: str, part: str) -> tuple[Tensor, Tensor]:

@@ -406,6 +406,15 @@ def test_no_log_probability_is_above_zero(name, device):
     assert torch.equal(found.target_log_prob, found.selected_log_prob[:, 0])
 
 
+def test_one_entry_has_no_gradient(budget, device):
+    """Its probability is exactly 1, though a saved logit near 0 is rounded to bf16."""
+    x, weight = normal(20, 16).bfloat16().to(device), (normal(1, 16, seed=1) / 16).bfloat16().to(device)
+    leaves, target = [v.requires_grad_() for v in (x, weight)], torch.zeros(20, dtype=torch.int64, device=device)
+    loss = linear_cross_entropy(*leaves, target, label_smoothing=0.5, reduction="sum", logits_budget=budget)
+    for gradient in torch.autograd.grad(loss, leaves):
+        assert torch.count_nonzero(gradient) == 0
+
+
 @pytest.mark.parametrize("output", ["target_log_prob", "entropy"])
 def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device):
     """As products of other rows may be: a logit that can only be the largest is the largest."""

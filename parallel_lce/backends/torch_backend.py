@@ -204,10 +204,11 @@ class BlockBackward:
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        # [R]: a recomputed logit closer than this to the maximum is set to the maximum. A product over other rows
-        # rounds differently. The difference matters in logits of millions, and where 1 - p is small. None: 0.
+        # [R]: a recomputed or saved logit closer than this to the maximum is set to the maximum. A product over other
+        # rows rounds differently, and saved logits are rounded to bf16. The difference matters in logits of millions,
+        # and where 1 - p is small. None: 0.
         self._slack: Tensor | None = None
-        if self._save < real:
+        if self._save < real or self._has_logits:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
             slack.clamp_(min=0.0).clamp_(min=(sum_exp < ONE_LARGE_ENTRY) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
@@ -318,7 +319,7 @@ class BlockBackward:
         below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
         if packed is not None:
             near, logit = packed
-            below = (logit - self._maximum[rows]).clamp_(max=0.0)
+            below = self._below_max(logit.to(maximum.dtype), rows)
             below_max = below_max if below_max is None else torch.where(near, below, below_max)
             e = torch.where(near, exponential_(below), e)
         return self._softmax_gradient(e, below_max, rows), slope
@@ -329,13 +330,14 @@ class BlockBackward:
         out = borrowed(self._scratch, rows, window, projection.dtype)
         z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
         slope = projection.logit_map.slope(z)
-        z.sub_(self._maximum[rows])
-        if self._slack is None:
-            z.clamp_(max=0.0)
-        else:
-            z.masked_fill_(z > -self._slack[rows], 0.0)
+        self._below_max(z, rows)
         below_max = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
         return self._softmax_gradient(exponential_(z), below_max, rows), slope
+
+    def _below_max(self, z: Tensor, rows: slice) -> Tensor:
+        """z - M, in place."""
+        z.sub_(self._maximum[rows])
+        return z.clamp_(max=0.0) if self._slack is None else z.masked_fill_(z > -self._slack[rows], 0.0)
 
     def _softmax_gradient(self, e: Tensor, below_max: Tensor | None, rows: slice) -> Tensor:
         """``e (alpha + delta below_max + epsilon e)``. ``e``: exp(z - M). ``below_max``: z - M. Both are

@@ -308,8 +308,9 @@ class BlockBackward:
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
         packed = saved_logits(stored) if self._has_logits else None
-        logit_map, slope = self._projection.logit_map.of_rows(rows), None
+        logit_map, slope = self._projection.logit_map, None
         if logit_map.softcap is not None:
+            logit_map = logit_map.of_rows(rows)
             z = torch.log(stored.to(maximum.dtype) * scale).add_(maximum)
             slope = logit_map.slope(z if packed is None else torch.where(*packed, z))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)

@@ -86,7 +86,7 @@ class Columns:
     def requested(self) -> list[str]:
         return [name for name in _REQUESTABLE if getattr(self, name)]
 
-    @property
+    @cached_property
     def differ(self) -> bool:
         """Whether a gradient may be ``p_j`` times a difference that vanishes where all logits are equal."""
         return self.shifted or self.weighted or self.squared
@@ -133,7 +133,11 @@ class Coefficients(NamedTuple):
     @property
     def present(self) -> list[Tensor]:
         """The coefficients that are not 0, without the factor."""
-        return [c for c in self[:5] if c is not None]
+        present = []
+        for coefficient in self[:5]:
+            if coefficient is not None:
+                present.append(coefficient)
+        return present
 
     def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
         """``values`` in place of :attr:`present`."""

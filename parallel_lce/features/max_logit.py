@@ -37,8 +37,9 @@ class MaxLogitPenalty(Feature):
         top, ids = partial[MAX], integer_view(partial[call.columns["argmax"]]).long() - call.shard.start
         gradient = _weighted(call, coefficients, partial, 2 * top)
         # The term of a target belongs to beta, because gradients of targets are never rounded.
-        of_target = ids == task.target
-        coefficients = coefficients._replace(beta=coefficients.beta - gradient.where(of_target, 0.0))
+        of_target, beta = ids == task.target, coefficients.beta
+        assert beta is not None  # a loss has targets
+        coefficients = coefficients._replace(beta=beta - gradient.where(of_target, 0.0))
         entry = torch.arange(len(ids) + 1, device=ids.device)
         gradient = task.projection.logit_map.before(gradient.masked_fill(of_target, 0.0), top)
         picked = PickedGradient(Picked(ids, entry[:-1], entry[1:]), gradient, top.contiguous())

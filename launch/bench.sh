@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures ours over tensor-parallel ranks against a GEMM-only baseline and other libraries: on all GPUs of this host,
-# or as two gloo processes where there is none.
+# Compares parallel_lce with a GEMM-only baseline and other libraries: on all GPUs of this host, or as two gloo processes
+# where there is none.
 #   ./launch/bench.sh [--tp 1 2 4 8] [--json PATH] [--plot PATH] [--trace DIR] [--help] ...
 # torchrun's own arguments, for several hosts, go in front of a --, the same on each host but for the node's rank:
 #   ./launch/bench.sh --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --nproc-per-node=8 -- ...

@@ -179,7 +179,7 @@ class Shard:
     rows: int
     # V; None: the sum of all ranks' rows
     vocab_size: int | None
-    # Of the arguments that all ranks must share: digest_of
+    # digest_of the arguments that all ranks must share
     digest: int = 0
 
     @cached_property

@@ -39,7 +39,7 @@ class MainGrad:
 class GradBuffer:
     """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
 
-    ``num_accumulations``: how often each row is added to, once per block of tokens; 0 without tokens. With one
+    ``num_accumulations``: blocks of tokens that will be added; 0 without tokens. With one
     accumulation a low-precision gradient is summed window by window, in an fp32 buffer of one window; with several, in
     an fp32 buffer of the gradient's size. ``dtype``: of a new gradient, by default the parameter's. With ``main_grad``
     the gradient is added to that tensor: in place if it is fp32 (fp64), else by one rounded addition of the whole sum.

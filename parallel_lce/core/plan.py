@@ -294,19 +294,9 @@ def _recompute_by_rows(p: Problem, gradients: GradientTraits) -> _Candidate:
 
     A block of few tokens reads and writes the whole fp32 dW for little work. So if blocks would have too few, nothing
     is saved, and a block has as many tokens as a recomputed slice has entries: the fewest bytes of sums for each logit.
-    dX is then summed over slices. Too few are less than a quarter of that number; for a call of one rank that has no
-    room to save, less than that number. Not for so few tokens that they would be one block: recomputing by vocabulary
-    then does the same, and saves what fits.
-
-    bf16, D = 4096, N = 16384, dW added to an fp32 main_grad, one H100: milliseconds without and with the rule. It adds
-    80 MiB.
-
-        budget, tokens that fit   without   with
-        0, 131                      801      214
-        0, 256                      217      108
-        0, 512                       72       57
-        0, 1024                      31       28
-        128 MiB, 1024                60       57
+    dX is then summed over slices. Let s be that number of tokens. A block is too small below s / 4; on one rank with
+    nothing saved, below s. Not for so few tokens that they would be one block: recomputing by vocabulary then does the
+    same, and saves what fits. Measured: docs/benchmarks.md, "Blocks of few tokens".
     """
     first_rows = p.rows_in(p.room)
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))

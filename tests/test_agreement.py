@@ -352,3 +352,15 @@ def test_one_rank(device, monkeypatch):
     monkeypatch.setenv("PARALLEL_LCE_DEBUG", "false")
     with pytest.raises(ValueError, match="PARALLEL_LCE_DEBUG must be 0 or 1, got 'false'"):
         call(good(device))
+
+
+@on_ranks(2)
+def test_a_module_refused_on_one_rank_starts_no_collective(member):
+    """The other rank's module starts none either: a report would meet the caller's next collective."""
+    with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
+        if member.rank == 0:
+            with pytest.raises(ValueError, match="label_smoothing"):
+                parallel_lce.LinearCrossEntropy(process_group=member.group, label_smoothing=2.0)
+        else:
+            parallel_lce.LinearCrossEntropy(process_group=member.group)
+    report.assert_not_called()

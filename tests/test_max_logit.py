@@ -52,3 +52,14 @@ def _body(member, options, dtype):
     found = loss, ours[0].grad, ours[1].grad
     for each, true in zip(found, (expected, truth[0].grad, truth[1].grad[rows])):
         torch.testing.assert_close(each.double().cpu(), true, atol=3e-5 if low else 1e-10, rtol=1e-4 if low else 1e-7)
+
+
+def test_where_z_loss_has_no_slope_left(device):
+    """The target's coefficient ``1 + 2 z_loss lse`` is 0: the penalty's gradient must not depend on it. One entry
+    with logit 0 - 1: the loss is 0 + 0.5 + 1, and dz = 2 * 0.5 * lse + 2 max = -3."""
+    bias = torch.full((1,), -1.0, dtype=torch.float64, device=device, requires_grad=True)
+    x, w = torch.zeros(1, 1, dtype=bias.dtype, device=device), torch.ones(1, 1, dtype=bias.dtype, device=device)
+    y = torch.zeros(1, dtype=torch.int64, device=device)
+    loss = linear_cross_entropy(x, w, y, linear_bias=bias, z_loss=0.5, max_logit_penalty=1.0)
+    loss.backward()
+    assert loss.item() == 1.5 and bias.grad.item() == -3

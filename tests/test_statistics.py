@@ -37,6 +37,21 @@ def test_fields_that_were_not_asked_for_are_none(backend, device):
         parallel_lce.log_prob(lean)
 
 
+def test_features_keep_no_tensors_of_forward(device):
+    """Backward's tensors are saved for it; what a feature keeps beside them is not freed and skips saved-tensor
+    hooks."""
+    t = small(device)
+    ids = torch.arange(2 * N * 2, device=device) % V
+    offsets = torch.arange(2 * N + 1, device=device) * 2
+    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=(ids, offsets), top_k=3, sample_seed=5)
+    node = found.lse.grad_fn
+    node = node if hasattr(node, "call") else node.next_functions[0][0]  # behind a view
+    features = node.call.features
+    assert features
+    kept = [(type(f).__name__, name) for f in features for name, v in vars(f).items() if isinstance(v, torch.Tensor)]
+    assert not kept
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @on_ranks()
 def test_the_lowest_of_equals_comes_first(member, backend):

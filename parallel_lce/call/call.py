@@ -102,8 +102,7 @@ class Call:
         """The ``projection`` with the logit map of a block's tokens."""
         if self.logit_map.token_scale is None:  # with it a token may have a soft-cap of its own, too
             return projection
-        logit_map = self.logit_map.each(lambda t: self.layout.take(t, block))
-        return projection if logit_map is self.logit_map else replace(projection, logit_map=logit_map)
+        return replace(projection, logit_map=self.logit_map.each(lambda t: self.layout.take(t, block)))
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
         """The sum of dX over the ranks; over this rank alone with ``reduce_hidden_grad=False``."""

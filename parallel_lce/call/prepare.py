@@ -23,7 +23,7 @@ from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
 from parallel_lce.call.picks import PickedIds
-from parallel_lce.call.seam import features_of
+from parallel_lce.call.seam import Feature, features_of
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
@@ -176,7 +176,9 @@ def _planned(
     if layout.ranks > 1:
         shard = replace(shard, digest=digest(options, tensors, shape))
     gradients = _gradients(tensors, main_grad, needs)
-    its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
+    its_plan: Any = None
+    if planned:
+        its_plan = _plan(options, tensors, kinds, layout, shard, backend, gradients, main_grad)
     number = None
     if debug.enabled() and not is_meta_or_fake(weight):
         chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
@@ -222,7 +224,8 @@ def _with_tensors(
         scale, temperature, token_weight = (
             t if t is None else t.reshape(-1).to(dtype).contiguous() for t in (scale, temperature, token_weight)
         )
-        logit_map = LogitMap.of(known.options, scale, temperature)
+        if scale is not None or temperature is not None:
+            logit_map = LogitMap.of(known.options, scale, temperature)
     call = known.replaced(
         layout=layout,
         target=target,
@@ -253,6 +256,7 @@ def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> Gr
 def _plan(
     options: Options,
     tensors: Tensors,
+    kinds: tuple[type[Feature], ...],
     layout: Layout,
     shard: Shard,
     backend: Backend,
@@ -264,7 +268,7 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
-        and all([kind.allows_accumulation for kind in features_of(options, tensors)])
+        and all([kind.allows_accumulation for kind in kinds])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -284,17 +288,18 @@ def _plan(
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
         reuses_saved=backend.REUSES_SAVED,
-        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, tensors, gradients and main_grad) else 0,
+        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, kinds, gradients and main_grad) else 0,
     )
     return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
 
 
-def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
+def _may_be_dense(
+    options: Options, weight: Tensor, kinds: tuple[type[Feature], ...], main_grad: MainGrad | None
+) -> bool:
     """Whether a small loss may make fp32 logits. ``main_grad``: None without a backward. Decided by values that all
     ranks share."""
-    weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    allowed = all([kind.allows_dense for kind in features_of(options, tensors)])
+    allowed = all([kind.allows_dense for kind in kinds])
     return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
 
 

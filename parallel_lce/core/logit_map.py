@@ -52,7 +52,7 @@ class LogitMap(NamedTuple):
         return self.with_tensors(*[t if t is None else change(t) for t in self.tensors])
 
     def of_rows(self, rows: slice | Tensor) -> LogitMap:
-        return self if self.token_scale is None else self.each(lambda t: t[rows])
+        return self.each(lambda t: t[rows])
 
     def apply(self, u: Tensor) -> Tensor:
         """The logits of ``u [..., R]``, in place."""

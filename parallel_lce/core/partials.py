@@ -133,11 +133,7 @@ class Coefficients(NamedTuple):
     @property
     def present(self) -> list[Tensor]:
         """The coefficients that are not 0, without the factor."""
-        present = []
-        for coefficient in self[:5]:
-            if coefficient is not None:
-                present.append(coefficient)
-        return present
+        return [c for c in self[:5] if c is not None]
 
     def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
         """``values`` in place of :attr:`present`."""

@@ -1,7 +1,7 @@
 """Triton's interpreter, made to round as GPUs do, so that one bound serves for both; and without work that shows
 nothing, which took most of its time.
 
-By itself it cuts fp32 off to bf16 where a GPU rounds to nearest.
+By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and its maximum with NaN is NaN.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ def _rounded(data, source, destination, rounding_mode):
 
 def round_as_gpus_do() -> None:
     interpreter._convert_float = _rounded
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 
 
 _patch_lang = interpreter._patch_lang

@@ -19,10 +19,11 @@ from cases import DTYPES, normal
 from parallel_lce import linear_cross_entropy, token_statistics
 from parallel_lce.backends import triton_backward
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.kernels.arithmetic import REACH
 from tools import chosen_backend, on_ranks, shrunk, small
 
 KINDS = 9  # of tokens, in turn
+# A logit 2 FAR below 0 or 3 FAR above changes its window's reference.
+FAR = 32.0
 PIECES = dict(R=600, V=700, D=72, budget=0, block=2 * 512 * 512)
 PRODUCTS = dict(R=1100, V=300, D=8, products=1)
 # R, V, D and the options of a call; ``block``: bytes of recomputed logits.
@@ -63,10 +64,10 @@ def problem(dtype, device, *, R=40, V=700, D=136, bias=False, far=0.0, **_) -> S
     target[5::18] = min(7, V - 1)  # shared, of kind 5
     picked = normal(D, V, seed=1)
     if V > 500:
-        picked[column_kind == 1, 256:512] -= 2 * REACH
-        picked[column_kind == 2, 5] += 3 * REACH
-        picked[column_kind == 3, 5::128] += 3 * REACH
-        picked[column_kind == 4, V - 1] += REACH + 20
+        picked[column_kind == 1, 256:512] -= 2 * FAR
+        picked[column_kind == 2, 5] += 3 * FAR
+        picked[column_kind == 3, 5::128] += 3 * FAR
+        picked[column_kind == 4, V - 1] += FAR + 20
         sure = (kind == 6) & (target >= 0)
         picked[column[sure], target[sure]] += 16
         picked[column_kind == 7, 17] += 20

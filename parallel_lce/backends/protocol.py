@@ -34,6 +34,8 @@ class Backend(Protocol):
     NAME: str
     # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
     SMALLEST_ACCUMULATED: int
+    # Whether sums of partials have second rows, so that merged sums do not depend on how the vocabulary is split.
+    EXACT_SUMS: bool
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
     # Most flops of the three products for which a loss makes fp32 logits; 0: never.

@@ -1,9 +1,9 @@
 """The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
-A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
-for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.epilogue`). The gradient of the logits
-is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
-the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
+A block of R tokens saves ``e = exp(z)`` of its first vocabulary entries, in windows with large logits times a power of
+two (:mod:`parallel_lce.kernels.arithmetic`). The gradient of the logits is then c e, with one coefficient c per token,
+except in the target's column. So no pass over R * V is needed between the forward and the products of the backward
+(:mod:`parallel_lce.backends.triton_backward`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.loss_kernels import mean_loss, token_losses
 from parallel_lce.kernels.partials import WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_hidden_gradient
-from parallel_lce.kernels.product import Product, new_window_partials
+from parallel_lce.kernels.product import new_window_partials
 from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
     "DENSE_FLOPS",
+    "EXACT_SUMS",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
@@ -54,6 +55,7 @@ __all__ = [
 NAME: str = "triton"
 DENSE_FLOPS: float = MEASURED.dense_flops
 SMALLEST_ACCUMULATED: int = MEASURED.smallest_accumulated
+EXACT_SUMS: bool = True
 REUSES_SAVED: bool = True
 
 _PARTIAL_BYTES = MEASURED.partial_bytes
@@ -99,8 +101,7 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
-    sums of exponentials are saved, too. fp16 has no softmax shift: its exponentials are relative to each window's
-    maximum."""
+    sums of exponentials are saved, too."""
     projection, x, columns, target, save = task.projection, task.x, task.columns, task.target, task.save
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
@@ -110,24 +111,23 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
-    stored = exponentials = shift = sampled = flat = None
+    stored = exponentials = flat = None
+    capped = projection.logit_map.softcap is not None
     if save:
         stride = stride_of(save)
         buffer = x.new_empty(rows * stride) if task.buffer is None else task.buffer[: rows * stride]
         stored = buffer.view(rows, stride)
         exponentials = stored if stride == save else stored[:, :save]
-        shift = _new_softmax_shift(product)
-        if columns.differ and shift is not None:
+        if columns.differ and x.dtype != torch.float16:
             # Under a soft-cap every row is rewritten, as those of flat tokens are.
-            flat = torch.ones_like(shift)
-        # Under a soft-cap the shift is 0.
-        sampled = shift if projection.logit_map.softcap is None else None
+            flat = x.new_ones(rows, dtype=torch.float32)
     if target is None:
         partial[TARGET].zero_()
+    sampled = None if capped else flat
     if target is not None or sampled is not None:
-        target_logits(product, target, partial[TARGET], sampled, flat)
+        target_logits(product, target, partial[TARGET], sampled)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
-    row_bytes = 4 * product.windows * (columns.count - 1)
+    row_bytes = 8 * product.windows * (columns.merged - 1)
     fitting = rows if save or task.save_window_partials else max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
     saved: Saved | tuple[()] = ()
@@ -135,36 +135,26 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         some = slice(first, first + size)
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
-        of_rows.launch(exponentials, ForwardEpilogue(windows, shift, flat=flat))
-        known = WindowPartials(windows.max, windows.sum_exp, shift)
+        of_rows.launch(exponentials, ForwardEpilogue(windows, flat=flat))
+        known = WindowPartials(windows.max, windows.sum_exp)
         if task.picked is not None:
             kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
-        on_shift = merge_windows(
+        plain = merge_windows(
             windows,
             partial[:, some],
-            shift,
             columns,
             target=None if target is None else target[some],
-            window=width,
             entries=real,
             start=projection.start,
+            find_plain=stored is not None and x.dtype != torch.float16,
         )
         if task.window_partials is not None:
             task.window_partials.append(known)
         if stored is not None or task.save_window_partials:
             sums = windows.sum_exp if task.save_window_partials else None
-            saved = Saved(stored, windows.max, shift, on_shift, sums, flat)
+            saved = Saved(stored, windows.max, plain, sums, flat)
         del windows, known  # before the next ones are allocated
     return partial, saved
-
-
-def _new_softmax_shift(product: Product) -> Tensor | None:
-    """Memory for the softmax shift ``[R]`` fp32: 0 under a soft-cap, None for fp16."""
-    x = product.x
-    if x.dtype == torch.float16:
-        return None
-    new = x.new_empty if product.logit_map.softcap is None else x.new_zeros
-    return new(x.shape[0], dtype=torch.float32)
 
 
 block_backward = BlockBackward

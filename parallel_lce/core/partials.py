@@ -24,7 +24,7 @@ The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -81,10 +81,17 @@ class Columns:
     weighted: bool = False
     squared: bool = False
     argmax: bool = False
+    # A rank's partial has, after these columns, a second row for each sum: what the first lost by its rounding. Merged
+    # partials have none.
+    low: bool = False
 
     @property
     def requested(self) -> list[str]:
         return [name for name in _REQUESTABLE if getattr(self, name)]
+
+    @cached_property
+    def without_low(self) -> Columns:
+        return replace(self, low=False)
 
     @cached_property
     def differ(self) -> bool:
@@ -93,18 +100,25 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        return ["max", "sum_exp", "target", *self.requested]
+        merged = ["max", "sum_exp", "target", *self.requested]
+        sums = [name for name in merged if name not in ("max", "target", "argmax")]
+        return merged + [f"{name}_low" for name in sums if self.low]
+
+    @cached_property
+    def merged(self) -> int:
+        """Number of columns of a merged partial."""
+        return 3 + len(self.requested)
 
     @cached_property
     def count(self) -> int:
-        return 3 + self.shifted + self.total + self.weighted + self.squared + self.argmax
+        return len(self.names)
 
     def __getitem__(self, name: str) -> int:
         before = _REQUESTABLE[: _REQUESTABLE.index(name)]
         return 3 + len([other for other in before if getattr(self, other)])
 
 
-_REQUESTABLE = tuple(field.name for field in fields(Columns))
+_REQUESTABLE = tuple(field.name for field in fields(Columns) if field.name != "low")
 
 
 class Merged(NamedTuple):

@@ -25,9 +25,8 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     if rows and real:
         product = product_of(projection, aligned_contiguous(x), 0, real)
         windows = new_window_partials(product, columns)
-        product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
-        width = product.tile.entries
-        merge_windows(windows, partial, None, columns, window=width, entries=real, start=projection.start)
+        product.launch(None, ForwardEpilogue(windows, logits, logits.stride(0)))
+        merge_windows(windows, partial, columns, entries=real, start=projection.start)
     return logits, partial
 
 

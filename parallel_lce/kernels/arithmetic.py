@@ -1,7 +1,13 @@
-"""Arithmetic that several kernels share: exponentials, and gradients of logits.
+"""Arithmetic that several kernels share: exponentials, sums that do not depend on their order, gradients of logits.
 
-The softmax shift is subtracted from a token's logits before exp: ``exp(z - shift)``. The functions run under Triton
-and, called from a Gluon kernel, under Gluon.
+The functions run under Triton and, called from a Gluon kernel, under Gluon.
+
+The sum of a token's exponentials has the same bits however its vocabulary is cut into windows and shards:
+
+- A window's exponentials are ``exp(z)``, and so a function of the logit alone, unless the window's logits are far from
+  0 (:func:`scale_of`).
+- :func:`wide_sum` adds the exponentials of a window, and fp64 the sums of windows and ranks. What they round away is
+  too small to change the fp32 result, but for about one token in ten million.
 """
 
 from __future__ import annotations
@@ -10,24 +16,31 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+try:
+    from triton.experimental.gluon import language as gl
+except ImportError:
+    gl = None
+
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY
 from parallel_lce.kernels.device import interpreted
 
-REACH = 32.0
-"""Largest distance, in nats, of a window's maximum from the token's softmax shift. bf16 has fp32's exponent range:
-exp(32) and exp(-32) are far from overflow and underflow."""
-
 SAVED_FP16_SCALE = 2.0**15
-"""fp16 saves exp(z - maximum), which is in [0, 1], times this number. Down to e^-20 no precision is lost."""
+"""fp16 saves exponentials in [0, 1], times this number. Down to e^-20 no precision is lost."""
 
 # Relative error of a logit that is summed in another order.
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
-_REACH, _FAR_BELOW = tl.constexpr(REACH), tl.constexpr(2.0**126)
+_FAR_BELOW = tl.constexpr(2.0**126)
+# Largest logits, in units of log2, for which exp(z) and sums of it neither overflow nor lose an entry that counts.
+_LOWEST_TOP, _HIGHEST_TOP = tl.constexpr(-64.0), tl.constexpr(100.0)
+_HUGE = tl.constexpr(2.0**28)
+_EXPONENT = tl.constexpr(0x7F800000)
 INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
 LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+# ln(2) minus its fp32 number.
+_LN_2_LOW = tl.constexpr(-1.9046542121259336e-09)
 
 
 @triton.jit
@@ -73,25 +86,17 @@ def _log2(x):
 
 
 @triton.jit
-def logit_above(e, shift, base):
-    """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
-    return tl.maximum(_log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
-
-
-@triton.jit
 def flattened(e, flat):
-    """The numbers to save of exponentials relative to the softmax shift. ``flat``: 0, and they are ``e``; or exp(shift)
-    of a token with most logits near 0, and they are ``exp(z) - 1``, whose rounding is relative to z. An exp(z) below
-    0.6 keeps its digits in another range."""
+    """The numbers to save of exponentials. ``flat``: 0, and they are ``e``; or 1 for a token with most logits near 0,
+    and they are ``e - 1``, whose rounding is relative to z. An e below 0.6 keeps its digits in another range."""
     is_flat = flat > 0.0
-    e *= tl.where(is_flat, flat, 1.0)
     one, least = tl.where(is_flat, 1.0, 0.0), tl.where(is_flat, 0.6, -1.0)
     return tl.where(e < least, e * -_FAR_BELOW - 1.0, e - one)
 
 
 @triton.jit
 def unflattened(saved, flat):
-    """The exponentials of :func:`flattened`, of a flat token relative to 0 instead of the softmax shift."""
+    """The exponentials of :func:`flattened`."""
     return tl.where(saved < -0.5, (saved + 1.0) * (-1.0 / _FAR_BELOW), saved + tl.where(flat > 0.0, 1.0, 0.0))
 
 
@@ -145,8 +150,88 @@ def finite_base(maximum):
 
 
 @triton.jit
-def window_shift(maximum, softmax_shift):
-    """The number subtracted from a window's logits before exp: the token's softmax shift if the window's maximum lies
-    within ``REACH`` of it, else the maximum."""
-    within = (tl.abs(maximum - softmax_shift) <= _REACH) | (maximum == -float("inf"))
-    return tl.where(within, softmax_shift, finite_base(maximum))
+def _fused(a, b, c):
+    """``a * b + c``, rounded once."""
+    if INTERPRETED:
+        # The interpreter's fma rounds twice.
+        return (a.to(tl.float64) * b + c).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def scale_of(maximum):
+    """``(slope, reference)`` of a window's exponentials, which are ``2^(slope z - reference)``: log2(e) and 0 if the
+    window's largest logit lies between -44 and 69, else the exponential of the largest logit is near 1."""
+    base = finite_base(maximum)
+    top = base * LOG2_E
+    reference = tl.where((top >= _LOWEST_TOP) & (top < _HIGHEST_TOP), 0.0, top)
+    # The rounding of a huge top would be large. Its neighbours' exponentials are 0, with any slope.
+    is_huge = tl.abs(top) >= _HUGE
+    return tl.where(is_huge, 1.0, LOG2_E), tl.where(is_huge, base, reference)
+
+
+@triton.jit
+def power_from(z, slope, reference):
+    """``2^(slope z - reference)``"""
+    return tl.exp2(_fused(z, slope, -reference))
+
+
+@triton.jit
+def at_max(base, slope, reference):
+    """log2 of what a scale's exponentials are to be multiplied by, to be relative to exp(base)."""
+    return _fused(-base, slope, reference)
+
+
+@triton.jit
+def of_saved(maximum, base, IS_FP16: tl.constexpr):
+    """``(factor, unit, shift)`` of a window's saved exponentials e: ``exp(z - base) = factor e`` and
+    ``z - base = unit log2(e) + shift``. In fp16 they are relative to the window's maximum."""
+    if IS_FP16:
+        shift = finite_base(maximum) - base
+        return exponential(shift), tl.full(shift.shape, _LN_2, tl.float32), shift
+    else:
+        slope, reference = scale_of(maximum)
+        unit = tl.where(slope == 1.0, 1.0, _LN_2)
+        shift = _fused(reference, unit, -base) + reference * tl.where(slope == 1.0, 0.0, _LN_2_LOW)
+        return tl.exp2(at_max(base, slope, reference)), unit, shift
+
+
+@triton.jit
+def logit_above(e, unit, shift):
+    """z - base of :func:`of_saved`; ``LOWEST_SHIFT`` where e underflowed."""
+    return tl.maximum(_log2(e) * unit + shift, LOWEST_SHIFT)
+
+
+@triton.jit
+def power_of_two_above(x):
+    """The least power of two above x >= 0."""
+    return (x.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True) * 2.0
+
+
+@triton.jit
+def wide_sum(values, bound, like):
+    """Sums ``[M]`` fp64 of ``values [M, N]`` over N. ``bound [M]``: at least their magnitude. ``like [M]``: has the
+    layout of the result.
+
+    The columns 2 k and 2 k + 1 are added in fp32. Each of these sums is split into a multiple of a quantum and a rest.
+    Sums of multiples are exact in fp32, in any order. The roundings of the rests' sum are about 2^-42 of the bound
+    (Rump, Ogita and Oishi 2008, "Accurate floating-point summation", section 3).
+    """
+    M: tl.constexpr = values.shape[0]
+    PAIRS: tl.constexpr = values.shape[1] // 2
+    # A thread has the columns 8 k + 2 i and 8 k + 2 i + 1 of a tensor core's accumulator, for one i below 4.
+    LANES: tl.constexpr = 4
+    NUMBER: tl.constexpr = PAIRS // LANES
+    pairs = tl.sum(tl.reshape(values, (M, PAIRS, 2)), 2)
+    pairs = tl.reshape(pairs, (M, NUMBER, LANES))
+    # 1.5 n 2^e for n sums of at most 2^e: adding it rounds to a multiple of n 2^(e - 23).
+    large = power_of_two_above(bound) * (1.5 * NUMBER)
+    if hasattr(like.type, "layout"):
+        large = gl.convert_layout(large, gl.SliceLayout(1, gl.SliceLayout(2, pairs.type.layout)))
+    multiples = (pairs + large[:, None, None]) - large[:, None, None]
+    total = tl.sum(multiples, 1).to(tl.float64) + tl.sum(pairs - multiples, 1).to(tl.float64)
+    total = tl.sum(total, 1)
+    if hasattr(like.type, "layout"):
+        total = gl.convert_layout(total, like.type.layout)
+    return total

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
+from parallel_lce.kernels.arithmetic import at_max, exponential_from, finite_base, scale_of
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -66,15 +66,13 @@ def store_draw(z, position, draw, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _masses(windows, w, r, inside, shift, base, rows):
+def _masses(windows, w, r, inside, base, rows):
     """Sums of exponentials of the windows ``w``, relative to ``base``, fp64."""
     here = w.to(tl.int64)[:, None] * rows + r[None, :]
     m = tl.load(windows.max + here, mask=inside, other=-float("inf"))
     s = tl.load(windows.sum_exp + here, mask=inside, other=0.0)
-    reference = finite_base(m)
-    if windows.softmax_shift is not None:
-        reference = window_shift(m, shift[None, :])
-    return tl.where(m == -float("inf"), 0.0, s * exponential_from(reference, base[None, :])).to(tl.float64)
+    slope, reference = scale_of(m)
+    return tl.where(m == -float("inf"), 0.0, s * tl.exp2(at_max(base[None, :], slope, reference)))
 
 
 @Relaunched
@@ -86,16 +84,13 @@ def lce_forward_find_windows(
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
     base = finite_base(tl.load(maximum + r, mask=valid, other=0.0))
-    shift = base
-    if windows.softmax_shift is not None:
-        shift = tl.load(windows.softmax_shift + r, mask=valid, other=0.0)
     # The same sums, in the same order, as in the second loop: a merged sum is rounded, and a draw point behind the last
     # window would go to the entries at the end of the vocabulary.
     total = tl.zeros((BLOCK_R,), tl.float64)
     for first in range(0, num_windows, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_windows)[:, None] & valid[None, :]
-        total = tl.max(total[None, :] + tl.cumsum(_masses(windows, w, r, inside, shift, base, rows), 0), 0)
+        total = tl.max(total[None, :] + tl.cumsum(_masses(windows, w, r, inside, base, rows), 0), 0)
     threshold = total * tl.load(draw_point + r, mask=valid, other=0.5)
     total = tl.zeros((BLOCK_R,), tl.float64)
     # Number and end of the windows that end before the draw point; end of the draw point's window.
@@ -105,7 +100,7 @@ def lce_forward_find_windows(
     for first in range(0, num_windows, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_windows)[:, None] & valid[None, :]
-        ends = total[None, :] + tl.cumsum(_masses(windows, w, r, inside, shift, base, rows), 0)
+        ends = total[None, :] + tl.cumsum(_masses(windows, w, r, inside, base, rows), 0)
         ended = ends <= threshold[None, :]
         passed += tl.sum((ended & inside).to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(ended, ends, 0.0), 0))

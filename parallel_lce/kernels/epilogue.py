@@ -11,7 +11,7 @@ column numbers. A mainloop calls :func:`tile_rows` before a tile's product, so t
 :func:`finish_tile` after it. ``KIND``: the epilogue's. The functions run under Triton and Gluon. An absent tensor is
 None: Triton compiles the kernel without it.
 
-Saved exponentials are relative to ``arithmetic.window_shift``, nearly always the token's softmax shift.
+Saved exponentials are those of ``arithmetic.scale_of``; in fp16 the largest one of each window is 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, flattened, loaded
+from parallel_lce.kernels.arithmetic import (
+    LOWEST_SHIFT,
+    exponential_from,
+    finite_base,
+    flattened,
+    loaded,
+    power_from,
+    scale_of,
+)
 from parallel_lce.kernels.draws import store_draw
 from parallel_lce.kernels.logit_map import slope_at, tile_caps, tile_logits
 from parallel_lce.kernels.partials import PartialColumns, store_partials
@@ -33,8 +41,6 @@ class ForwardEpilogue(NamedTuple):
 
     KIND = "forward"
     partials: PartialColumns
-    # [R] fp32. None: exponentials are relative to each window's maximum.
-    softmax_shift: torch.Tensor | None
     # [R, V] fp32, an output, and its row stride. None: logits are not stored.
     logits: torch.Tensor | None = None
     logits_stride: int = 0
@@ -65,11 +71,7 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
     elif KIND == "draw":
         return (loaded(logit_map.token_scale, r, valid, 1.0),)
     else:
-        return (
-            loaded(logit_map.token_scale, r, valid, 1.0),
-            loaded(epilogue.softmax_shift, r, valid, 1.0),
-            loaded(epilogue.flat, r, valid, 1.0),
-        )
+        return (loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0))
 
 
 @triton.jit
@@ -101,10 +103,12 @@ def finish_tile(
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
-        HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        e = store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        e, top = store_partials(z, position, epilogue.partials, MASKED)
+        if SAVED_SCALE != 1.0:
+            slope, reference = scale_of(top)
+            e *= (SAVED_SCALE / power_from(finite_base(top), slope, reference))[:, None]
         if epilogue.flat is not None:
-            e = flattened(e, row_values[2][:, None])
+            e = flattened(e, row_values[1][:, None])
         return e
 
 

@@ -3,8 +3,11 @@
 ``parallel_lce.core.partials`` has the algebra in plain torch. A *window* is the vocabulary range of one tile. Each
 window stores one partial per token. One kernel merges the windows of a rank, and the partials of the ranks.
 
-A window's sums of exponentials are relative to ``arithmetic.window_shift`` or, without a softmax shift, to the window's
-maximum. Sums of a merged partial are relative to its maximum. Offsets into ``[windows, tokens]`` are 64-bit.
+A window's exponentials are those of ``arithmetic.scale_of``. Their sum, the sum of their squares and ``total`` are
+fp64 (:mod:`parallel_lce.kernels.arithmetic`). ``weighted`` is fp32.
+
+Sums of a merged partial are fp32 and relative to its maximum. On several ranks each sum of a rank's partial has a
+second row, ``low``: what the first lost by its rounding. Offsets into ``[windows, tokens]`` are 64-bit.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
 from parallel_lce.core.partials import NO_ENTRY, TRAILER
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
+from parallel_lce.kernels.arithmetic import (
+    LOWEST_SHIFT,
+    at_max,
+    exact_logit,
+    finite_base,
+    power_from,
+    power_of_two_above,
+    scale_of,
+    wide_sum,
+)
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
@@ -31,7 +43,7 @@ _RANKS_TILE, _RANKS_ROWS = 1024, 128
 
 class PartialColumns(NamedTuple):
     """The columns of ``parallel_lce.core.partials``, one tensor each, tokens last. None: absent. ``argmax`` is a
-    bit-cast integer."""
+    bit-cast integer. Windows have ``total`` in place of ``shifted``."""
 
     max: torch.Tensor
     sum_exp: torch.Tensor
@@ -44,54 +56,81 @@ class PartialColumns(NamedTuple):
 
 
 class WindowPartials(NamedTuple):
-    """Maxima and sums of exponentials of the forward's windows, ``[windows, R]`` fp32 each."""
+    """Maxima ``[windows, R]`` fp32 and sums of exponentials ``[windows, R]`` fp64 of the forward's windows."""
 
     max: torch.Tensor
     sum_exp: torch.Tensor
-    # [R] fp32, or None
-    softmax_shift: torch.Tensor | None
 
     def of_rows(self, rows: slice) -> WindowPartials:
-        shift = self.softmax_shift
-        return WindowPartials(self.max[:, rows], self.sum_exp[:, rows], shift if shift is None else shift[rows])
+        return WindowPartials(self.max[:, rows], self.sum_exp[:, rows])
 
 
 @triton.jit
-def store_partials(z, position, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
-    """Store the ``partials [windows, rows]`` of the logits ``z [BLOCK_M, BLOCK_N]``. Returns their exponentials.
+def store_partials(z, position, partials, MASKED: tl.constexpr):
+    """Store the ``partials [windows, rows]`` of the logits ``z [BLOCK_M, BLOCK_N]``. Returns their exponentials and the
+    maxima.
 
-    ``position``: as in :func:`parallel_lce.kernels.epilogue.finish_tile`. ``shift``: the tokens' softmax shift, if
-    ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last vocabulary entry.
+    ``position``: as in :func:`parallel_lce.kernels.epilogue.finish_tile`. ``MASKED``: the tile may have columns beyond
+    the last vocabulary entry.
     """
     r, c, window, rows, entries = position
     valid = r < rows
     inside = (c < entries)[None, :]
     here = window.to(tl.int64) * rows + r
     if partials.total is not None:
-        tl.store(partials.total + here, tl.sum(tl.where(inside, z, 0.0), 1), mask=valid)
+        logits = tl.where(inside, z, 0.0)
+        bound = tl.max(tl.abs(logits), 1)
+        # Of huge numbers a sum would overflow.
+        unit = tl.where(bound < 2.0**64, 1.0, 2.0**-64)
+        total = wide_sum(logits * unit[:, None], bound * unit, r) / unit
+        total = tl.where(bound < float("inf"), total, tl.sum(logits, 1).to(tl.float64))
+        tl.store(partials.total + here, total, mask=valid)
     if MASKED:
         z = tl.where(inside, z, -float("inf"))
     top = tl.max(z, 1)
-    base = finite_base(top)
     tl.store(partials.max + here, top, mask=valid)
     if partials.argmax is not None:
         ids = tl.min(tl.where(z == top[:, None], c[None, :], _NO_ENTRY), 1)
         tl.store(partials.argmax + here, ids.to(tl.float32, bitcast=True), mask=valid)
-    if partials.shifted is not None:
-        shifted = tl.where(inside, z - base[:, None], 0.0)
-        tl.store(partials.shifted + here, tl.sum(shifted, 1), mask=valid)
-    reference = base
-    if HAS_SHIFT:
-        reference = window_shift(top, shift)
     # tl.max ignores NaN. exp(NaN) makes the sum NaN, which the merge detects.
-    e = exponential_from(z, reference[:, None])
-    tl.store(partials.sum_exp + here, tl.sum(e, 1), mask=valid)
+    base = finite_base(top)
+    slope, reference = scale_of(top)
+    e = power_from(z, slope[:, None], reference[:, None])
+    largest = power_from(base, slope, reference)
+    tl.store(partials.sum_exp + here, wide_sum(e, largest, r), mask=valid)
     if partials.weighted is not None:
-        weighted = e * tl.maximum(z - base[:, None], LOWEST_SHIFT)
-        tl.store(partials.weighted + here, tl.sum(weighted, 1), mask=valid)
+        weighted = tl.sum(e * tl.maximum(z - base[:, None], LOWEST_SHIFT), 1)
+        tl.store(partials.weighted + here, weighted, mask=valid)
     if partials.squared is not None:
-        tl.store(partials.squared + here, tl.sum(e * e, 1), mask=valid)
-    return e
+        # In (0, 1], so that no square overflows.
+        unit = power_of_two_above(largest)
+        scaled, bound = e * (1.0 / unit)[:, None], largest / unit
+        unit = unit.to(tl.float64)
+        tl.store(partials.squared + here, wide_sum(scaled * scaled, bound * bound, r) * unit * unit, mask=valid)
+    return e, top
+
+
+@triton.jit
+def _offsets(w, stride, r):
+    return w.to(tl.int64)[:, None] * stride + r[None, :]
+
+
+@triton.jit
+def _wide(column, low, here, inside):
+    """A sum of windows, or of ranks, which has a second row; fp64."""
+    value = tl.load(column + here, mask=inside, other=0.0).to(tl.float64)
+    if low is not None:
+        value += tl.load(low + here, mask=inside, other=0.0).to(tl.float64)
+    return value
+
+
+@triton.jit
+def _store_wide(value, column, low, r, valid):
+    rounded = value.to(tl.float32)
+    tl.store(column + r, rounded, mask=valid)
+    if low is not None:
+        rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded.to(tl.float64))
+        tl.store(low + r, rest.to(tl.float32), mask=valid)
 
 
 @triton.jit
@@ -122,12 +161,13 @@ def _merge_name(specialization) -> str:
 
 # Triton turns an integer argument of 1 into a constant, which has no `to`.
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "num_slices", "entries", "start"], repr=_merge_name)
+@triton.jit(do_not_specialize=["rows", "num_slices", "stride", "entries", "start"], repr=_merge_name)
 def _merge_kernel(
     slices,
+    low,
     merged,
-    softmax_shift,
-    on_shift,
+    merged_low,
+    plain,
     targets,
     trailers,
     vocab_size,
@@ -137,15 +177,14 @@ def _merge_kernel(
     entries,
     start,
     RANKS: tl.constexpr,
-    WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
+    """Merge slices of the vocabulary: the windows of a shard, or the shards of the ranks.
 
-    ``stride``: elements between the columns of neighbouring slices. Windows: ``entries`` and ``start`` describe the
-    shard; ``merged`` holds the logits of the ``targets``. Ranks: ``entries`` is V, or None; ``vocab_size``
-    is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
+    ``stride``: elements between the columns of neighbouring slices. ``low``, ``merged_low``: second rows of the sums.
+    Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``. Ranks:
+    ``entries`` is V, or None; ``vocab_size`` is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
@@ -154,151 +193,137 @@ def _merge_kernel(
     for first in range(0, num_slices, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_slices)[:, None] & valid[None, :]
-        here = w.to(tl.int64)[:, None] * stride + r[None, :]
-        m = tl.load(slices.max + here, mask=inside, other=-float("inf"))
+        m = tl.load(slices.max + _offsets(w, stride, r), mask=inside, other=-float("inf"))
         broken = tl.maximum(broken, tl.max((m != m).to(tl.int32), 0))
         top = tl.maximum(top, tl.max(tl.where(m != m, -float("inf"), m), 0))
     base = finite_base(top)
-    shift = base
-    if softmax_shift is not None:
-        shift = tl.load(softmax_shift + r, mask=valid, other=0.0)
-    off_shift = tl.zeros((BLOCK_R,), tl.int32)
-    sum_exp = tl.zeros((BLOCK_R,), tl.float32)
+    slope, common = scale_of(top)
+    own = at_max(base, slope, common)
+    off_zero = tl.zeros((BLOCK_R,), tl.int32)
+    sum_exp = tl.zeros((BLOCK_R,), tl.float64)
     target = tl.zeros((BLOCK_R,), tl.float32)
-    shifted = tl.zeros((BLOCK_R,), tl.float32)
-    total = tl.zeros((BLOCK_R,), tl.float32)
-    weighted = tl.zeros((BLOCK_R,), tl.float32)
-    squared = tl.zeros((BLOCK_R,), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float64)
+    weighted = tl.zeros((BLOCK_R,), tl.float64)
+    squared = tl.zeros((BLOCK_R,), tl.float64)
     argmax = tl.full((BLOCK_R,), _NO_ENTRY, tl.int32)
+    count = entries
     nan = 0.0
     if RANKS:
         real, matching = _shards(trailers, num_slices, stride, entries, BLOCK_W)
+        count = tl.sum(real, 0)
         nan = tl.where(matching, 0.0, float("nan"))
         if tl.program_id(0) == 0:
-            tl.store(vocab_size, tl.sum(real, 0))
-    # Windows whose maximum is the token's: the exponential of that maximum, and the number of these windows.
-    largest = exponential_from(top, base)
-    if softmax_shift is not None:
-        largest = exponential_from(top, window_shift(top, shift))
-    number = tl.zeros((BLOCK_R,), tl.float32)
+            tl.store(vocab_size, count)
+    # Sums are added in the scale of the largest logit.
     for first in range(0, num_slices, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_slices)[:, None] & valid[None, :]
-        here = w.to(tl.int64)[:, None] * stride + r[None, :]
+        here = _offsets(w, stride, r)
         m = tl.load(slices.max + here, mask=inside, other=-float("inf"))
-        s = tl.load(slices.sum_exp + here, mask=inside, other=0.0)
+        s = _wide(slices.sum_exp, low.sum_exp, here, inside)
         missing = m == -float("inf")
-        below_max = tl.where(missing, 0.0, m - base[None, :])
+        its_slope, reference = scale_of(m)
+        factor = tl.exp2(at_max(base[None, :], its_slope, reference) - own[None, :]).to(tl.float64)
         if RANKS:
-            count = real.to(tl.float32)
-            factor = tl.exp(below_max)
+            factor *= power_from(finite_base(m), its_slope, reference).to(tl.float64)
         else:
-            count = tl.minimum(entries - w * WINDOW, WINDOW).to(tl.float32)
-            reference = finite_base(m)
-            if softmax_shift is not None:
-                reference = window_shift(m, shift[None, :])
-                off_shift = tl.maximum(off_shift, tl.max((inside & (reference != shift[None, :])).to(tl.int32), 0))
-            factor = exponential_from(reference, base[None, :])
+            off_zero = tl.maximum(off_zero, tl.max((inside & (reference != 0.0)).to(tl.int32), 0))
         # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
-        if not RANKS:
-            # The largest exponentials are added last: small terms, added to them one by one, would be rounded away.
-            highest = (m == top[None, :]) & (missing == 0)
-            s = tl.where(highest, s - largest[None, :], s)
-            number += tl.sum(highest.to(tl.float32), 0)
         sum_exp += tl.sum(s * factor, 0)
         if slices.target is not None:
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
         if slices.shifted is not None:
-            column = tl.load(slices.shifted + here, mask=inside, other=0.0)
-            shifted += tl.sum(tl.where(inside, column + count[:, None] * below_max, 0.0), 0)
-        if slices.total is not None:
-            total += tl.sum(tl.load(slices.total + here, mask=inside, other=0.0), 0)
+            column = _wide(slices.shifted, low.shifted, here, inside)
+            total += tl.sum(tl.where(inside, column + real.to(tl.float64)[:, None] * finite_base(m), 0.0), 0)
+        elif slices.total is not None:
+            total += tl.sum(_wide(slices.total, low.total, here, inside), 0)
         if slices.weighted is not None:
-            column = tl.load(slices.weighted + here, mask=inside, other=0.0)
+            column = _wide(slices.weighted, low.weighted, here, inside)
             # Far below the maximum the factor is 0. The bound keeps the other operand finite.
-            weighted += tl.sum((column + s * tl.maximum(below_max, LOWEST_SHIFT)) * factor, 0)
+            below_max = tl.where(missing, 0.0, tl.maximum(m.to(tl.float64) - base[None, :], LOWEST_SHIFT))
+            weighted += tl.sum((column + s * below_max) * factor, 0)
         if slices.squared is not None:
-            column = tl.load(slices.squared + here, mask=inside, other=0.0)
-            if not RANKS:
-                column = tl.where(highest, column - (largest * largest)[None, :], column)
-            squared += tl.sum(column * factor * factor, 0)
+            squared += tl.sum(_wide(slices.squared, low.squared, here, inside) * factor * factor, 0)
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NO_ENTRY), ids + start, _NO_ENTRY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
-    # Relative to the maximum, each of the largest exponentials is 1.
-    sum_exp += number
-    squared += number
+    to_max = 1.0 / power_from(base, slope, common).to(tl.float64)
+    sum_exp *= to_max
     # A window's maximum ignores a NaN logit, but the window's sum is NaN.
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
-    tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
+    _store_wide(sum_exp + nan, merged.sum_exp, merged_low.sum_exp, r, valid)
     if targets is not None:
         target_id = tl.load(targets + r, mask=valid, other=-1)
         valid_target = (target_id >= 0) & (target_id < entries)
         logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
-        tl.store(merged.target + r, exact_logit(logit, top, sum_exp), mask=valid_target)
+        tl.store(merged.target + r, exact_logit(logit, top, sum_exp.to(tl.float32)), mask=valid_target)
     if slices.target is not None:
         tl.store(merged.target + r, target + nan, mask=valid)
-    if slices.shifted is not None:
-        tl.store(merged.shifted + r, shifted + nan, mask=valid)
-    if slices.total is not None:
-        tl.store(merged.total + r, total + nan, mask=valid)
-    if slices.weighted is not None:
-        tl.store(merged.weighted + r, weighted + nan, mask=valid)
-    if slices.squared is not None:
-        tl.store(merged.squared + r, squared + nan, mask=valid)
-    if slices.argmax is not None:
+    if merged.shifted is not None:
+        _store_wide(total - count * base.to(tl.float64) + nan, merged.shifted, merged_low.shifted, r, valid)
+    if merged.total is not None:
+        _store_wide(total + nan, merged.total, merged_low.total, r, valid)
+    if merged.weighted is not None:
+        _store_wide(weighted * to_max + nan, merged.weighted, merged_low.weighted, r, valid)
+    if merged.squared is not None:
+        _store_wide(squared * to_max * to_max + nan, merged.squared, merged_low.squared, r, valid)
+    if merged.argmax is not None:
         argmax = tl.where(broken, _NO_ENTRY, argmax)
         if RANKS:
             argmax = tl.where(matching, argmax, _NO_ENTRY)
         tl.store(merged.argmax + r, argmax.to(tl.float32, bitcast=True), mask=valid)
-    if softmax_shift is not None:
-        tl.store(on_shift + r, (off_shift == 0).to(tl.uint8), mask=valid)
+    if plain is not None:
+        tl.store(plain + r, (off_zero == 0).to(tl.uint8), mask=valid)
 
 
 @functools.cache
-def _column_indices(columns) -> list[int | None]:
-    """The row of each of the ``PartialColumns`` in a partial; None: absent."""
+def _column_indices(columns, low: bool) -> list[int | None]:
+    """The row of each of the ``PartialColumns`` in a partial, or of its second row; None: absent."""
     names = columns.names
-    return [names.index(name) if name in names else None for name in PartialColumns._fields]
+    wanted = [f"{name}_low" if low else name for name in PartialColumns._fields]
+    return [names.index(name) if name in names else None for name in wanted]
 
 
-def columns_of(partial: torch.Tensor, columns) -> PartialColumns:
-    """The columns of a ``partial [C, R]``. ``columns``: ``parallel_lce.core.partials.Columns``."""
+def columns_of(partial: torch.Tensor, columns, low: bool = False) -> PartialColumns:
+    """The columns of a ``partial [C, R]``, or the second rows of its sums. ``columns``:
+    ``parallel_lce.core.partials.Columns``."""
     rows = partial.unbind(0)
-    return PartialColumns(*[None if row is None else rows[row] for row in _column_indices(columns)])
+    return PartialColumns(*[None if row is None else rows[row] for row in _column_indices(columns, low)])
+
+
+_NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
 
 
 def merge_windows(
     windows: PartialColumns,
     merged: torch.Tensor,
-    softmax_shift: torch.Tensor | None,
     columns,
     *,
     target: torch.Tensor | None = None,
-    window: int,
     entries: int,
     start: int,
+    find_plain: bool = False,
 ) -> torch.Tensor | None:
     """Merge partials ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
 
     With ``target [R]`` int64 the target's column already holds logits. A target that can only be its token's maximum
     gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
 
-    ``window``: entries of a window. ``entries``: of the shard. ``start``: global id of its first entry. Returns
-    ``on_shift [R]`` uint8: whether all windows of a token are relative to its ``softmax_shift [R]`` fp32. Without a
-    softmax shift returns None.
+    ``entries``: of the shard. ``start``: global id of its first entry. With ``find_plain`` returns ``plain [R]`` uint8:
+    whether the reference of all windows of a token is 0.
     """
     num_windows, rows = windows.max.shape
-    on_shift = None if softmax_shift is None else torch.empty_like(softmax_shift, dtype=torch.uint8)
+    plain = windows.max.new_empty(rows, dtype=torch.uint8) if find_plain else None
     _merge_kernel.launch(
         (-(-rows // _MERGE_ROWS),),
         windows,
+        _NO_LOW,
         columns_of(merged, columns),
-        softmax_shift,
-        on_shift,
+        columns_of(merged, columns, low=True),
+        plain,
         target,
         None,
         None,
@@ -308,16 +333,15 @@ def merge_windows(
         entries,
         start,
         RANKS=False,
-        WINDOW=window,
         BLOCK_R=_MERGE_ROWS,
         BLOCK_W=_MERGE_WINDOWS,
     )
-    return on_shift
+    return plain
 
 
 def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`parallel_lce.core.partials.merge_ranks` of ``packed [P, M]`` fp32, contiguous."""
-    merged = packed.new_empty(columns.count, rows)
+    merged = packed.new_empty(columns.merged, rows)
     size = packed.new_empty((), dtype=torch.int64)
     ranks, stride = packed.shape
     block_w = next_power_of_2(ranks)
@@ -330,8 +354,9 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
         _merge_kernel.launch(
             (max(1, -(-rows // block_r)),),
             columns_of(own, columns),
-            columns_of(merged, columns),
-            None,
+            columns_of(own, columns, low=True),
+            columns_of(merged, columns.without_low),
+            _NO_LOW,
             None,
             None,
             trailers,
@@ -342,7 +367,6 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             vocab_size,
             0,
             RANKS=True,
-            WINDOW=1,
             BLOCK_R=block_r,
             BLOCK_W=block_w,
         )

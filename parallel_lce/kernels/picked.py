@@ -17,10 +17,10 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import (
     add_product,
     exact_logit,
-    exponential_from,
     finite_base,
     gradient_of_entry,
-    window_shift,
+    power_from,
+    scale_of,
 )
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.partials import WindowPartials
@@ -67,7 +67,7 @@ def lce_forward_picked_logits(
 ):
     token = tl.program_id(0)
     ids, begin, end = picked
-    maxima, sums, softmax_shift = windows
+    maxima, sums = windows
     stop = tl.load(end + token)
     # The token's row, repeated: the smallest product has ENTRIES rows.
     lane = tl.arange(0, ENTRIES)
@@ -88,11 +88,9 @@ def lce_forward_picked_logits(
         if maxima is not None:
             here = (entry_id // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
-            reference = finite_base(top)
-            if softmax_shift is not None:
-                reference = window_shift(top, tl.load(softmax_shift + token))
-            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / exponential_from(top, reference)
-            logit = exact_logit(logit, top, sum_exp)
+            slope, reference = scale_of(top)
+            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / power_from(finite_base(top), slope, reference)
+            logit = exact_logit(logit, top, sum_exp.to(tl.float32))
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
 
 
@@ -201,7 +199,7 @@ def picked_logits(
         weight,
         product.bias,
         product.logit_map,
-        windows or (None, None, None),
+        windows or (None, None),
         picked,
         logits,
         x.shape[0],

@@ -95,13 +95,16 @@ class Product:
 
 
 def new_window_partials(product: Product, columns) -> PartialColumns:
-    """Uninitialised partials of all windows, ``[windows, R]`` fp32 each, with all ``columns`` but the target's."""
-    windows, rows = product.windows, product.x.shape[0]
+    """Uninitialised partials of all windows, ``[windows, R]`` each, for the ``columns``."""
+    shape, fp32, fp64 = (product.windows, product.x.shape[0]), torch.float32, torch.float64
+
     # One allocation per column: maxima may outlive the others.
-    maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
-    sum_exp, requested = torch.empty_like(maximum), columns.requested
-    others = [torch.empty_like(maximum) if name in requested else None for name in PartialColumns._fields[3:]]
-    return PartialColumns(maximum, sum_exp, None, *others)
+    def new(dtype: torch.dtype, present: bool = True) -> torch.Tensor | None:
+        return product.x.new_empty(shape, dtype=dtype) if present else None
+
+    total = new(fp64, columns.total or columns.shifted)
+    others = new(fp32, columns.weighted), new(fp64, columns.squared), new(fp32, columns.argmax)
+    return PartialColumns(new(fp32), new(fp64), None, None, total, *others)
 
 
 def logits_gradient(

@@ -1,4 +1,4 @@
-"""Each token's target logit and softmax shift, computed before the projection."""
+"""Each token's target logit, and whether its logits are near 0, computed before the projection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.partials import NEAR_ZERO
-from parallel_lce.kernels.arithmetic import add_product, exponential, loaded
+from parallel_lce.kernels.arithmetic import add_product, loaded
 from parallel_lce.kernels.device import hopper_or_later
 from parallel_lce.kernels.logit_map import entry_logits, tile_caps, tile_logits
 from parallel_lce.kernels.product import Product
@@ -29,7 +29,6 @@ def lce_forward_target_logits(
     logit_map,
     target,
     target_logit,
-    softmax_shift,
     flat,
     rows,
     entries,
@@ -49,10 +48,10 @@ def lce_forward_target_logits(
         target_id = tl.load(target + r, mask=valid, other=-1)
         hit = (target_id >= 0) & (target_id < entries)
         own_rows = weight + tl.where(hit, target_id, 0)[:, None] * weight_stride
-        if softmax_shift is None:
+        if flat is None:
             # Tokens whose targets lie in other shards read nothing.
             read = hit
-    if softmax_shift is not None:
+    if flat is not None:
         entry = lane * step
         sampled = entry < entries
         sample_rows = weight + entry.to(tl.int64)[:, None] * weight_stride
@@ -63,47 +62,37 @@ def lce_forward_target_logits(
         if target is not None:
             b = tl.load(own_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
             own = add_product(a, b.T, own)
-        if softmax_shift is not None:
+        if flat is not None:
             b = tl.load(sample_rows + c[None, :], mask=sampled[:, None] & inside, other=0.0)
             sample = add_product(a, b.T, sample)
     if target is not None:
         logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
         logit = entry_logits(logit, bias, target_id, hit, logit_map, r, valid)
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
-    if softmax_shift is not None:
+    if flat is not None:
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
         caps = tile_caps(logit_map, r, valid)
         sample = tile_logits(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), caps, True)
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
-        # A bias may make every sampled logit -inf.
-        shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-        tl.store(softmax_shift + r, shift, mask=valid)
-        if flat is not None:
-            counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
-            near = tl.sum(tl.where(counted & (tl.abs(sample) < _NEAR_ZERO), 1.0, 0.0), 1)
-            is_flat = 2.0 * near > tl.sum(tl.where(counted, 1.0, 0.0), 1)
-            tl.store(flat + r, tl.where(is_flat, exponential(shift), 0.0), mask=valid)
+        counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
+        near = tl.sum(tl.where(counted & (tl.abs(sample) < _NEAR_ZERO), 1.0, 0.0), 1)
+        is_flat = 2.0 * near > tl.sum(tl.where(counted, 1.0, 0.0), 1)
+        tl.store(flat + r, is_flat.to(tl.float32), mask=valid)
 
 
 def target_logits(
-    product: Product,
-    target: torch.Tensor | None,
-    target_logit: torch.Tensor | None,
-    softmax_shift: torch.Tensor | None,
-    flat: torch.Tensor | None = None,
+    product: Product, target: torch.Tensor | None, target_logit: torch.Tensor | None, flat: torch.Tensor | None = None
 ) -> None:
-    """Write the targets' logits into ``target_logit [R]``, and the tokens' ``softmax_shift [R]``, both fp32.
+    """Write the targets' logits into ``target_logit [R]`` fp32, and ``flat [R]`` fp32. Either may be None.
 
-    Either may be None. A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. The targets' logits are the diagonal
+    A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. The targets' logits are the diagonal
     of a product with the targets' rows of the weight. They are summed in the mainloop's order, so a target that is a
     token's maximum equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ
     in time, and its programs would fall out of step.
 
-    The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. It
-    lies near the token's largest logit, so exponentials relative to it stay within bf16's range. Under a soft-cap the
-    caller uses 0 instead. ``flat [R]`` fp32, an output: exp(shift) of tokens of which most sampled logits are near 0, 0
-    of others (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
+    ``flat``: 1 for tokens of which most logits are near 0, of 64 evenly spaced rows of the weight, 0 for others
+    (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
     x, weight = product.x, product.weight
     lce_forward_target_logits.launch(
@@ -114,7 +103,6 @@ def target_logits(
         product.logit_map,
         target,
         target_logit,
-        softmax_shift,
         flat,
         x.shape[0],
         weight.shape[0],

@@ -2,19 +2,17 @@
 
 It forms the gradient of each target's logit, prepares the token's row of G, and writes the target's entry into it.
 
-A recomputed row of G is complete except at the target. A saved row of G holds exponentials
-``e_ij = exp(z_ij - r_i)``, with the softmax shift r. The products need
-``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``, with the token's maximum M and sum of exponentials
-s. With alpha alone, this is ``c_i e_ij`` with one factor per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. The saved
-row then stays, and the products apply ``c_i``: to the rows of the result of ``G @ weight``, and to the rows of ``x`` in
-``G.T @ x``.
+A recomputed row of G is complete except at the target. A saved row of G holds exponentials ``e_ij = exp(z_ij)``. The
+products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``, with the token's maximum M and sum
+of exponentials s. With alpha alone, this is ``c_i e_ij`` with one factor per token, ``c_i = alpha_i exp(-M_i) / s_i``.
+The saved row then stays, and the products apply ``c_i``: to the rows of the result of ``G @ weight``, and to the rows
+of ``x`` in ``G.T @ x``.
 
 Saved rows are rewritten, with ``c_i = 1``, for
 - tokens of nearly equal logits, whose saved numbers are ``e_ij - 1`` if a gradient may be a small difference;
-- tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
-  their maximum over all ranks;
-- tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
-  gradient are 0;
+- tokens with a window far from 0, whose exponentials are not ``exp(z)``;
+- tokens whose ``c_i`` is so small (< 2^-90) or so large that ``c_i x_i`` would lose precision or overflow, unless both
+  ``c_i`` and the target's gradient are 0;
 - confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
   ``p_ij`` is almost 1;
 - all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are picked entries, if
@@ -22,10 +20,10 @@ Saved rows are rewritten, with ``c_i = 1``, for
 
 A rewritten row holds the gradient of the logits except at the target, computed from
 
-    p = e exp(r - M) / s        z - M = log e + r - M
+    p = e exp(-M) / s           z - M = log e - M
 
-Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e gives p a relative error, and z an absolute
-error of the same size.
+and, in windows far from 0, from e and their reference (``arithmetic.scale_of``). Where e underflowed, p is 0, and the
+gradient is -gamma. The rounding of e gives p a relative error, and z an absolute error of the same size.
 
 ``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. Rounded to the low precision
 of G, this large number would dominate the errors of dX and dW. If no other token of G's rows has the target, ``G_iy``
@@ -56,24 +54,26 @@ import triton.language as tl
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
-    REACH,
+    LOG2_E,
     SAVED_FP16_SCALE,
-    exponential_from,
+    at_max,
     finite_base,
     flattened,
     gradient_of,
     gradient_of_entry,
     loaded,
     logit_above,
+    of_saved,
+    power_from,
+    scale_of,
     unflattened,
-    window_shift,
 )
 from parallel_lce.kernels.logit_map import scales_of, slope_at, slope_of
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-_REACH, _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(REACH), tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
-# Smallest c for which c * x keeps the full precision of bf16.
-_LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
+_ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
+# Smallest c for which c * x keeps the full precision of bf16 for x down to 2^-36. Its inverse is the largest c.
+_LEAST_COEFFICIENT, _LARGEST_COEFFICIENT = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
 # Tokens per program, whose rows are rewritten one by one; tokens per step of the search for shared targets.
 _TOKENS, _COMPARED = tl.constexpr(16), tl.constexpr(512)
 # Rewriting: entries per program, and per step.
@@ -224,11 +224,9 @@ class Saved(NamedTuple):
     exponentials: torch.Tensor | None
     # [windows, R] fp32: each window's maximum
     maxima: torch.Tensor
-    # [R] fp32. None: the exponentials are relative to each window's maximum.
-    softmax_shift: torch.Tensor | None = None
-    # [R] uint8: whether all windows of a token are relative to its softmax shift
-    on_shift: torch.Tensor | None = None
-    # [windows, R] fp32: each window's sum of exponentials; None: not kept
+    # [R] uint8: whether all exponentials of a token are exp(z). None: every row is rewritten.
+    plain: torch.Tensor | None = None
+    # [windows, R] fp64: each window's sum of exponentials; None: not kept
     sums: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
@@ -266,15 +264,14 @@ def rewrite_row(
     rows,
     first,
     stop,
-    HAS_SHIFT: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
     HAS_FLAT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope. ``token``: its maximum, softmax shift, sum of exponentials, and ``flat`` if there are
-    flat tokens. ``values``: as in :func:`gradient_of`, for ``exp(z - M)`` in write_target of p."""
-    base, shift, sum_exp, flat = token
+    times the soft-cap's slope. ``token``: its maximum, sum of exponentials, and ``flat`` if there are flat tokens.
+    ``values``: as in :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
+    base, sum_exp, flat = token
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
     # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
@@ -286,42 +283,29 @@ def rewrite_row(
         e = stored * (1.0 / SAVED_SCALE)
         window = start // WINDOW + tl.arange(0, WINDOWS)
         top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
-        reference = finite_base(top)
-        if HAS_SHIFT:
-            reference = window_shift(top, shift)
+        factor, unit, shift = of_saved(top, base, SAVED_SCALE != 1.0)
         if HAS_FLAT:
             # What the largest entry was saved as: entries that were rounded alike are as large as that.
-            largest = flattened(exponential_from(base, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
+            slope, reference = scale_of(top)
+            largest = flattened(power_from(base, slope, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
             e = unflattened(stored, flat)
-            reference -= tl.where(flat > 0.0, shift, 0.0)
         # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
-        rebase = tl.where(top == -float("inf"), 0.0, exponential_from(reference, base))
-        rebased = e * rebase[:, None]
+        rebased = e * tl.where(top == -float("inf"), 0.0, factor)[:, None]
         alone = rebased > least
         if HAS_FLAT:
             alone |= (stored == largest[:, None]) & (rebased > 0.9)
         rebased = tl.where(alone, 1.0, rebased)
-        below_max = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
+        below_max = tl.where(alone, 0.0, logit_above(e, unit[:, None], shift[:, None]))
         g = gradient_of(rebased, below_max, values, terms.coefficients)
         if terms.logit_map.softcap is not None:
-            z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
-            g *= slope_at(z, terms.logit_map.softcap)
+            g *= slope_at(below_max + base, terms.logit_map.softcap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
-    gradient,
-    maxima,
-    softmax_shift,
-    flat,
-    terms,
-    rows,
-    slice_entries,
-    stride,
-    SAVED_SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    gradient, maxima, flat, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
 ):
     row = tl.program_id(0)
     first = tl.program_id(1) * _SPAN
@@ -337,7 +321,7 @@ def lce_backward_rewrite(
     rewrite_row(
         gradient + row.to(tl.int64) * stride,
         maxima + row,
-        (base, loaded(softmax_shift, row, True, 1.0), sum_exp, loaded(flat, row, True, 1.0)),
+        (base, sum_exp, loaded(flat, row, True, 1.0)),
         (
             tl.load(coefficients.alpha + row) * over_sum,
             loaded(coefficients.gamma, row, True, grad_scale),
@@ -348,7 +332,6 @@ def lce_backward_rewrite(
         rows,
         first,
         tl.minimum(first + _SPAN, slice_entries),
-        softmax_shift is not None,
         SAVED_SCALE,
         flat is not None,
         WINDOW,
@@ -364,7 +347,6 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
         (rows, -(-entries // _SPAN.value)),
         gradient,
         saved.maxima,
-        saved.softmax_shift,
         saved.flat,
         terms,
         rows,
@@ -419,8 +401,7 @@ def _number_of(values, lane, number):
 def lce_backward_token_gradients(
     gradient,
     maxima,
-    softmax_shift,
-    on_shift,
+    plain,
     flat,
     target,
     terms,
@@ -464,15 +445,16 @@ def lce_backward_token_gradients(
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
         alpha_over_sum = alpha * (grad_scale / sum_exp)
-        shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
-        coefficient = alpha_over_sum * exponential_from(shift, base)
+        coefficient = alpha_over_sum * tl.exp2(at_max(base, LOG2_E, 0.0))
         # Comparisons with NaN are false, so rows with NaN are rewritten.
-        keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
-        exp_shift = tl.zeros((_TOKENS,), tl.float32)
+        keeps = tl.load(plain + row, mask=valid, other=1) != 0
+        is_flat = tl.zeros((_TOKENS,), tl.float32)
         if flat is not None:
-            exp_shift = tl.load(flat + row, mask=valid, other=0.0)
-            keeps &= exp_shift == 0.0
-        keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
+            is_flat = tl.load(flat + row, mask=valid, other=0.0)
+            keeps &= is_flat == 0.0
+        size = tl.abs(coefficient)
+        in_range = (size >= _LEAST_COEFFICIENT) & (size <= _LARGEST_COEFFICIENT)
+        keeps &= in_range | ((coefficient == 0.0) & (t == 0.0))
         logit = tl.full((_TOKENS,), -float("inf"), tl.float32)
         if target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
@@ -484,17 +466,19 @@ def lce_backward_token_gradients(
             for number in range(_TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * _TOKENS + number
-                    its_base, its_shift = _number_of(base, lane, number), _number_of(shift, lane, number)
                     rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
-                        (its_base, its_shift, _number_of(sum_exp, lane, number), _number_of(exp_shift, lane, number)),
+                        (
+                            _number_of(base, lane, number),
+                            _number_of(sum_exp, lane, number),
+                            _number_of(is_flat, lane, number),
+                        ),
                         (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
                         terms,
                         rows,
                         0,
                         slice_entries,
-                        True,
                         1.0,
                         flat is not None,
                         WINDOW,
@@ -537,14 +521,14 @@ def token_gradients(
     ``find_shared``: compare every token's target with all others'.
     """
     rows, coefficients = gradient.shape[0], terms.coefficients
-    maxima = softmax_shift = on_shift = flat = None
+    maxima = plain = flat = None
     if saved is not None:
-        _, maxima, softmax_shift, on_shift, _, flat = saved
+        _, maxima, plain, _, flat = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
-        if every or softmax_shift is None:
+        if every or plain is None:
             rewrite_rows(gradient, saved, terms, window)
-            maxima = softmax_shift = on_shift = flat = None
+            maxima = plain = flat = None
     keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
@@ -561,8 +545,7 @@ def token_gradients(
         (-(-rows // _TOKENS.value),),
         gradient,
         maxima,
-        softmax_shift,
-        on_shift,
+        plain,
         flat,
         target,
         terms,

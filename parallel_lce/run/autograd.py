@@ -157,7 +157,7 @@ class DenseLoss(torch.autograd.Function):
             if layout.ranks == 1:
                 value, stacked = dense.losses(products, (target, weights, bias, logit_map))
             else:
-                gather = PartialsGather(x, len(x), call.shard, call.columns, layout)
+                gather = PartialsGather(x, len(x), call.shard, call.columns.without_low, layout)
                 dense.partial(products, gather.local, (call.local_targets(), None, bias, logit_map))
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)

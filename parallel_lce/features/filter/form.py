@@ -79,7 +79,7 @@ class FilterForm:
             return 0
         if len(saved.maxima) != product_of(projection, task.x, 0, projection.real_rows).windows:
             return 0
-        self._windows = WindowPartials(saved.maxima, saved.sums, saved.softmax_shift)
+        self._windows = WindowPartials(saved.maxima, saved.sums)
         return WINDOWED_BYTES
 
     def recomputes(self, x: Tensor, entries: int) -> bool:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.features.filter.kernels.tiles import TILE, new_masses
-from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
+from parallel_lce.kernels.arithmetic import at_max, exponential_from, finite_base, scale_of
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.token_gradients import Targets
@@ -81,7 +81,7 @@ def lce_backward_window_masses(
     WINDOW: tl.constexpr,
 ):
     """``stop``: the end of the last window's real entries."""
-    maxima, sums, shift = windows
+    maxima, sums = windows
     target, residual, unshared = targets
     window, block, number = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     r = block * _TILE + tl.arange(0, _TILE)
@@ -91,12 +91,11 @@ def lce_backward_window_masses(
     base = finite_base(tl.load(partial + r, mask=valid, other=0.0))
     sum_exp = tl.load(partial + rows + r, mask=valid, other=1.0)
     # The largest probability of the window, for each token.
-    bound, reference = exponential_from(top, base) / sum_exp, finite_base(top)
-    if shift is not None:
-        reference = window_shift(top, tl.load(shift + r, mask=valid, other=0.0))
-    p = tl.load(sums + here, mask=valid, other=0.0)
+    bound = exponential_from(top, base) / sum_exp
+    p = tl.load(sums + here, mask=valid, other=0.0).to(tl.float32)
     # A window of only -inf has mass 0. If it also has NaN, its sum is NaN and must reach the result.
-    p = tl.where(p == 0.0, 0.0, p * exponential_from(reference, base) / sum_exp)
+    slope, reference = scale_of(top)
+    p = tl.where(p == 0.0, 0.0, p * tl.exp2(at_max(base, slope, reference)) / sum_exp)
     # A maximum may ignore NaN, a sum does not.
     bound = tl.where(p == p, bound, float("inf"))
     unit = tl.load(units + r, mask=valid, other=0.0)

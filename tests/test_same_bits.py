@@ -1,0 +1,101 @@
+"""A token's statistics have the same bits, whatever stands around it: tokens, blocks, saved exponentials, padding rows,
+shards of the vocabulary. The triton backend; interpreted on the CPU, where every logit is one number of the weight."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from cases import normal
+from parallel_lce import linear_cross_entropy, token_statistics
+from tools import chosen_backend, on_ranks, shrunk
+
+EVERY = dict(mean_logit=True, sum_p_squared=True, argmax=True, top_k=2)
+"""Statistics beside those of a loss, but for the entropy."""
+NAMES = "target_log_prob", "lse", "max_logit", "mean_logit", "sum_p_squared", "argmax", "top_logits", "top_ids"
+# Tokens, vocabulary, and the options of a call.
+CASES = {
+    "plain": {},
+    "a soft-cap": dict(logit_softcap=4.0),
+    "a bias": dict(bias=True),
+    "fp16": dict(dtype=torch.float16),
+    "logits below -44": dict(far=-70.0),
+}
+
+
+def problem(device, R, V, *, bias=False, dtype=torch.bfloat16, far=0.0, **options):
+    """Hidden states, weight, target, and options. Tokens are ordinary, or sure of their targets, or of another entry.
+    On the CPU a logit is one product, so that every tile gives the same."""
+    of_gpu = device.type == "cuda"
+    D = 512 if of_gpu else 64
+    x, weight = normal(R, D, seed=1), normal(V, D, seed=2)
+    x = x * 2.5 * D**-0.5 if of_gpu else torch.eye(D)[torch.arange(R) % D]
+    target = torch.randint(V, (R,), generator=torch.Generator().manual_seed(3))
+    for start, entry in ((0, target[::3]), (1, torch.tensor(V // 2))):
+        direction = weight[entry].expand(len(x[start::3]), -1) if of_gpu else 0
+        x[start::3] += direction * 18 / D if of_gpu else 0
+    if not of_gpu:
+        weight[target[::3], torch.arange(R)[::3] % D] += 14
+        weight[V // 2, torch.arange(R)[1::3] % D] += 14
+    if far or bias:
+        options["linear_bias"] = (normal(V, seed=4) * bias + far).to(device, dtype)
+    return x.to(device, dtype), weight.to(device, dtype), target.to(device), options
+
+
+def assert_equal(found, base, rows=slice(None), names=NAMES) -> None:
+    for name in names:
+        value, expected = getattr(found, name).detach(), getattr(base, name)[rows]
+        differing = (value != expected).reshape(len(value), -1).any(1)
+        assert not differing.any(), f"{name} of {int(differing.sum())} of {len(value)} tokens differs"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tokens_and_the_memory_around_it(name, device, kernels):
+    given, device = dict(CASES[name]), torch.device(device)
+    R, V = (600, 5000) if device.type == "cuda" else (200, 700)
+    x, weight, target, options = problem(device, R, V, **given)
+    names = (*NAMES, "entropy", "expected_logit")
+    with chosen_backend("triton"):
+        ask = dict(**EVERY, expected_logit=True, **options)
+        base = token_statistics(x, weight, target, **ask)
+        for count in (1, 3, 16, 130):
+            assert_equal(token_statistics(x[:count], weight, target[:count], **ask), base, slice(count), names)
+        order = torch.randperm(R, generator=torch.Generator().manual_seed(5)).to(device)
+        assert_equal(token_statistics(x[order], weight, target[order], **ask), base, order, names)
+        padded = torch.cat([weight, weight[:50]])
+        more = dict(ask)
+        if "linear_bias" in ask:
+            more["linear_bias"] = torch.cat([ask["linear_bias"], ask["linear_bias"][:50]])
+        assert_equal(token_statistics(x, padded, target, vocab_size=V, **more), base, names=names)
+        # NumPy's logarithm, which the interpreter takes, is not torch's.
+        of_loss = dict(reduction="none", **options)
+        base_loss = linear_cross_entropy(x, weight, target, **of_loss)
+        assert device.type == "cpu" or torch.equal(base_loss, -base.target_log_prob)
+        x.requires_grad_()
+        with shrunk(60_000):
+            for budget in (0, 2 * R * 300, None):
+                assert_equal(token_statistics(x, weight, target, logits_budget=budget, **ask), base, names=names)
+                assert torch.equal(linear_cross_entropy(x, weight, target, logits_budget=budget, **of_loss), base_loss)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "-44" not in name])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.thinned
+@on_ranks()
+def test_the_shards_of_the_vocabulary(member, name, kernels):
+    """Even and uneven ones that begin at an even id, and a part of the sequence on each rank."""
+    given = dict(CASES[name])
+    R, V = (640, 5000) if member.device.type == "cuda" else (64, 700)
+    x, weight, target, options = problem(member.device, R, V, **given)
+    bias = options.pop("linear_bias", None)
+    ends = {2: [[V // 2, V], [V // 3 // 2 * 2, V]], 4: [[k * V // 4 // 2 * 2 for k in (1, 2, 3, 4)], [2, 2, 310, V]]}
+    with chosen_backend("triton"):
+        base = token_statistics(x, weight, target, linear_bias=bias, **EVERY, **options)
+        for stops in ends[member.ranks]:
+            rows = slice(stops[member.rank - 1] if member.rank else 0, stops[member.rank])
+            where = dict(process_group=member.group, vocab_start=rows.start, **EVERY, **options)
+            where["linear_bias"] = bias if bias is None else bias[rows].clone()
+            assert_equal(token_statistics(x, weight[rows].clone(), target, **where), base)
+            part = x.chunk(member.ranks)[member.rank].clone()
+            found = token_statistics(part, weight[rows].clone(), target, sequence_parallel=True, **where)
+            assert_equal(found, base)

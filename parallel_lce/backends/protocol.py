@@ -34,8 +34,8 @@ class Backend(Protocol):
     NAME: str
     # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
     SMALLEST_ACCUMULATED: int
-    # Whether sums of partials have second rows, so that merged sums do not depend on how the vocabulary is split.
-    EXACT_SUMS: bool
+    # Whether a token's statistics have the same bits whatever surrounds it. Partials of ranks then have second rows.
+    SAME_BITS: bool
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
     # Most flops of the three products for which a loss makes fp32 logits; 0: never.

@@ -63,7 +63,7 @@ from parallel_lce.core.partials import (
 
 __all__ = [
     "DENSE_FLOPS",
-    "EXACT_SUMS",
+    "SAME_BITS",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
@@ -89,7 +89,7 @@ NAME: str = "torch"
 SMALLEST_ACCUMULATED: int = 1
 DENSE_FLOPS: float = 0
 Dense: None = None
-EXACT_SUMS: bool = False
+SAME_BITS: bool = False
 REUSES_SAVED: bool = False
 
 # Most bytes of a copy of gradients in the factor's dtype.

@@ -30,7 +30,7 @@ from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
     "DENSE_FLOPS",
-    "EXACT_SUMS",
+    "SAME_BITS",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
@@ -55,7 +55,7 @@ __all__ = [
 NAME: str = "triton"
 DENSE_FLOPS: float = MEASURED.dense_flops
 SMALLEST_ACCUMULATED: int = MEASURED.smallest_accumulated
-EXACT_SUMS: bool = True
+SAME_BITS: bool = True
 REUSES_SAVED: bool = True
 
 _PARTIAL_BYTES = MEASURED.partial_bytes

@@ -188,7 +188,7 @@ def _planned(
         options = options._replace(reduction="none")
     dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
     columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
-    columns = replace(columns, low=backend.EXACT_SUMS and layout.ranks > 1)
+    columns = replace(columns, low=backend.SAME_BITS and layout.ranks > 1)
     call = Call(
         options,
         backend,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import ForwardTask, Projection
+from parallel_lce.backends.interface import ForwardTask, Picked, Projection
+from parallel_lce.backends.protocol import Backend
 from parallel_lce.backends.torch_tiles import projected_tiles
 from parallel_lce.call.seam import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
@@ -57,8 +58,11 @@ class TopK(Feature):
         self._own = self._views(message)
 
     def after_block(self, call: Any, task: ForwardTask, block: Block) -> None:
-        for own, found in zip(self._own, _of_block(task.projection, task.x, self._k)):
-            call.layout.put(own.t(), block, found.t())
+        found = _of_block(task.projection, task.x, self._k)
+        if call.backend.SAME_BITS:
+            found = _as_projected(call.backend, task, *found)
+        for own, values in zip(self._own, found):
+            call.layout.put(own.t(), block, values.t())
 
     def merged(self, forward: Any, messages: Tensor) -> None:
         logits, ids = self._views(messages)
@@ -88,6 +92,17 @@ def _of_block(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor
         both = torch.cat([values[rows], of_window[0]], 1), torch.cat([ids[rows], of_window[1]], 1)
         values[rows], ids[rows] = largest(*both, k)
     return values, ids
+
+
+def _as_projected(backend: Backend, task: ForwardTask, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """These logits ``[R, K]`` with the bits of the fused projection, in their order. A matrix product rounds in a way
+    that depends on its number of rows."""
+    rows, k = ids.shape
+    begin = torch.arange(rows, device=ids.device) * k
+    projected = torch.empty_like(logits).flatten()
+    picked = Picked((ids - task.projection.start).flatten(), begin, begin + k)
+    backend.picked_logits(task.projection, task.x, picked, projected)
+    return largest(projected.view(rows, k).masked_fill(ids == NO_ENTRY, -torch.inf), ids, k)
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -55,15 +55,17 @@ class Rounding:
         self.delivered = max(half_spacing(DTYPES[c.dtype]), self.u) + (self.low if c.computed != c.dtype else 0.0)
         self.tiny, self.any_fp16 = torch.finfo(wide).tiny, "fp16" in (c.computed, c.dtype)
         self.samples, self._generator = samples, torch.Generator().manual_seed(0)
-        # Tokens with the same logits have the same roundings, which add up in dW and dbias.
-        self._equal_tokens = c.sharpness == 0 or c.D == 0 or c.layout("input") == "expanded"
+        # Tokens with the same logits have the same roundings, which add up in dW and dbias. Roundings of others do not
+        # cancel where their gradients do: tokens with the same x and another temperature T, which divides the logit and
+        # the cap, have the same slope of the soft-cap, but other roundings of it.
+        self._equal_tokens = None if truth is None else truth["equal"]
 
     def _random(self, like: Tensor, alike: bool) -> Tensor:
         """From -1 to 1, never near 0; ``alike``: the same for all numbers of a sample."""
         shape = [n if place == 0 or not alike else 1 for place, n in enumerate(like.shape)]
-        if self._equal_tokens and len(shape) > 2:
-            shape[1] = 1
         number = torch.rand(shape, generator=self._generator) - 0.5
+        if len(shape) > 2 and shape[1] == self._c.N:
+            number = number[:, self._equal_tokens]
         return number + number.sign() / 2
 
     def moved(self, value: Tensor, roundings: Tensor | float, alike: bool = False) -> Tensor:
@@ -157,12 +159,19 @@ def _logit_roundings(layer: Layer, uncapped: Tensor, u: float) -> Tensor:
     return found if layer.softcap is not None else found.masked_fill(layer.masked, 0.0)
 
 
+def _equal_tokens(layer: Layer) -> Tensor:
+    """``[N]``: a number that only tokens with the same logits share."""
+    x = layer.x.double() if layer.weight.any() else layer.x[:, :0].double()
+    maps = [layer.scale] if layer.softcap is None else [layer.scale, layer.softcap]
+    return torch.cat([x, *maps], 1).unique(dim=0, return_inverse=True)[1]
+
+
 def dense(
     c: Configuration, o: Operands, dtype: torch.dtype, wide: torch.dtype, rounding: Rounding | None = None
 ) -> dict[str, Tensor]:
     """Every result and gradient with all logits, projected in ``dtype``, the rest in ``wide``. Without a rounding also
-    the logits ``z``, their ``error``, their softmax ``log_p``, and of the projection the gradient ``G [N, V]``,
-    magnitudes of its ``terms`` and its largest ``coefficient``."""
+    the logits ``z``, their ``error``, their softmax ``log_p``, which tokens are ``equal``, and of the projection the
+    gradient ``G [N, V]``, magnitudes of its ``terms`` and its largest ``coefficient``."""
     r = rounding or Rounding(c)
     z, product = _logits(o.layer, dtype, wide, r)
     weight = None if o.token_weight is None else o.token_weight.to(wide)
@@ -206,16 +215,34 @@ def dense(
     results |= dict(zip(["dtoken_weight"], of_weight))
     if not r.samples:
         error = r.u * _logit_roundings(o.layer, (product.detach() * o.layer.scale), r.u)
-        of_p = log_p.detach().exp() * of_log_p.sum(1, keepdim=True)
-        terms = of_log_p.abs() + of_p.abs() + (of_among - of_log_p + of_p).abs()
+        terms = _terms(sources, upstream, among, log_p)
         (results["terms"],) = (value.abs() for value in torch.autograd.grad(among, product, terms))
         sizes = o.layer.scale.abs().to(wide) * (of_log_p.sum(1, keepdim=True).abs() + of_among.abs() + of_log_p.abs())
-        results |= {"z": z.detach(), "error": error, "log_p": log_p.detach()}
+        results |= {"z": z.detach(), "error": error, "log_p": log_p.detach(), "equal": _equal_tokens(o.layer)}
         results["coefficient"] = sizes.amax() if sizes.numel() else 0.0
         # Of a probability, or of a gradient, that underflows.
         each = sizes.amax(1, keepdim=True) if sizes.numel() else torch.zeros(c.N, 1, dtype=wide)
         results["underflow"] = r.tiny * each.clamp(min=1.0).expand(c.N, c.V)
     return results
+
+
+def _terms(sources: dict[str, Tensor], upstream: dict[str, Tensor], among: Tensor, log_p: Tensor) -> Tensor:
+    """Magnitudes of the terms of the gradient of the logits ``among``. A sum of numbers u is off by roundings of
+    sum |u|, however small it is itself. So each source's terms count apart, and upstream gradients, of which those of
+    one token's selected ids are summed, without their signs."""
+    terms = torch.zeros_like(among)
+    for name, value in upstream.items():
+        of_among, of_log_p = torch.autograd.grad(
+            sources[name],
+            [among, log_p],
+            value.abs().expand_as(sources[name]),
+            allow_unused=True,
+            materialize_grads=True,
+            retain_graph=True,
+        )
+        of_p = log_p.detach().exp() * of_log_p.sum(1, keepdim=True)
+        terms += of_log_p.abs() + of_p.abs() + (of_among - of_log_p + of_p).abs()
+    return terms.detach()
 
 
 def _logits(layer: Layer, dtype: torch.dtype, wide: torch.dtype, r: Rounding) -> tuple[Tensor, Tensor]:

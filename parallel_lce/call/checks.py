@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call import debug
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
+from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import (
     FLOATS,
     INTEGERS,
@@ -286,6 +287,24 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
         raise ValueError(f"{name} must be floating-point, got {value.dtype}")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
+
+
+def check_values(values: Iterable[Any], target: Any) -> tuple[Tensor, ...]:
+    """The values per token of a caller's function, in memory. Raises ``ValueError`` for those that do not fit the
+    ``target``."""
+    for number, value in enumerate(values := tuple(values)):
+        name = f"per_token[{number}]"
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}: put other values into loss")
+        check_kind(name, value)
+        if isinstance(target, Tensor) and (value.shape != target.shape or value.device != target.device):
+            raise ValueError(
+                f"{name} must have target's shape {list(target.shape)} on {target.device}, got {list(value.shape)} on "
+                f"{value.device}"
+            )
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
+    return tuple([in_memory(value.detach()) for value in values])
 
 
 def _check_picks(a: Tensors, tokens: torch.Size) -> None:

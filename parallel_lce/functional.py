@@ -391,10 +391,6 @@ def token_loss(
         ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
         else than the above. Whatever ``loss`` raises.
     """
-    if not callable(loss):
-        raise ValueError(f"loss must be a function of statistics and values per token, got {type(loss).__name__}")
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction must be 'sum' or 'mean', got {shortened(reduction)}: return losses as a metric")
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
     changed = dict(ignore_index=NO_LABEL if ignore_index is None else ignore_index, logit_scale=scale)
@@ -403,7 +399,7 @@ def token_loss(
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     if adapter is not None:
         per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
-    values = check_values(per_token, tensors.target)
+    values = check_values(loss, per_token, reduction, tensors.target)
     compaction = None
     if counted_tokens is not None:
         options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens)

@@ -14,7 +14,7 @@ from tools import debug_mode, everywhere, on_ranks, shrunk, small
 from world import Member
 
 N, V = 48, 120
-HIDDEN = {"save": 16, "recompute": 256, "accumulate": 16}
+HIDDEN = {"save": 16, "recompute": 64, "accumulate": 16}
 """Hidden size: with a large one an fp32 dW is larger than the exponentials, and gradients wait for the backward."""
 OF_BLOCKS = {"save": (None, None), "recompute": (0, 8 * V * 2), "accumulate": (0, 8 * V * 2)}
 """A budget, and the bytes of a block of a few tokens."""

@@ -237,11 +237,28 @@ def test_modes(kind, device):
         with torch.no_grad():
             assert_near(total(*leaves), value, 1e-6)
         assert grad_modes.pop() is False
-        assert torch.func.grad(total)(t.x.detach(), t.weight.detach()).sub(true[0]).abs().max() < 1e-6
-        each = torch.func.vmap(total, (0, None))(torch.stack([t.x, 2 * t.x]).detach(), t.weight.detach())
-        assert_near(each[0], value, 1e-6)
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, t, values, reduction):
+        super().__init__()
+        self.t, self.values, self.options = t, values, dict(entropy=True, reduction=reduction)
+
+    def forward(self, x):
+        total, metrics = parallel_lce.token_loss(x, self.t.weight, self.t.target, ppo, *self.values, **self.options)
+        return total, *metrics.values()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_exported_and_without_values(reduction, device):
+    t, *values = problem(device=device)
+    t.target = t.target.int()
+    module = _Module(t, values, reduction)
+    for found, true in zip(torch.export.export(module, (t.x,)).module()(t.x), module(t.x)):
+        assert found.dtype == true.dtype
+        assert_near(found.double(), true.double(), 1e-6)
     meta = [v.to("meta") for v in (t.x, t.weight, t.target, *values)]
-    shape, metrics = parallel_lce.token_loss(*meta[:3], ppo, *meta[3:], entropy=True)
+    shape, metrics = parallel_lce.token_loss(*meta[:3], ppo, *meta[3:], entropy=True, reduction=reduction)
     assert not shape.shape and shape.is_meta and metrics["kl"].shape == (N,) and metrics["clipped"].dtype == torch.bool
 
 

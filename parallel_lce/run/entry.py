@@ -60,12 +60,14 @@ def fused_token_loss(
     function = LossFunction(loss)
     flat = tuple([value.reshape(-1).contiguous() for value in values])
     weight, target = tensors.linear_weight, tensors.target
-    if isinstance(weight, Tensor) and is_meta_or_fake(weight):  # also while torch.export traces
+    if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight)):
+        # While torch.export traces, and for tensors without values.
         found = fused_statistics(options._replace(reduction=None), tensors, group)
         losses, metrics = loss_results.called(function, found.view((target.numel(),)), flat)
-        losses = losses.masked_fill(target.reshape(-1) == options.ignore_index, 0.0)
-        mean, _ = mean_loss(losses, target, None, options.ignore_index)
-        named = {name: metric.detach().view(target.shape) for name, metric in metrics.items()}
+        ignored = as_int64(target).reshape(-1) == options.ignore_index
+        losses = losses.masked_fill(ignored, 0.0)
+        mean, _ = mean_loss(losses, ~ignored, None, 0)
+        named = {n: metric.detach().masked_fill(ignored, 0).view(target.shape) for n, metric in metrics.items()}
         return mean if options.reduction == "mean" else losses.sum(), named
     if debug.enabled() and (layout := Layout.of(group, False)).ranks > 1:
         wide = [value.double() if value.is_floating_point() else value.long() for value in flat]

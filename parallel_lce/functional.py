@@ -347,14 +347,7 @@ def token_loss(
     :func:`linear_cross_entropy`: in forward, where the logits exceed the budget.
 
     Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd. Its derivatives by the
-    statistics give the gradient of the block's logits::
-
-        def ppo(statistics, old, advantage):
-            ratio = (statistics.target_log_prob - old).exp()
-            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            return -gain - 0.01 * statistics.entropy, {"clipped": (ratio - 1).abs() > 0.2}
-
-        total, metrics = token_loss(hidden, weight, tokens, ppo, old, advantage, entropy=True)
+    statistics give the gradient of the block's logits. docs/rl.md has PPO as an example.
 
     Args:
         loss: gets :class:`TokenStatistics` with ``[R]`` tensors, and the block's ``per_token`` values ``[R]``. It

@@ -49,10 +49,10 @@ def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[st
         return _of_function(call, call.loss_function, merged)
     target = call.target
     assert target is not None  # check_tensors refuses a loss without targets
-    losses, *each = call.backend.token_losses(
+    losses, alpha, beta, gamma = call.backend.token_losses(
         merged.partial, merged.vocab_size, target, call.token_weight, call.options
     )
-    coefficients = Coefficients(*each)
+    coefficients = Coefficients(alpha, beta, gamma)
     for feature in call.features:
         losses = feature.losses(call, losses, coefficients, merged.partial)
     return losses, coefficients, {}
@@ -91,7 +91,8 @@ def called(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses and metrics of the function. Raises ``ValueError`` for another result."""
     result, like = function.run(given, *values), given.lse
-    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    pair: Any = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    losses, metrics = pair
     others = metrics.items() if isinstance(metrics, dict) else [("metrics", metrics)]
     for name, value in [("losses", losses), *others]:
         fits = isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device
@@ -160,9 +161,9 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
 def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:
     """Coefficients of the gradient of the logits. ``upstream``: the gradient of the loss, ``[N]`` or 0-dimensional."""
     factor = upstream if residuals.divisor is None else upstream / residuals.divisor
-    alpha, *others = residuals[:5]
+    alpha, beta, gamma, delta, epsilon, *_ = residuals
     assert alpha is not None
-    return Coefficients(alpha, *others, factor=factor)
+    return Coefficients(alpha, beta, gamma, delta, epsilon, factor)
 
 
 def divisor_of(call: Call) -> Tensor | None:

@@ -6,9 +6,9 @@ torchrun --nproc-per-node=2 examples/grpo.py
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from parallel_lce import rl
+from parallel_lce import token_loss, token_statistics
 from ranks import join
 
 V, D, STEPS = 512, 64, 5  # vocabulary, hidden size, updates
@@ -16,44 +16,37 @@ PROMPTS, GROUP, LENGTH = 4, 8, 16  # prompts, answers to each prompt, tokens of 
 TEMPERATURE, PENALTY = 0.9, 0.04  # sampling temperature, weight of the divergence from the reference policy
 
 
-def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [answers, LENGTH, D], the whole weight [V, D], tokens [answers, LENGTH], rewards [answers]."""
-    torch.manual_seed(0)  # every rank makes the same tensors
-    answers = PROMPTS * GROUP
-    hidden, weight = torch.randn(answers, LENGTH, D), torch.randn(V, D) * D**-0.5
-    return hidden, weight, torch.randint(V, (answers, LENGTH)), torch.randn(answers)
-
-
-def grpo_loss(log_probs: Tensor, old: Tensor, rewards: Tensor) -> Tensor:
-    """The clipped objective with group-relative advantages, plus the divergence from the reference policy.
-
-    ``log_probs`` and ``old`` are [answers, LENGTH], ``rewards`` [answers]. The old policy is also the reference."""
-    grouped = rewards.view(PROMPTS, GROUP)
-    advantage = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
-    advantage, ratio = advantage.view(-1, 1), (log_probs - old).exp()
+def grpo_loss(statistics, old, advantage):
+    """The clipped objective, plus the divergence from the reference policy, the old one. All tensors are [R]."""
+    difference = old - statistics.target_log_prob
+    ratio = (-difference).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    divergence = (old - log_probs).exp() - (old - log_probs) - 1
-    return (PENALTY * divergence - gain).mean()
+    divergence = difference.exp() - difference - 1
+    return PENALTY * divergence - gain, {"divergence": divergence, "entropy": statistics.entropy}
 
 
 def main() -> None:
     group, device = join()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    hidden, whole, tokens, rewards = (x.to(device) for x in build())  # the same on every tensor-parallel rank
+    torch.manual_seed(0)  # every rank makes the same tensors
+    answers = PROMPTS * GROUP
+    hidden, whole = torch.randn(answers, LENGTH, D).to(device), (torch.randn(V, D) * D**-0.5).to(device)
+    tokens, rewards = torch.randint(V, (answers, LENGTH)).to(device), torch.randn(answers).view(PROMPTS, GROUP)
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    advantage = advantage.view(answers, 1).expand(answers, LENGTH).to(device)  # one of each token
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the output layer's weight
-    optimizer, old = torch.optim.SGD([shard], lr=5.0), None
+    optimizer = torch.optim.SGD([shard], lr=5.0)
+    options = dict(temperature=TEMPERATURE, process_group=group, vocab_size=V)
+    with torch.no_grad():
+        old = token_statistics(hidden, shard, tokens, **options).target_log_prob
     for step in range(STEPS):
-        log_probs, entropies = rl.linear_cross_entropy(
-            hidden, shard, tokens, TEMPERATURE, dist_process_group=group, vocab_size=V
-        )
-        log_probs = log_probs.view(tokens.shape)
-        old = log_probs.detach() if old is None else old
-        loss = grpo_loss(log_probs, old, rewards)
+        asked = dict(entropy=True, reduction="mean")
+        loss, metrics = token_loss(hidden, shard, tokens, grpo_loss, old, advantage, **asked, **options)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if rank == 0:
-            print(f"step {step}: loss {loss:.6f}, entropy {entropies.mean():.6f}")
+            print(f"step {step}: loss {loss:.6f}, entropy {metrics['entropy'].mean():.6f}")
     dist.destroy_process_group()
 
 

@@ -6,44 +6,39 @@ torchrun --nproc-per-node=2 examples/policy_gradient.py
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from parallel_lce import entropy, log_prob, token_statistics
+from parallel_lce import token_loss, token_statistics
 from ranks import join
 
 V, D, N, STEPS = 512, 64, 256, 5  # vocabulary, hidden size, tokens, updates
 
 
-def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [N, D], the whole weight [V, D], sampled tokens [N] and their advantages [N]."""
-    torch.manual_seed(0)  # every rank makes the same tensors
-    return torch.randn(N, D), torch.randn(V, D) * D**-0.5, torch.randint(V, (N,)), torch.randn(N)
-
-
-def policy_loss(log_probs: Tensor, old: Tensor, advantage: Tensor, entropies: Tensor) -> Tensor:
-    """PPO's clipped objective, with an entropy bonus. All arguments are [N]."""
-    ratio = (log_probs - old).exp()
+def policy_loss(statistics, old, advantage):
+    """PPO's clipped objective with an entropy bonus, and metrics. All tensors are [R], of a block of tokens."""
+    ratio = (statistics.target_log_prob - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -gain.mean() - 0.01 * entropies.mean()
+    return -gain - 0.01 * statistics.entropy, {"clipped": (ratio - 1).abs() > 0.2, "entropy": statistics.entropy}
 
 
 def main() -> None:
     group, device = join()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    hidden, whole, tokens, advantage = (x.to(device) for x in build())  # the same on every tensor-parallel rank
+    torch.manual_seed(0)  # every rank makes the same tensors: hidden states, weight, sampled tokens, advantages
+    hidden, whole = torch.randn(N, D).to(device), (torch.randn(V, D) * D**-0.5).to(device)
+    tokens, advantage = torch.randint(V, (N,)).to(device), torch.randn(N).to(device)
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the output layer's weight
-    optimizer = torch.optim.SGD([shard], lr=5.0)
+    optimizer, options = torch.optim.SGD([shard], lr=5.0), dict(process_group=group, vocab_size=V)
     with torch.no_grad():  # log-probabilities by the policy that sampled the tokens
-        old = log_prob(token_statistics(hidden, shard, tokens, process_group=group, vocab_size=V))
+        old = token_statistics(hidden, shard, tokens, **options).target_log_prob
     for step in range(STEPS):
-        statistics = token_statistics(hidden, shard, tokens, process_group=group, vocab_size=V, entropy=True)
-        log_probs, entropies = log_prob(statistics), entropy(statistics)  # [N], the same on every rank
-        loss = policy_loss(log_probs, old, advantage, entropies)
+        asked = dict(entropy=True, reduction="mean")
+        loss, metrics = token_loss(hidden, shard, tokens, policy_loss, old, advantage, **asked, **options)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if rank == 0:
-            means = f"log-probability {log_probs.mean():.6f}, entropy {entropies.mean():.6f}"
+            means = {name: f"{metric.float().mean():.6f}" for name, metric in metrics.items()}
             print(f"step {step}: loss {loss:.6f}, {means}")
     dist.destroy_process_group()
 

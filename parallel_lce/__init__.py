@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from parallel_lce import features as _features  # noqa: F401  (fills call.seam.FEATURES)
 from parallel_lce.core.options import warn_of_unknown_variables as _warn_of_unknown_variables
-from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.functional import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.loss_results import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
@@ -28,6 +28,7 @@ __all__ = [
     "log_prob",
     "sampled_linear_cross_entropy",
     "selected_log_probs",
+    "token_loss",
     "token_statistics",
     "vocab_parallel_cross_entropy",
 ]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.checks import public
+from parallel_lce.call.checks import check_values, public
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
+from parallel_lce.core.private import explain_break, outside_graphs, without_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted
-from parallel_lce.run.entry import fused_loss, fused_statistics
+from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.transforms import transformable
 
@@ -308,6 +311,103 @@ def statistics_of(
         options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens)
         statistics = compaction.spread_all(fused_statistics(options, tensors, group))
     return statistics if adapter is None else adapter.statistics(statistics)
+
+
+@outside_graphs
+@public
+@transformable
+def token_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss: Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]],
+    *per_token: Tensor,
+    entropy: bool = False,
+    sum_p_squared: bool = False,
+    mean_logit: bool = False,
+    argmax: bool = False,
+    reduction: str = "sum",
+    ignore_index: int | None = -100,
+    linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 0,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    logits_budget: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce_hidden_grad: bool = True,
+    counted_tokens: int | None = None,
+    gradient_filter: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of the caller's own, a function of each token's statistics, with the gradients formed as those of
+    :func:`linear_cross_entropy`: in forward, where the logits exceed the budget.
+
+    Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd. Its derivatives by the
+    statistics give the gradient of the block's logits. docs/rl.md has PPO as an example.
+
+    Args:
+        loss: gets :class:`TokenStatistics` with ``[R]`` tensors, and the block's ``per_token`` values ``[R]``. It
+            returns losses ``[R]``, or losses and a dict of further tensors ``[R]``, the metrics, which need no
+            gradient. It must be elementwise over tokens: the loss of a token must not depend on other tokens of the
+            block, whose size depends on the budget. ``PARALLEL_LCE_DEBUG=1`` calls it again on halves of the block, and
+            raises if a loss differs. Pass means over a sequence, or weights that make them, as ``per_token`` values.
+            Gradients flow to ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has
+            from elsewhere. A second backward, and a checkpoint around the call, call it again.
+        per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks; under
+            sequence parallelism of the whole sequence.
+        entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
+            ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`.
+        reduction: 'sum'; or 'mean', the sum divided by the number of tokens that are not ignored.
+        ignore_index: tokens with this target have loss, metrics and gradient 0, whatever ``loss`` gives for them. None
+            means -100.
+        Others: as in :func:`linear_cross_entropy`. With ``gradient_filter`` no statistics that
+            :func:`token_statistics` refuses beside it.
+
+    Returns:
+        The loss, 0-dimensional, fp32 (fp64 for fp64), and the metrics by name, each of the target's shape, in its own
+        dtype and detached. Both are identical on every rank bit for bit, if ``loss`` is the same function on all.
+
+    Without gradients ``loss`` runs under ``torch.no_grad``. In fp16, and where a ``main_grad`` gets dW (Megatron), the
+    gradients wait for the upstream gradient, the loss scale, as those of :func:`linear_cross_entropy` do: backward
+    forms them, from saved exponentials as far as the budget allows. ``loss`` is then called once, in forward, with all
+    tokens. A graph of torch.compile breaks at this call; for one graph take :func:`token_statistics`.
+
+    Collectives: those of :func:`linear_cross_entropy`, with the C of :func:`token_statistics`. An exception in ``loss``
+    is raised after the collectives of forward, so that a rank which raises alone keeps no other rank waiting there;
+    with ``PARALLEL_LCE_DEBUG=1`` all ranks raise.
+
+    Raises:
+        ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
+        else than the above. Whatever ``loss`` raises.
+    """
+    scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
+    tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
+    changed = dict(ignore_index=NO_LABEL if ignore_index is None else ignore_index, logit_scale=scale)
+    changed |= dict(temperature=of_all, expected_logit=as_flag("entropy", entropy), loss_function=True)
+    options = Options.of("token_loss", locals() | changed)
+    options, tensors, group, adapter = adapted(options, tensors, process_group)
+    if adapter is not None:
+        per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
+    values = check_values(loss, per_token, reduction, tensors.target)
+    compaction = None
+    if counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens)
+        values = tuple([compaction.of(value) for value in values])
+    total, metrics = without_graphs(fused_token_loss)(options, tensors, group, loss, values)
+    if compaction is not None:
+        total = compaction.checked(total)
+        metrics = {name: compaction.spread(metric, 0) for name, metric in metrics.items()}
+    if adapter is not None:
+        total = adapter.loss(total)
+        metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}
+    return total, metrics
+
+
+explain_break(token_loss, "graphs of torch.compile break at token_loss: for one graph use token_statistics")
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.

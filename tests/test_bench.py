@@ -34,6 +34,7 @@ from benchmarks import (
     problem,
     snapshots,
     timing,
+    token_loss,
     tune,
 )
 from benchmarks.accuracy import Judge, answers
@@ -228,6 +229,15 @@ def test_distillation_is_measured(short, capsys):
         assert printed.count(f"| {way} ") == 1
     for _, seconds, memory, error in distillation.measure(ALONE, TINY, 16, torch.float32, [0.0, 0.5, 1.0], 2):
         assert len(seconds) == 2 and memory > 0 and (error is None or error < 1e-5)
+
+
+def test_a_loss_of_ones_own_is_measured(short, capsys):
+    token_loss.main(["--device", "cpu", "--shape", "20,50,8", "--budgets", "0", "--rounds", "1"])
+    printed = capsys.readouterr().out
+    for way in ("products", "token_loss", "token_loss@0MiB", "token_statistics@0MiB", "mean cross-entropy"):
+        assert printed.count(f"| {way} ") == 1
+    for name, seconds, memory, error in token_loss.measure(make_problem(TINY, torch.float32, ALONE), [None], 2):
+        assert len(seconds) == 2 and memory > 0 and (error < 1e-5 if name.startswith("token") else error is None)
 
 
 def test_tiles_are_measured_on_the_interpreter(short):

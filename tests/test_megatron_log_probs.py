@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, path_of, specs
 from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
-from parallel_lce.megatron import TokenLogProbs, output_layer, token_log_probs
+from parallel_lce.megatron import TokenLogProbs, output_layer, token_log_probs, token_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from test_megatron_habits import CHANGES, PATCHES, patched
 from tools import arguments_to, debug_mode, on_ranks
@@ -183,6 +184,46 @@ def test_models_in_wrappers(member, how):
     side_by_side(member, spec, values, tolerance_of(spec), options={})
     if how == "compiled":
         torch._dynamo.reset()
+
+
+def _ppo(statistics, old, advantage):
+    ratio = (statistics.target_log_prob - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
+
+
+@pytest.mark.parametrize("how", ["half", "plain"])
+@on_ranks(2)
+def test_a_loss_of_ones_own(member, how):
+    """Of Megatron's DistributedDataParallel the gradients are those in main_grad."""
+    spec = Model(ranks=member.ranks, sequence_parallel=True, **WRAPPED[how][1] if how == "half" else {})
+
+    def values(model, data, ours):
+        wrapped, scoring = _half(member, model) if how == "half" else model, Scoring("tensor")
+        per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
+        per_token[0] -= 4
+        if ours:
+            given = data.tokens, data.positions, data.mask, data.labels, _ppo, *per_token
+            total, metrics = token_loss(wrapped, *given, temperature=scoring.temperatures(data.labels), entropy=True)
+        else:
+            found = scored(False, wrapped, data, scoring)
+            losses, metrics = _ppo(SimpleNamespace(target_log_prob=found.log_probs, entropy=found.entropy), *per_token)
+            total = losses.where(data.labels != -100, 0.0).sum()
+            metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
+        (0.5 * total).backward()
+        found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
+        return total, metrics["ratio"], metrics["clipped"].float(), *found
+
+    side_by_side(member, spec, values, tolerance_of(spec), options={})
+
+
+@on_ranks(2)
+def test_another_pipeline_stage_gives_the_models_output(member):
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    model.post_process = False
+    with mock.patch.object(type(model), "__call__", return_value="hidden states"):
+        assert token_loss(model, data.tokens, data.positions, data.mask, None, _ppo) == "hidden states"
 
 
 SHAPE = r"\[2, 16\]"

@@ -26,11 +26,12 @@ from world import Member
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
-# A part of the rows saved and the rest recomputed; all recomputed; accumulated.
+# A part of the rows saved and the rest recomputed; all recomputed; accumulated, also with a loss of the caller's own.
 STRATEGIES = {
     "save": dict(reduction="none", logits_budget=3 * MiB // 2),
     "recompute": dict(reduction="none", logits_budget=0),
     "accumulate": dict(reduction="sum", logits_budget=0),
+    "own": dict(reduction="sum", logits_budget=0, entropy=True),
 }
 
 
@@ -58,7 +59,11 @@ def measured(
         options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=size[1])
 
     def step():
-        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
+        if "entropy" in options:
+            own = lambda s: (s.target_log_prob.exp() * s.entropy, {"lse": s.lse})  # noqa: E731
+            loss, _ = parallel_lce.token_loss(t.x, t.weight, t.target, own, **options)
+        else:
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
         return torch.autograd.grad(loss, wanted, torch.ones_like(loss)) if backward else loss
 
     with shrunk(block, tile):

@@ -75,6 +75,18 @@ def test_torch_compile_says_whether_it_must_make_one_graph(whole):
     assert compiled(torch.zeros(1)).item() == (2 if whole else 1)
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tensors_are_saved_without_the_hooks_around(allowed):
+    x, seen = torch.ones(2, requires_grad=True), []
+    around = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t)
+    with around if allowed else torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        with private.saving_without_hooks():
+            x.exp().sum().backward()
+        assert not seen
+        x.exp()
+    assert len(seen) == allowed
+
+
 def test_tensors_of_tracing_are_of_one_package():
     with FakeTensorMode():
         fake = torch.ones(2)

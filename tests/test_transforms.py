@@ -51,6 +51,12 @@ def _loss(**options):
     return lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), **options)
 
 
+def _own(x, w):
+    function = lambda s, weight: -weight * s.target_log_prob * s.entropy  # noqa: E731
+    options = dict(entropy=True, reduction="mean", logits_budget=0)
+    return parallel_lce.token_loss(x, w, TARGET.to(x.device), function, x.new_ones(N), **options)[0]
+
+
 FUNCTIONS = {
     "none": _loss(reduction="none"),
     "mean": _loss(),
@@ -58,6 +64,7 @@ FUNCTIONS = {
     "accumulated": _loss(logits_budget=0),
     "weighted": lambda x, w: _loss(token_weight=x.new_ones(N))(x, w),
     "statistics": _statistics,
+    "own": _own,
     "sampled": _sampled,
     "selected": _selected,
     "divergence": lambda x, w: divergence(x, w, x.new_ones(x.shape), w.new_ones(w.shape).cumsum(0), beta=0.5),

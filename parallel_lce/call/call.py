@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,17 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
+
+
+@dataclass
+class LossFunction:
+    """A caller's function ``run(statistics, *values)`` of a block's tokens, and what it leaves beside the losses."""
+
+    run: Callable[..., Any]
+    # [N] each, by the names that the function gives them.
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    # What it raised first. It is raised after the call's collectives, for which the other ranks may wait.
+    failure: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,10 @@ class Call:
     target: Tensor | None = None
     # [N] in the statistics' dtype
     token_weight: Tensor | None = None
+    # None: the losses are cross-entropies.
+    loss_function: LossFunction | None = None
+    # [N] each, for the loss function.
+    values: tuple[Tensor, ...] = ()
     picked: PickedIds | None = None
     features: tuple[Feature, ...] = ()
     feature_kinds: tuple[type[Feature], ...] = ()
@@ -69,8 +84,8 @@ class Call:
         logit_map = self.logit_map
         own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, ids, offsets
         if not self.features:
-            return own
-        return *own, *[tensor for feature in self.features for tensor in feature.tensors]
+            return *own, *self.values
+        return *own, *[tensor for feature in self.features for tensor in feature.tensors], *self.values
 
     def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
         """The call with the first ``saved`` tensors as its :attr:`tensors`, and the other ``saved`` ones. Saved-tensor
@@ -89,7 +104,12 @@ class Call:
             del others[:count]
         logit_map = self.logit_map.with_tensors(scale, cap)
         changed = dict(target=target, logit_map=logit_map, token_weight=weight, picked=picked, features=tuple(features))
-        return self.replaced(**changed), rest
+        return self.replaced(**changed, values=tuple(others)), rest
+
+    def of_tokens(self, block: Block) -> Call:
+        """The call with the :attr:`target`, :attr:`token_weight` and :attr:`values` of a block's tokens."""
+        target, weight, *values = [self.layout.take(t, block) for t in (self.target, self.token_weight, *self.values)]
+        return self.replaced(target=target, token_weight=weight, values=tuple(values))
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call import debug
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
+from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import (
     FLOATS,
     INTEGERS,
@@ -29,6 +30,7 @@ from parallel_lce.core.options import (
     as_int64,
     in_python,
     is_number,
+    shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
@@ -286,6 +288,26 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
         raise ValueError(f"{name} must be floating-point, got {value.dtype}")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
+
+
+def check_values(loss: Any, values: Iterable[Any], reduction: Any, target: Any) -> tuple[Tensor, ...]:
+    """The ``values`` per token of a caller's function ``loss``, in memory. Raises ``ValueError`` for those that do not
+    fit the ``target``, for a loss that is no function, and for a reduction other than 'sum' and 'mean'."""
+    if not callable(loss):
+        raise ValueError(f"loss must be a function of statistics and values per token, got {type(loss).__name__}")
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"reduction must be 'sum' or 'mean', got {shortened(reduction)}: return losses as a metric")
+    for number, value in enumerate(values := tuple(values)):
+        name = f"per_token[{number}]"
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}: put other values into loss")
+        check_kind(name, value)
+        if isinstance(target, Tensor) and (value.shape, value.device) != (target.shape, target.device):
+            expected, given = (f"{list(t.shape)} on {t.device}" for t in (target, value))
+            raise ValueError(f"{name} must have target's shape {expected}, got {given}")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
+    return tuple([in_memory(value.detach()) for value in values])
 
 
 def _check_picks(a: Tensors, tokens: torch.Size) -> None:

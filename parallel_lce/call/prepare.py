@@ -300,7 +300,7 @@ def _may_be_dense(
     """Whether a small loss may make fp32 logits. ``main_grad``: None without a backward. Decided by values that all
     ranks share."""
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    allowed = all([kind.allows_dense for kind in kinds])
+    allowed = not options.loss_function and all([kind.allows_dense for kind in kinds])
     return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
 
 

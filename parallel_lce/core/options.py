@@ -46,6 +46,8 @@ class Options(NamedTuple):
     ignore_index: int | None = None
     # False: any target is allowed. As in Megatron, the loss of a target outside [0, V) is lse - max.
     outside_is_nan: bool = True
+    # True: the losses are those of a function of the caller's (Call.loss_function).
+    loss_function: bool = False
     # True: token_weight needs a gradient, so the losses are multiplied by it after the call.
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
@@ -234,6 +236,7 @@ _RULES = cast(Any, Options)(
     reduction=_Rule("'none', 'mean' or 'sum'", lambda name: name in (None, "none", "mean", "sum")),
     ignore_index=_count_or_none("an integer of 64 bits or None", -(2**63), 2**63),
     outside_is_nan=_FLAG,
+    loss_function=_FLAG,
     token_weight_gradient=_FLAG,
     label_smoothing=_number("a Python number in [0, 1]", lambda eps: 0 <= eps <= 1),
     z_loss=_FACTOR,

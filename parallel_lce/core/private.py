@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +88,14 @@ add_dim: Callable[..., Tensor] = _torch._add_batch_dim
 forward_gradients_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
 # Number of the running backward; -1: none runs.
 backward_id: Callable[[], int] = _torch._C._current_graph_task_id
+
+
+def saving_without_hooks() -> AbstractContextManager:
+    """A context in which autograd saves tensors themselves, not what hooks around it make of them, such as those of a
+    checkpoint, which run its function again where a tensor is read."""
+    if not _torch._C._autograd._saved_tensors_hooks_is_enabled():  # by torch.func: there are no hooks
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def in_forward_mode() -> bool:

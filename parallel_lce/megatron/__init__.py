@@ -1,7 +1,16 @@
 """This package's loss in Megatron-core, chosen by Megatron's configuration."""
 
 from parallel_lce.megatron.lazy_logits import LogitsWarning
-from parallel_lce.megatron.log_probs import TokenLogProbs, token_log_probs
+from parallel_lce.megatron.log_probs import TokenLogProbs, token_log_probs, token_loss
 from parallel_lce.megatron.switch import install, patch, uninstall, unpatch
 
-__all__ = ["LogitsWarning", "TokenLogProbs", "install", "patch", "token_log_probs", "uninstall", "unpatch"]
+__all__ = [
+    "LogitsWarning",
+    "TokenLogProbs",
+    "install",
+    "patch",
+    "token_log_probs",
+    "token_loss",
+    "uninstall",
+    "unpatch",
+]

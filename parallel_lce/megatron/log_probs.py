@@ -1,12 +1,13 @@
-"""Log-probabilities and entropy of a Megatron model's labels, for RL.
+"""Log-probabilities and entropy of a Megatron model's labels, and losses made of them, for RL.
 
 The model's own forward runs, with labels. For this call its output layer returns lazy logits, and
-:func:`_log_probs_for_loss` replaces its loss. So everything before the loss (embedding, MuP's scale, heads for
+:func:`_in_place_of_loss` replaces its loss. So everything before the loss (embedding, MuP's scale, heads for
 multi-token prediction, hooks of the output layer) is the model's own code, in every release.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,15 +17,14 @@ import torch
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import INTEGERS, described, public
+from parallel_lce.call.checks import INTEGERS, check_values, described, public
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import as_float, check_option
+from parallel_lce.core.options import Options, as_float, check_option, check_options
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import statistics_of_lazy, without_logits
+from parallel_lce.megatron.output_layer import statistics_of_lazy, token_loss_of_lazy, without_logits
 from parallel_lce.patching import replaced
 
-_FUNCTION = "token_log_probs"
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
 _REFUSED = "runtime_gather_output inference_context inference_params output_processor output_processor_context".split()
 
@@ -90,14 +90,72 @@ def token_log_probs(
             result or takes its gradient, or the layer's weight is fully sharded on its own.
     """
     inner = _language_model(model)
-    of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
-    debug.state.group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
-    for name in _REFUSED:
-        if forward_arguments.get(name) is not None:
-            raise ValueError(f"{_FUNCTION} takes no {name}: it gives no logits")
     if type(entropy) is not bool:
         raise ValueError(f"entropy must be True or False, got {entropy!r}")
-    last = bool(getattr(inner, "post_process", True))
+    score = functools.partial(statistics_of_lazy, entropy=entropy)
+    given = input_ids, position_ids, attention_mask, labels
+    output = _scored("token_log_probs", model, inner, given, temperature, score, forward_arguments)
+    return TokenLogProbs(*output) if _is_last(inner) else output
+
+
+@public
+def token_loss(
+    model: torch.nn.Module,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    labels: Tensor | None,
+    loss: Callable[..., Any],
+    *per_token: Tensor,
+    temperature: float | Tensor = 1.0,
+    reduction: str = "sum",
+    entropy: bool = False,
+    sum_p_squared: bool = False,
+    mean_logit: bool = False,
+    **forward_arguments: object,
+) -> tuple[Tensor, dict[str, Tensor]] | Tensor:
+    """The loss of :func:`parallel_lce.token_loss`, of a model's ``labels``, and its metrics ``[b, s]``.
+
+    Calls the model as :func:`token_log_probs` does, with its arguments, collectives and errors. ``per_token`` values
+    have the labels' shape; they and ``loss`` are not used on pipeline stages other than the last, where the result is
+    the model's own output. If dW goes to a ``main_grad``, backward forms the gradients.
+    """
+    inner = _language_model(model)
+    options = Options("megatron.token_loss", reduction=reduction, loss_function=True, expected_logit=entropy)
+    options = options._replace(sum_p_squared=sum_p_squared, mean_logit=mean_logit)
+    check_options(options)
+    values, names = check_values(loss, per_token, reduction, labels) if _is_last(inner) else (), []
+
+    def score(*lazy: Any, **temperature: Any) -> tuple[Tensor, ...]:
+        total, metrics = token_loss_of_lazy(*lazy, **temperature, options=options, loss=loss, values=values)
+        names.extend(metrics)
+        return total, *metrics.values()
+
+    given = input_ids, position_ids, attention_mask, labels
+    output = _scored("token_loss", model, inner, given, temperature, score, forward_arguments)
+    return (output[0], dict(zip(names, output[1:]))) if _is_last(inner) else output
+
+
+def _is_last(inner: Any) -> bool:
+    """Whether the language model is of the last pipeline stage."""
+    return bool(getattr(inner, "post_process", True))
+
+
+def _scored(
+    function: str,
+    model: torch.nn.Module,
+    inner: Any,
+    given: tuple[Tensor | None, ...],
+    temperature: float | Tensor,
+    score: Callable[..., tuple[Tensor, ...]],
+    forward_arguments: dict[str, object],
+) -> Any:
+    """The output of the model's forward, where ``score(lazy logits, labels, temperature=...)`` takes the place of the
+    loss. ``inner``: the language model in it. ``given``: input and position ids, attention mask and labels."""
+    for name in _REFUSED:
+        if forward_arguments.get(name) is not None:
+            raise ValueError(f"{function} takes no {name}: it gives no logits")
+    last, (input_ids, *_, labels) = _is_last(inner), given
     decoder_input = forward_arguments.get("decoder_input")
     divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
     # The model may have been built with parallel_output=False, which gathers the logits.
@@ -105,39 +163,36 @@ def token_log_probs(
     with ExitStack() as stack:
         if last:
             assert labels is not None  # checked by _temperature
-            stack.enter_context(without_logits(inner.output_layer, _FUNCTION))
-            loss = _log_probs_for_loss(inner, labels, divisor, entropy)
+            stack.enter_context(without_logits(inner.output_layer, function))
+            loss = _in_place_of_loss(function, inner, labels, functools.partial(score, temperature=divisor))
             stack.enter_context(replaced(inner, compute_language_model_loss=loss))
         layout = Layout.of(debug.state.group, False)
         if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
-            debug.agree(layout, {"function": _FUNCTION}, {})
+            debug.agree(layout, {"function": function}, {})
         debug.state.awaited = False
-        output = model(input_ids, position_ids, attention_mask, **arguments)
-    if not last:
-        return output
-    if not (isinstance(output, tuple) and len(output) == 1 + entropy):
+        output = model(*given[:3], **arguments)
+    if last and not isinstance(output, tuple):
         raise RuntimeError(
-            f"{_FUNCTION}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
+            f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"
         )
-    return TokenLogProbs(*output)
+    return output
 
 
-def _log_probs_for_loss(model: Any, labels: Tensor, temperature: float | Tensor, entropy: bool) -> Callable[..., Any]:
+def _in_place_of_loss(function: str, model: Any, labels: Tensor, score: Callable[..., Any]) -> Callable[..., Any]:
     """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
-    Given ``labels`` themselves, it returns the log-probabilities ``[b, s]`` and, with ``entropy``, the entropies, as a
-    plain tuple, which wrappers of the model can traverse. Given the shifted labels of heads for multi-token prediction,
-    it returns the model's own loss. ``temperature``: a number or ``[b, s]``.
+    Given ``labels`` themselves, it returns ``score(lazy logits, labels)``, a plain tuple, which wrappers can traverse.
+    Given the shifted labels of heads for multi-token prediction, it returns the model's own loss.
     """
     own = model.compute_language_model_loss
 
     def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
-            raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
+            raise RuntimeError(f"{function}: something has replaced the output layer's result, by one of type {kind}")
         if given is labels:
-            return statistics_of_lazy(logits, labels, temperature, entropy)
+            return score(logits, labels)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
         with own_loss(model):
@@ -147,7 +202,7 @@ def _log_probs_for_loss(model: Any, labels: Tensor, temperature: float | Tensor,
 
 
 def _language_model(model: torch.nn.Module) -> Any:
-    """The LanguageModule inside a model's wrappers."""
+    """The LanguageModule inside a model's wrappers. Debug mode learns its group."""
     check_release()
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -162,6 +217,8 @@ def _language_model(model: torch.nn.Module) -> Any:
         taken = inspect.signature(inner.forward).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         if anything or {"labels", "runtime_gather_output"} <= {*taken}:
+            of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
+            debug.state.group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
             return inner
     kind = type(inner).__name__
     raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got {kind}")

@@ -21,7 +21,7 @@ from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
 from parallel_lce.patching import replaced
-from parallel_lce.run.entry import fused_loss, fused_statistics
+from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
@@ -209,11 +209,24 @@ def statistics_of_lazy(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    _, number, _, each = split_per_token(1.0, temperature)
-    options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
-    each = each if each is None else each.transpose(0, 1)
-    statistics = _called(fused_statistics, logits, _swapped(labels), options, each)
+    options = Options("token_log_probs", ignore_index=NO_LABEL, expected_logit=entropy)
+    statistics = _called(fused_statistics, logits, _swapped(labels), options, temperature)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
+
+
+def token_loss_of_lazy(
+    logits: LazyLogits,
+    labels: Tensor,
+    temperature: float | Tensor,
+    options: Options,
+    loss: Callable[..., Any],
+    values: tuple[Tensor, ...],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a caller's function and its metrics ``[b, s]``, as :func:`parallel_lce.token_loss` computes them, of
+    ``labels`` and ``values [b, s]``. ``temperature`` and padding rows as in :func:`statistics_of_lazy`."""
+    entry = functools.partial(fused_token_loss, loss=loss, values=tuple(map(_swapped, values)))
+    total, metrics = _called(entry, logits, _swapped(labels), options._replace(ignore_index=NO_LABEL), temperature)
+    return total, {name: _swapped(metric) for name, metric in metrics.items()}
 
 
 def _swapped(tokens: Tensor) -> Tensor:
@@ -223,9 +236,10 @@ def _swapped(tokens: Tensor) -> Tensor:
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _called(
-    entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
+    entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: float | Tensor = 1.0
 ) -> Any:
-    """Run ``entry`` of :mod:`parallel_lce.run.entry`, in the autocast and grad mode of the output layer's call."""
+    """Run ``entry`` of :mod:`parallel_lce.run.entry`, in the autocast and grad mode of the output layer's call.
+    ``target [s, b]``; ``temperature``: a number or ``[b, s]``."""
     logits.check()
     layer, weight = logits.layer, logits.weight
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
@@ -233,8 +247,10 @@ def _called(
     options = settings.resolve().of_call(options)
     if options.logits_budget is None and heads > 1:
         options = options._replace(logits_budget=default_budget(weight.device) // heads)
-    options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel)
-    tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=temperature)
+    _, number, _, each = split_per_token(1.0, temperature)
+    options = options._replace(logit_scale=logits.scale, temperature=number, sequence_parallel=logits.sequence_parallel)
+    each = each if each is None else each.transpose(0, 1)
+    tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=each)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, logits.shared)

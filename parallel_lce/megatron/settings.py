@@ -23,8 +23,9 @@ class Settings(NamedTuple):
 
     def of_call(self, options: Options) -> Options:
         """The options of a call with these settings."""
-        # The entropy's gradient is large where probabilities are small.
-        filtered = None if options.expected_logit else self.gradient_filter
+        # The gradients of these are large where probabilities are small.
+        exact = options.expected_logit or options.sum_p_squared or options.mean_logit
+        filtered = None if exact else self.gradient_filter
         budget, dtype = self.logits_budget, self.reduce_dtype
         return options._replace(logits_budget=budget, gradient_filter=filtered, reduce_dtype=dtype)
 

@@ -63,6 +63,8 @@ class _Kept(NamedTuple):
     alpha: Tensor | None
     beta: Tensor | None
     gamma: Tensor | None
+    delta: Tensor | None
+    epsilon: Tensor | None
     divisor: Tensor | None
     vocab_size: Tensor | None
     inside: Tensor | None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.loss_formula import counted, mean_loss
+from parallel_lce.call import debug
+from parallel_lce.call.call import LossFunction
 from parallel_lce.call.prepare import autocasted, check, prepare
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
-from parallel_lce.run import ops
+from parallel_lce.run import loss_results, ops
 from parallel_lce.run.statistics import TokenStatistics
 
 
@@ -38,6 +44,40 @@ def fused_statistics(
     """The statistics that the options ask for, of the tokens' shape. Arguments as in :func:`fused_loss`."""
     statistics, shape = _called(options, tensors, group, main_grad)
     return TokenStatistics(*statistics).view(shape)
+
+
+def fused_token_loss(
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    loss: Callable[..., Any],
+    values: tuple[Tensor, ...],
+    *,
+    main_grad: MainGrad | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, 0-dimensional, by a caller's function, and its metrics, of the tokens' shape. ``values``: per token,
+    checked. Other arguments as in :func:`fused_loss`, ``options`` with ``loss_function=True``."""
+    function = LossFunction(loss)
+    flat = tuple([value.reshape(-1).contiguous() for value in values])
+    weight, target = tensors.linear_weight, tensors.target
+    if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight)):
+        # While torch.export traces, and for tensors without values.
+        found = fused_statistics(options._replace(reduction=None), tensors, group)
+        losses, metrics = loss_results.called(function, found.view((target.numel(),)), flat)
+        ignored = as_int64(target).reshape(-1) == options.ignore_index
+        losses = losses.masked_fill(ignored, 0.0)
+        mean, _ = mean_loss(losses, ~ignored, None, 0)
+        named = {n: metric.detach().masked_fill(ignored, 0).view(target.shape) for n, metric in metrics.items()}
+        return mean if options.reduction == "mean" else losses.sum(), named
+    if debug.enabled() and (layout := Layout.of(group, False)).ranks > 1:
+        wide = [value.double() if value.is_floating_point() else value.long() for value in flat]
+        named = {f"per_token[{number}]": value for number, value in enumerate(wide)}
+        debug.agree(layout, {"function": options.function}, named)
+        debug.state.awaited = True  # the exchange of prepare is to come
+    call, inputs = prepare(options, tensors, group, main_grad=main_grad)
+    call = call.replaced(loss_function=function, values=flat)
+    result = ops.function_of(call).apply(*inputs, call)
+    return result, {name: metric.view(call.shape) for name, metric in function.metrics.items()}
 
 
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):

@@ -1,14 +1,29 @@
-"""Per-token losses: two helpers on statistics, and the loss of ``linear_cross_entropy``."""
+"""Per-token losses: two helpers on statistics, and the losses of ``linear_cross_entropy`` and ``token_loss``.
+
+A loss is known with the merged partials of its token, and so are the coefficients of its gradient
+(:func:`of_tokens`). Both can be formed for all tokens, or for a block as soon as its partials are merged.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.backends.loss_formula import sum_of_weights
-from parallel_lce.call.call import Call
-from parallel_lce.core.partials import Merged
-from parallel_lce.run.statistics import Residuals, TokenStatistics
+from parallel_lce.call import debug
+from parallel_lce.call.call import Call, LossFunction
+from parallel_lce.call.checks import described
+from parallel_lce.core.partials import MAX, Merged
+from parallel_lce.core.private import saving_without_hooks
+from parallel_lce.run import statistics
+from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, Residuals, TokenStatistics
+
+# Relative and absolute difference of two losses of a token in debug mode, beyond which its block matters. A kernel may
+# round the last tokens of a vector in another way.
+_SAME_LOSS = 1e-4, 1e-6
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:
@@ -27,36 +42,128 @@ def entropy(statistics: TokenStatistics) -> Tensor:
     return statistics.entropy
 
 
-def token_losses(
-    call: Call, merged: Merged, target: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Losses ``[R]`` of tokens, and alpha, beta and gamma of the gradient of the sum of these losses."""
+def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
+    """Losses ``[R]`` of the call's tokens, the coefficients of the gradient of their sum, and the metrics ``[R]`` of a
+    caller's function by name. ``call``: with the tensors of these tokens (:meth:`Call.of_tokens`)."""
+    if call.loss_function is not None:
+        return _of_function(call, call.loss_function, merged)
+    target = call.target
+    assert target is not None  # check_tensors refuses a loss without targets
     losses, alpha, beta, gamma = call.backend.token_losses(
-        merged.partial, merged.vocab_size, target, weight, call.options
+        merged.partial, merged.vocab_size, target, call.token_weight, call.options
     )
+    coefficients = Coefficients(alpha, beta, gamma)
     for feature in call.features:
-        losses = feature.losses(call, losses, Coefficients(alpha, beta, gamma), merged.partial)
-    return losses, alpha, beta, gamma
+        losses = feature.losses(call, losses, coefficients, merged.partial)
+    return losses, coefficients, {}
+
+
+def _of_function(call: Call, function: LossFunction, merged: Merged) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
+    """:func:`of_tokens` by a caller's function. If it raises, losses and gradients are NaN until :func:`finish` raises
+    what it raised, after the call's collectives."""
+    values, residuals = statistics.outputs(call, merged)
+    given: dict[str, Any] = dict(zip(NAMES, values))
+    leaves, upstream = {}, dict.fromkeys(DIFFERENTIABLE)
+    try:
+        with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
+            if torch.is_grad_enabled():
+                leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
+            losses, metrics = called(function, TokenStatistics(**given | leaves), call.values)
+            if losses.requires_grad:
+                ones = torch.ones_like(losses)
+                upstream |= zip(leaves, torch.autograd.grad(losses, [*leaves.values()], ones, allow_unused=True))
+        if debug.enabled():
+            _check_elementwise(call, function, given, losses.detach())
+    except Exception as failure:
+        function.failure = function.failure or failure
+        losses = torch.full_like(merged.partial[MAX], torch.nan)
+        return losses, Coefficients(losses, None, None), {}
+    coefficients = statistics.coefficients(call, merged.partial, residuals, tuple(upstream.values()))
+    # An ignored token has no loss and no gradient, whatever the function makes of its values.
+    ignored = call.target == call.options.ignore_index
+    coefficients = coefficients.replaced([c.masked_fill(ignored, 0.0) for c in coefficients.present])
+    metrics = {name: metric.detach().masked_fill(ignored, 0) for name, metric in metrics.items()}
+    return losses.detach().to(call.dtype).masked_fill(ignored, 0.0), coefficients, metrics
+
+
+def called(
+    function: LossFunction, given: TokenStatistics, values: tuple[Tensor, ...]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses and metrics of the function. Raises ``ValueError`` for another result."""
+    result, like = function.run(given, *values), given.lse
+    pair: Any = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    losses, metrics = pair
+    others = metrics.items() if isinstance(metrics, dict) else [("metrics", metrics)]
+    for name, value in [("losses", losses), *others]:
+        fits = isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device
+        if not fits or (value is losses and not value.is_floating_point()):
+            where = f" on {value.device}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"loss must return floating-point losses {list(like.shape)} on {like.device}, one for each token, or "
+                f"these and a dict of metrics like them; as {name!r} it returned {described(value)}{where}"
+            )
+    return losses, metrics
+
+
+def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any], losses: Tensor) -> None:
+    """Debug mode: raise ``ValueError`` if the loss of a token depends on the other tokens of its block: the function
+    runs again on each half of the block."""
+    count, half = len(losses), len(losses) // 2
+    for rows in (slice(half), slice(half, count)) if half else ():
+        of_half = {name: v[rows] if isinstance(v, Tensor) and v.dim() else v for name, v in given.items()}
+        with torch.no_grad():
+            again, _ = called(function, TokenStatistics(**of_half), tuple([value[rows] for value in call.values]))
+        apart = ~losses[rows].double().isclose(again.double(), *_SAME_LOSS, equal_nan=True)
+        if apart.any():
+            token = int(apart.nonzero()[0])
+            raise ValueError(
+                f"loss must be elementwise: the loss of one token is {losses[rows][token]:.6g} in a block of {count} "
+                f"tokens, and {again[token]:.6g} in a block of {len(again)}. Pass what depends on other tokens, such "
+                "as a mean over a sequence, as values per token"
+            )
+
+
+def finish(call: Call, metrics: dict[str, Tensor]) -> None:
+    """After the collectives of a forward: keep the ``metrics`` of a caller's function, and raise what it raised. In
+    debug mode every rank raises if one does. Collectives: in debug mode, those of
+    :func:`parallel_lce.call.debug.agree`."""
+    function, layout = call.loss_function, call.layout
+    if function is None:
+        return
+    function.metrics, failure, function.failure = metrics, function.failure, None
+    if failure is not None:
+        debug.report_refusal(layout, RuntimeError(f"loss raised {type(failure).__name__}: {failure}"))
+        if layout.ranks > 1:
+            failure.add_note(
+                "if the function loss raises on this rank alone, the other ranks of process_group wait in a later "
+                "collective until its timeout; PARALLEL_LCE_DEBUG=1 raises on every rank"
+            )
+        raise failure
+    if layout.ranks > 1 and debug.enabled():
+        debug.agree(layout, {}, {})
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     """The call's loss, of each token ``[N]`` or 0-dimensional, and the residuals of its backward."""
     target, weight, reduction = call.target, call.token_weight, call.options.reduction
-    assert target is not None  # check_tensors refuses a loss without targets
-    losses, alpha, beta, gamma = token_losses(call, merged, target, weight)
+    losses, coefficients, metrics = of_tokens(call, merged)
+    finish(call, metrics)
+    residuals = Residuals(*coefficients[:5])
     if reduction == "none":
-        return [losses], Residuals(alpha, beta, gamma)
+        return [losses], residuals
     if reduction == "sum":
-        return [losses.sum()], Residuals(alpha, beta, gamma)
+        return [losses.sum()], residuals
+    assert target is not None
     mean, divisor = call.backend.mean_loss(losses, target, weight, call.options.ignore_index)
-    return [mean], Residuals(alpha, beta, gamma, divisor)
+    return [mean], residuals._replace(divisor=divisor)
 
 
 def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:
     """Coefficients of the gradient of the logits. ``upstream``: the gradient of the loss, ``[N]`` or 0-dimensional."""
     factor = upstream if residuals.divisor is None else upstream / residuals.divisor
-    assert residuals.alpha is not None
-    return Coefficients(residuals.alpha, residuals.beta, residuals.gamma, factor=factor)
+    alpha, beta, gamma, delta, epsilon, *_ = residuals
+    assert alpha is not None
+    return Coefficients(alpha, beta, gamma, delta, epsilon, factor)
 
 
 def divisor_of(call: Call) -> Tensor | None:

@@ -285,8 +285,9 @@ def accumulate(
     """The reduced loss of ``hidden [..., D]``, 0-dimensional, and its gradients in one pass over the blocks: dX in the
     hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
 
-    The derivative of a ``mean`` or ``sum`` by each token's loss is known in forward. So a block's gradients are formed
-    from its exponentials as soon as its partials are merged, and backward only scales them by the upstream gradient.
+    The derivative of a ``mean`` or ``sum`` by each token's loss is known in forward, and so is the loss's by the
+    token's statistics. So a block's gradients are formed from its exponentials as soon as its partials are merged, and
+    backward only scales them by the upstream gradient.
 
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
@@ -296,7 +297,7 @@ def accumulate(
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         sums = _BlockGradients(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
-        per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
+        per_token, metrics = hidden.new_empty(call.shape.numel(), dtype=dtype), {}
         targets = call.local_targets()
         divisor = loss_results.divisor_of(call)
         factor = None if divisor is None else 1 / divisor
@@ -304,11 +305,11 @@ def accumulate(
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
             merged = Merged(*waiting.partials.finish(backend.merge_ranks))
-            target, token_weight = layout.take(call.target, block), layout.take(call.token_weight, block)
-            assert target is not None  # a loss has targets
-            of_block, alpha, beta, gamma = loss_results.token_losses(call, merged, target, token_weight)
+            of_block, coefficients, of_metrics = loss_results.of_tokens(call.of_tokens(block), merged)
             layout.put(per_token, block, of_block)
-            coefficients = Coefficients(alpha, beta, gamma, factor=factor)
+            for name, values in of_metrics.items():
+                layout.put(metrics.setdefault(name, values.new_zeros(len(per_token))), block, values)
+            coefficients = coefficients._replace(factor=factor)
             sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)
 
         # On several ranks the next block is projected while a block's partials are gathered.
@@ -338,5 +339,7 @@ def accumulate(
                 complete(waiting.popleft())
         while waiting:
             complete(waiting.popleft())
+        gradients = sums.deliver(shape)
+        loss_results.finish(call, metrics)
         total = per_token.sum()
-        return total if divisor is None else total / divisor, sums.deliver(shape)
+        return total if divisor is None else total / divisor, gradients

@@ -99,6 +99,8 @@ class Residuals(NamedTuple):
     alpha: Tensor | None = None
     beta: Tensor | None = None
     gamma: Tensor | None = None
+    delta: Tensor | None = None
+    epsilon: Tensor | None = None
     # For a mean, 0-dimensional: divisor of the sum of the losses.
     divisor: Tensor | None = None
     # For statistics: V, 0-dimensional int64.

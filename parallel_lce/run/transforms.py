@@ -6,6 +6,7 @@ exported graphs lose it. So here a function is one step from tensors to tensors,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -148,7 +149,7 @@ _FUNCTIONS: dict[str, Callable] = {}
 
 
 def transformable(function: Callable) -> Callable:
-    """Decorator for a public function of tensors, which gives a tensor, or a tuple or dataclass of tensors."""
+    """Decorator for a public function of tensors, which gives tensors in a tuple, dict or dataclass, or one tensor."""
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
@@ -186,17 +187,15 @@ def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         given, named = _joined(tensors, others, structure)
         returned[0] = result = function(*given, **named)
-        values = [result] if isinstance(result, Tensor) else result
-        values = values if isinstance(values, (list, tuple)) else vars(values).values()
+        values, _ = private.pytree.tree_flatten(vars(result) if dataclasses.is_dataclass(result) else result)
         return tuple([value for value in values if value is not None])
 
     found = iter(_Again.apply(_as_now(run, tensors[0].device.type) if tensors else run, *tensors))
     (result,) = returned
-    if isinstance(result, Tensor):
-        return next(found)
-    if isinstance(result, tuple):
-        return tuple([None if value is None else next(found) for value in result])
-    return type(result)(**{name: None if value is None else next(found) for name, value in vars(result).items()})
+    replaced = functools.partial(private.pytree.tree_map, lambda value: value if value is None else next(found))
+    if dataclasses.is_dataclass(result):
+        return type(result)(**replaced(vars(result)))  # pyright: ignore[reportCallIssue]
+    return replaced(result)
 
 
 def operator(function: Callable) -> Callable:

@@ -1,0 +1,362 @@
+"""``token_loss`` beside float64 autograd of the same function of all logits; and what its function may not do."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import parallel_lce
+import reference
+from cases import Tensors, make, normal, part
+from measures import ROUNDED, assert_close, assert_near
+from tools import debug_mode, everywhere, on_ranks, shrunk, small
+from world import Member
+
+N, V = 48, 120
+HIDDEN = {"save": 16, "recompute": 64, "accumulate": 16}
+"""Hidden size: with a large one an fp32 dW is larger than the exponentials, and gradients wait for the backward."""
+OF_BLOCKS = {"save": (None, None), "recompute": (0, 8 * V * 2), "accumulate": (0, 8 * V * 2)}
+"""A budget, and the bytes of a block of a few tokens."""
+
+
+def ppo(s, old, advantage):
+    """The clipped objective with an entropy bonus."""
+    ratio = (s.target_log_prob - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
+
+
+def focal(s, old, advantage):
+    return -advantage * (1 - s.target_log_prob.exp()).square() * s.target_log_prob
+
+
+def z_loss(s, old, advantage):
+    return 0.1 * s.lse.abs().pow(3) - s.max_logit.detach() * s.target_log_prob
+
+
+def squares(s, old, advantage):
+    return (s.sum_p_squared + 0.1).log() * old + s.target_logit * s.mean_logit
+
+
+def everything(s, old, advantage):
+    """A product of every statistic that has a gradient."""
+    terms = s.target_log_prob, s.lse, s.entropy, s.sum_p_squared, s.mean_logit, s.mean_log_prob, s.expected_logit
+    return sum(a * b * advantage for a, b in zip(terms, terms[1:])) + old * s.target_logit.sin()
+
+
+ASKED = {
+    ppo: dict(entropy=True),
+    focal: {},
+    z_loss: {},
+    squares: dict(sum_p_squared=True, mean_logit=True),
+    everything: dict(entropy=True, sum_p_squared=True, mean_logit=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: object
+    kind: str = "accumulate"
+    ranks: int = 1
+    sequence_parallel: bool = False
+    dtype: str = "fp32"
+    reduction: str = "sum"
+
+
+CASES = [
+    *(Case(loss, kind) for loss in ASKED for kind in OF_BLOCKS),
+    *(
+        Case(loss, ranks=2, sequence_parallel=sp, dtype=d)
+        for loss in ASKED
+        for sp, d in ((False, "bf16"), (True, "fp32"))
+    ),
+    Case(everything, "recompute", 2, True, reduction="mean"),
+    *(Case(everything, kind, dtype="fp16") for kind in ("save", "accumulate")),
+    Case(everything, "accumulate", dtype="fp64", reduction="mean"),
+    *(Case(everything, kind, 4, sp) for sp in (False, True) for kind in OF_BLOCKS),
+]
+CASES = [pytest.param(c, marks=[pytest.mark.slow] * (c.ranks > 2)) for c in CASES]
+
+
+def problem(kind: str = "accumulate", dtype: str = "fp32", device="cpu") -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    """Every third target is -100, where the values per token are NaN."""
+    t = make(N, V, HIDDEN[kind], dtype, device, ignored=True)
+    old, advantage = normal(N, seed=5) - 4, normal(N, seed=6)
+    return t, *[v.float().masked_fill(t.target.cpu() == -100, torch.nan).to(device) for v in (old, advantage)]
+
+
+def options_of(c: Case, member: Member) -> dict:
+    own = dict(process_group=member.group, sequence_parallel=c.sequence_parallel, reduction=c.reduction)
+    return own | ASKED[c.loss] | dict(logits_budget=OF_BLOCKS[c.kind][0])
+
+
+def _ran(member: Member, c: Case):
+    t, *values = problem(c.kind, c.dtype, member.device)
+    t, blocks = part(t, member, c.sequence_parallel), []
+
+    def loss(*given):
+        blocks.append(len(given[1]))
+        return c.loss(*given)
+
+    with shrunk(OF_BLOCKS[c.kind][1], (8, 16)):
+        total, metrics = parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **options_of(c, member))
+        gradients = torch.autograd.grad(total * 3, [t.x, t.weight])
+    accumulated = c.kind == "accumulate" and c.dtype != "fp16"
+    assert len(blocks) > 2 if accumulated else blocks == [N]
+    return [v.detach().cpu() for v in (total, *gradients)], {n: m.cpu() for n, m in metrics.items()}
+
+
+def truth_of(c: Case, t: Tensors, *values) -> tuple[list[torch.Tensor], dict]:
+    """Loss, gradients and metrics in float64, without the ignored tokens."""
+    counted = t.target != -100
+    x, weight = (v.detach().double().requires_grad_() for v in (t.x, t.weight))
+    found = reference.statistics(reference.logits(x, weight)[counted], t.target[counted])
+    losses = c.loss(SimpleNamespace(**found), *[v[counted].double() for v in values])
+    losses, metrics = losses if isinstance(losses, tuple) else (losses, {})
+    total = losses.mean() if c.reduction == "mean" else losses.sum()
+    whole = {n: torch.zeros(N, dtype=m.dtype).masked_scatter(counted, m.detach()) for n, m in metrics.items()}
+    return [total.detach(), *torch.autograd.grad(total * 3, [x, weight])], whole
+
+
+def name_of(value) -> str | None:
+    fields = vars(value).values() if isinstance(value, Case) else ()
+    return "-".join(getattr(f, "__name__", str(f)) for f in fields) or None
+
+
+@pytest.mark.parametrize("c", CASES, ids=name_of)
+@pytest.mark.thinned
+def test_against_float64(c, backend, worlds, device):
+    found = everywhere(worlds, device, c.ranks, _ran, c)
+    (total, dx, dweight), metrics = truth_of(c, *problem(c.kind, c.dtype))
+    dxs = [gradients[1] for gradients, _ in found]
+    assert all(torch.equal(gradients[0], found[0][0][0]) for gradients, _ in found), "the ranks have one loss"
+    rounded = ROUNDED.get(c.dtype, 1e-12)
+    assert_close(found[0][0][0], total, rounded / 10)
+    assert_close(torch.cat(dxs) if c.sequence_parallel else dxs[0], dx, rounded, name="dx")
+    assert_close(torch.cat([gradients[2] for gradients, _ in found]), dweight, rounded, name="dweight")
+    for name, truth in metrics.items():
+        for _, of_rank in found:
+            assert of_rank[name].dtype == (truth.dtype if truth.dtype == torch.bool else torch.float32)
+            assert_near(of_rank[name].double(), truth.double(), 1e-3)
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.thinned
+def test_cross_entropy_is_one_such_function(reduction, kind, backend, device):
+    budget, block = OF_BLOCKS[kind]
+    t = small(device, N, V, HIDDEN[kind], "bf16", ignored=True, bias=True)
+    leaves, options = [t.x, t.weight, t.bias], dict(linear_bias=t.bias, reduction=reduction, logits_budget=budget)
+    with shrunk(block):
+        found, nothing = parallel_lce.token_loss(t.x, t.weight, t.target, lambda s: -s.target_log_prob, **options)
+        true = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
+        assert nothing == {} and found.dtype == torch.float32 and not found.shape
+        assert_near(found, true, 1e-6)
+        for a, b in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(true, leaves)):
+            assert torch.equal(a, b)
+
+
+# --- shapes, layouts and modes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.parametrize("kind", ["batch first", "sequence first", "counted", "batch first, counted", "dtensor"])
+@on_ranks()
+def test_layouts(member, kind, sequence_parallel):
+    """``[b, s]`` tokens in either order, the counted tokens alone, and DTensors give what ``[N]`` tokens do."""
+    if kind == "dtensor" and not sequence_parallel:
+        return
+    t, *values = problem(device=member.device)
+    weight = part(t, member).weight
+    options = dict(entropy=True, process_group=member.group, logits_budget=0, logit_scale=0.5)
+    with shrunk(2000):
+        x = t.x.clone().requires_grad_()
+        total, metrics = parallel_lce.token_loss(x, weight, t.target, ppo, *values, **options)
+        dx, dweight = torch.autograd.grad(total, [x, weight])
+        turned = kind == "sequence first"
+        shaped = [v.view(6, 8, *v.shape[1:]) for v in (t.x, t.target, *values)]
+        shaped = [v.transpose(0, 1).contiguous() if turned else v for v in shaped]
+        of_part = shaped[0].chunk(member.ranks, 0 if turned else 1)[member.rank] if sequence_parallel else shaped[0]
+        its = of_part.clone().requires_grad_()
+        options |= dict(sequence_parallel=sequence_parallel, sequence_dim=0 if turned else 1)
+        if "counted" in kind:
+            options["counted_tokens"] = int((t.target != -100).sum())
+        given = its, weight
+        if kind == "dtensor":
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.tensor import DTensor, Replicate, Shard
+
+            mesh = DeviceMesh.from_group(member.group, member.device.type, mesh_dim_names=("tp",))
+            given = DTensor.from_local(its, mesh, [Shard(1)]), DTensor.from_local(weight, mesh, [Shard(0)])
+            shaped[2] = DTensor.from_local(shaped[2], mesh, [Replicate()])
+            del options["process_group"], options["sequence_parallel"], options["sequence_dim"]
+        again, its_metrics = parallel_lce.token_loss(*given, shaped[1], ppo, *shaped[2:], **options)
+        if kind == "dtensor":
+            again, its_metrics = again.to_local(), {n: m.to_local() for n, m in its_metrics.items()}
+        its_dx, its_dweight = torch.autograd.grad(again, [its, weight])
+    dx = dx.view(6, 8, -1)
+    if sequence_parallel:
+        dx = dx.chunk(member.ranks, 0 if turned else 1)[member.rank] if not turned else dx
+    if turned:
+        dx = dx.transpose(0, 1)
+        dx = dx.chunk(member.ranks, 0)[member.rank] if sequence_parallel else dx
+    assert_near(again, total, 1e-6)
+    assert_near(its_dx, dx, 1e-5)
+    assert_near(its_dweight, dweight, 1e-5)
+    for name, metric in metrics.items():
+        assert not metric.requires_grad and its_metrics[name].shape == shaped[1].shape
+        its_metric = its_metrics[name].t() if turned else its_metrics[name]
+        assert_near(its_metric.reshape(-1).double(), metric.double(), 1e-5)
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+def test_modes(kind, device):
+    """In evaluation the function has no gradients; a second backward, a checkpoint and a compiled function have those
+    of the plain call."""
+    (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
+    t, grad_modes = part(t, Member(0, 1, torch.device(device), None)), []
+
+    def loss(*given):
+        grad_modes.append(torch.is_grad_enabled() and given[0].target_log_prob.requires_grad)
+        return ppo(*given)
+
+    def total(x, weight):
+        return parallel_lce.token_loss(x, weight, t.target, loss, *values, entropy=True, logits_budget=budget)[0]
+
+    leaves = [t.x, t.weight]
+    with shrunk(block):
+        value = total(*leaves)
+        true = torch.autograd.grad(value, leaves, retain_graph=True)
+        ways = {"again": lambda: value, "compiled": lambda: torch.compile(total, backend="eager")(*leaves)}
+        ways["checkpoint"] = lambda: torch.utils.checkpoint.checkpoint(total, *leaves, use_reentrant=False)
+        for way in ways.values():
+            for found, exact in zip(torch.autograd.grad(way(), leaves), true):
+                assert_near(found, exact, 1e-6)
+        assert all(grad_modes)
+        with torch.no_grad():
+            assert_near(total(*leaves), value, 1e-6)
+        assert grad_modes.pop() is False
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, t, values, reduction):
+        super().__init__()
+        self.t, self.values, self.options = t, values, dict(entropy=True, reduction=reduction)
+
+    def forward(self, x):
+        total, metrics = parallel_lce.token_loss(x, self.t.weight, self.t.target, ppo, *self.values, **self.options)
+        return total, *metrics.values()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_exported_and_without_values(reduction, device):
+    t, *values = problem(device=device)
+    t.target = t.target.int()
+    module = _Module(t, values, reduction)
+    for found, true in zip(torch.export.export(module, (t.x,)).module()(t.x), module(t.x)):
+        assert found.dtype == true.dtype
+        assert_near(found.double(), true.double(), 1e-6)
+    meta = [v.to("meta") for v in (t.x, t.weight, t.target, *values)]
+    shape, metrics = parallel_lce.token_loss(*meta[:3], ppo, *meta[3:], entropy=True, reduction=reduction)
+    assert not shape.shape and shape.is_meta and metrics["kl"].shape == (N,) and metrics["clipped"].dtype == torch.bool
+
+
+def test_a_whole_graph_has_no_place_for_it():
+    t, *values = problem()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def total(x):
+        return parallel_lce.token_loss(x, t.weight, t.target, ppo, *values, entropy=True)[0]
+
+    with pytest.raises(Exception, match="use token_statistics"):
+        total(t.x)
+
+
+# --- what the function may not do --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "block", "found"),
+    [
+        (lambda s, a: s.lse - s.lse.mean(), True, True),
+        (lambda s, a: s.lse * a / a.sum(), False, True),
+        (lambda s, a: s.lse.cumsum(0), False, True),
+        (lambda s, a: s.lse.exp() * a, True, False),
+    ],
+)
+def test_debug_mode_finds_what_is_not_elementwise(loss, block, found, device):
+    t, _, advantage = problem(device=device)
+    with debug_mode(), shrunk(2000 if block else None):
+        for x in (t.x, t.x.clone().requires_grad_()):
+            given = x, t.weight, t.target.clamp(min=0), loss, advantage.nan_to_num(1.0)
+            if found:
+                with pytest.raises(ValueError, match=r"must be elementwise: .* in a block of \d+ tokens, and"):
+                    parallel_lce.token_loss(*given, logits_budget=0 if block else None)
+            else:
+                parallel_lce.token_loss(*given, logits_budget=0 if block else None)
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+@pytest.mark.parametrize(("everyone", "debug"), [(True, False), (True, True), (False, False), (False, True)])
+@on_ranks(2)
+def test_an_exception_ends_on_every_rank(member, kind, everyone, debug):
+    """The ranks' collectives match before and after it."""
+    (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=member.device)
+    t, calls = part(t, member), []
+    options = dict(entropy=True, process_group=member.group, logits_budget=budget)
+
+    def loss(*given):
+        calls.append(given)
+        if len(calls) == 1 and (everyone or member.rank):
+            raise RuntimeError("no advantage")
+        return ppo(*given)
+
+    with shrunk(block), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARALLEL_LCE_DEBUG", str(int(debug)))
+        said = "nothing"
+        try:
+            parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **options)
+        except Exception as error:  # a rank that misses it must not leave the others
+            said = f"{type(error).__name__}: {error}"
+        total, _ = parallel_lce.token_loss(t.x, t.weight, t.target, ppo, *values, **options)
+        total.backward()
+    expected = "RuntimeError: no advantage" if everyone or member.rank else "nothing"
+    if debug and expected == "nothing":
+        expected = "ValueError: rank(s) [1] of process_group refused their arguments, rank 1 because: loss raised "
+        expected += "RuntimeError: no advantage"
+    assert said == expected and t.x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(loss=None), "loss must be a function of statistics and values per token, got NoneType"),
+        (dict(reduction="none"), "reduction must be 'sum' or 'mean', got 'none'"),
+        (dict(values=[3.0]), r"per_token\[0\] must be a tensor, got float"),
+        (dict(values=[torch.ones(N, 1)]), rf"per_token\[0\] must have target's shape \[{N}\] on cpu, got \[{N}, 1\]"),
+        (dict(values=[torch.ones(N, requires_grad=True)]), r"per_token\[0\] requires a gradient"),
+        (dict(loss=lambda s: s.lse.sum()), rf"losses \[{N}\] on cpu, .* as 'losses' it returned \[\] of torch.float32"),
+        (dict(loss=lambda s: s.argmax, argmax=True), "as 'losses' it returned .* of torch.int64"),
+        (dict(loss=lambda s: (s.lse, {"kl": 3.0})), "as 'kl' it returned float"),
+        (dict(loss=lambda s: (s.lse, [s.lse])), "as 'metrics' it returned list"),
+        (dict(gradient_filter=0.1, entropy=True), "cannot be combined with entropy"),
+    ],
+)
+def test_refusals(change, words):
+    t = small(N=N, V=V)
+    given = dict(loss=lambda s, *values: s.lse, values=[]) | change
+    loss, values = given.pop("loss"), given.pop("values")
+    with pytest.raises(ValueError, match=words):
+        parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **given)
+
+
+@on_ranks(2)
+def test_debug_mode_compares_the_values_per_token(member):
+    t, old, advantage = problem(device=member.device)
+    old = old.nan_to_num(0.0)
+    old[5] += member.rank
+    with debug_mode(), pytest.raises(ValueError, match=r"disagree about per_token\[0\] at position 5"):
+        parallel_lce.token_loss(
+            t.x, part(t, member).weight, t.target, focal, old, advantage, process_group=member.group
+        )

@@ -316,7 +316,7 @@ def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | No
 # --- variables of the environment ------------------------------------------------------------------
 
 _PREFIX = "PARALLEL_LCE_"
-_SUFFIXES = "BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LOGITS_BUDGET", "PYTHON"
+_SUFFIXES = "BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LOGITS_BUDGET", "PYTHON", "SKIP_MASKED"
 _WARNED: set[str] = set()
 
 

@@ -30,6 +30,7 @@ _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
     "gradient-filter": {"metavar": "PROBABILITY"},
     "cross-entropy": {"choices": CROSS_ENTROPIES},
+    "skip-masked": {"choices": ("0", "1")},
     "backend": {"choices": ("torch", "triton")},
     "debug": {"choices": ("0", "1")},
 }

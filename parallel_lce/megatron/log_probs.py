@@ -19,10 +19,12 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import INTEGERS, described, public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import as_float, check_option
+from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import statistics_of_lazy, without_logits
 from parallel_lce.patching import replaced
+from parallel_lce.run.token_count import count_labels, count_of_labels
 
 _FUNCTION = "token_log_probs"
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
@@ -105,6 +107,8 @@ def token_log_probs(
     with ExitStack() as stack:
         if last:
             assert labels is not None  # checked by _temperature
+            if settings.skips_masked():
+                count_labels(labels)
             stack.enter_context(without_logits(inner.output_layer, _FUNCTION))
             loss = _log_probs_for_loss(inner, labels, divisor, entropy)
             stack.enter_context(replaced(inner, compute_language_model_loss=loss))
@@ -137,7 +141,7 @@ def _log_probs_for_loss(model: Any, labels: Tensor, temperature: float | Tensor,
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
         if given is labels:
-            return statistics_of_lazy(logits, labels, temperature, entropy)
+            return statistics_of_lazy(logits, labels, temperature, entropy, count_of_labels(labels))
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
         with own_loss(model):

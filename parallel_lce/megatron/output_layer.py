@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,10 @@ from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
 from parallel_lce.patching import replaced
+from parallel_lce.run.compaction import counted_loss, counted_statistics
 from parallel_lce.run.entry import fused_loss, fused_statistics
+from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.token_count import TokenCount, count_of_labels
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
@@ -109,11 +113,12 @@ def _lazy_class(base: type) -> type:
                 raise ValueError(f"the output layer needs a weight {expected}, got {shape}")
             gather = self.gather_output if call.runtime_gather_output is None else call.runtime_gather_output
             ranks = 1 if self.tp_group is None else self.tp_group.size()
-            stock = functools.partial(base.forward, self)
+            stock = partial(base.forward, self)
             logits = LazyLogits(self, call.input_, passed, bool(gather) and ranks > 1, stock)
             if labels is None:
                 return logits, None
-            return call.reduced(losses_of_lazy(logits, labels, call.ignore_index), labels)
+            count = count_of_labels(call.labels) if call.ignore_index == NO_LABEL else None
+            return call.reduced(losses_of_lazy(logits, labels, call.ignore_index, count), labels)
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
@@ -189,31 +194,48 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     return None
 
 
-def losses_of_lazy(logits: LazyLogits, target: Tensor, ignore_index: int | None = None) -> Tensor:
+def losses_of_lazy(
+    logits: LazyLogits, target: Tensor, ignore_index: int | None = None, count: TokenCount | None = None
+) -> Tensor:
     """Per-token loss of ``target [s, b]``, fp32 ``[s, b]``, of logits that are not made, as stock computes it.
 
     A target outside the vocabulary has loss ``lse - max``, and only lse has a gradient. A token with the target
-    ``ignore_index`` has loss 0 and no gradient. Padding rows stay in the softmax.
+    ``ignore_index`` has loss 0 and no gradient; it costs nothing if the other tokens were counted, ``count``. Padding
+    rows stay in the softmax.
 
     Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``.
     """
     options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return _called(fused_loss, logits, target, options)
+    return _called(fused_loss if count is None else partial(_counted_loss, count), logits, target, options)
+
+
+def _counted_loss(count: TokenCount, options: Options, tensors: Tensors, group: Any, *, main_grad: Any) -> Tensor:
+    return counted_loss(options, tensors, group, count, main_grad=main_grad)
 
 
 def statistics_of_lazy(
-    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
+    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None = None
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
-    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax.
+    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax. With a ``count`` of the labels that
+    are not -100 the others cost nothing, and their entropy is 0.
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
     _, number, _, each = split_per_token(1.0, temperature)
     options = Options("token_log_probs", ignore_index=NO_LABEL, temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
-    statistics = _called(fused_statistics, logits, _swapped(labels), options, each)
+    labels, entry = _swapped(labels), fused_statistics
+    if count is not None:
+        entry = partial(_counted_statistics, as_int64(labels) != NO_LABEL, count)
+    statistics = _called(entry, logits, labels, options, each)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
+
+
+def _counted_statistics(
+    mask: Tensor, count: TokenCount, options: Options, tensors: Tensors, group: Any, *, main_grad: Any
+) -> TokenStatistics:
+    return counted_statistics(options, tensors, group, mask, count, main_grad=main_grad)
 
 
 def _swapped(tokens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ class Settings(NamedTuple):
     logits_budget: int | None = None
     gradient_filter: float | None = None
     reduce_dtype: torch.dtype | None = None
+    skip_masked: bool = False
 
     def of_call(self, options: Options) -> Options:
         """The options of a call with these settings."""
@@ -30,6 +31,11 @@ class Settings(NamedTuple):
 
 
 installed: Settings | None = None
+
+
+def skips_masked() -> bool:
+    """Whether ``patch(skip_masked=True)`` holds, or without a ``patch`` the environment's."""
+    return resolve().skip_masked
 
 
 def takes_logits() -> bool:
@@ -46,13 +52,17 @@ def resolve(**given: object) -> Settings:
         raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {settings.cross_entropy!r}")
     if settings.reduce_dtype not in (None, torch.float32):
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {settings.reduce_dtype!r}")
+    if type(settings.skip_masked) is not bool:
+        raise ValueError(f"skip_masked must be True or False, got {settings.skip_masked!r}")
     filtered = settings.gradient_filter
     check_options(Options("patch", logits_budget=settings.logits_budget, gradient_filter=filtered))
-    if filtered is not None and settings.cross_entropy == "logits":
-        raise ValueError(
-            f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
-            "patch() or of PARALLEL_LCE_GRADIENT_FILTER, unpatch() or unset it"
-        )
+    if settings.cross_entropy == "logits":
+        for name, value in (("gradient_filter", filtered), ("skip_masked", settings.skip_masked)):
+            if value:
+                raise ValueError(
+                    f"{name}={value} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
+                    f"patch() or of PARALLEL_LCE_{name.upper()}, unpatch() or unset it"
+                )
     return settings
 
 
@@ -65,4 +75,7 @@ def _of_environment() -> Settings:
         expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
         raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None
     cross_entropy = os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer"
-    return Settings(cross_entropy, budget_of_environment(), filtered)
+    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
+    if skip not in ("0", "1"):
+        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
+    return Settings(cross_entropy, budget_of_environment(), filtered, skip_masked=skip == "1")

@@ -44,6 +44,7 @@ from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import called_with, is_own
+from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
 
 _Model = TypeVar("_Model", bound=nn.Module)
 # Attributes of a patched model: its _Door, and within a call its loss.
@@ -220,6 +221,7 @@ class _Loss:
         call.asked, logits, ignore = True, given.pop("logits", None), given.get("ignore_index", -100)
         lazy: Any = getattr(logits, "lazy", logits)
         target, labels, loss, top = given.get("shift_labels"), given.get("labels"), None, None
+        count = count_of_labels(labels if target is None else target) if ignore == NO_LABEL else None
         if target is None and isinstance(labels, Tensor) and labels.dim():
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
         target = as_int64(target)
@@ -229,7 +231,7 @@ class _Loss:
             elif lazy.made is None and given.get("vocab_size", lazy.vocabulary) != lazy.vocabulary:
                 call.reason = f"its loss has {given['vocab_size']} entries, its output layer {lazy.vocabulary}"
             elif lazy.made is None:
-                loss, top = self._fused(lazy, target, given.get("num_items_in_batch"), ignore)
+                loss, top = self._fused(lazy, target, given.get("num_items_in_batch"), ignore, count)
                 lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **given)
                 call.fused = True
             if loss is None:
@@ -243,8 +245,10 @@ class _Loss:
                 call.accuracy = ((top == target) & counted).sum() / counted.sum().clamp(min=1)
         return self.own(*arguments, **named) if loss is None else loss
 
-    def _fused(self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int) -> tuple[Tensor, Tensor | None]:
-        """The loss and, for the accuracy, the ids of each token's largest logit."""
+    def _fused(
+        self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int, count: TokenCount | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss and, for the accuracy, the ids of each token's largest logit. ``count``: of the labels."""
         logits.check()
         layer, hidden, accurate = logits.layer, logits.hidden, self.door.token_accuracy
         arguments = {**self.door.options, **(logits.epilogue() or {})}
@@ -258,11 +262,14 @@ class _Loss:
             if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
                 arguments["process_group"] = weight.device_mesh  # its dimension may have no name
             counted = target != ignore
+            if count is not None:
+                arguments["counted_tokens"] = count
             if not accurate:
                 arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 loss = _whole(linear_cross_entropy(hidden, weight, target, **arguments))
             else:
                 labels = target.masked_fill(~counted, NO_LABEL)
+                arguments["mask"] = counted if count is not None else None
                 found = token_statistics(hidden, weight, labels, argmax=True, **arguments)
                 assert found.target_log_prob is not None and found.argmax is not None
                 top.append(_whole(found.argmax))
@@ -360,9 +367,7 @@ class _Door:
         """Whether this call of the model's forward may do without logits, or has a ``token_accuracy``."""
         if not (model.training or not self.eval_logits or self.token_accuracy):
             return False
-        place = type(model)._parallel_lce_place
-        labels = arguments[place] if 0 <= place < len(arguments) else named.get("labels")
-        if labels is None:
+        if _labels(model, arguments, named) is None:
             if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._say_of_labels(model)
             return False
@@ -393,6 +398,7 @@ class _Door:
         if before is not None and before.model is model:  # a forward around a forward
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
+        _count(_labels(model, arguments, named), named.get("shift_labels"))
         call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
         with _lock:  # the model is changed for the time of this call, and of those of other threads
             self.calls += 1
@@ -445,6 +451,20 @@ class _Door:
                 return modules[1:-1]
             self.path = next((name for name, module in model.named_modules() if module is layer), "").split(".")
         return []
+
+
+def _labels(model: Any, arguments: tuple, named: dict[str, Any]) -> Any:
+    """Among the arguments of a model's forward."""
+    place = type(model)._parallel_lce_place
+    return arguments[place] if 0 <= place < len(arguments) else named.get("labels")
+
+
+def _count(labels: Any, shifted: Any) -> None:
+    """Starts to count the labels that the loss will count, which are not -100."""
+    if isinstance(shifted, Tensor):
+        count_labels(shifted)
+    elif isinstance(labels, Tensor) and labels.dim():
+        count_labels(labels, as_int64(labels)[..., 1:] != NO_LABEL)
 
 
 @torch.compiler.assume_constant_result

@@ -94,9 +94,12 @@ def count_labels(labels: Tensor, mask: Tensor | None = None) -> TokenCount | Non
     """Starts to count the tokens that ``mask`` counts, else the labels that are not -100. :func:`count_of_labels` of
     these very labels gives the count. For a door, which sees the labels before the loss. None if they cannot be
     counted."""
-    if not isinstance(labels, Tensor) or not _can_be_read(labels):
+    if not isinstance(labels, Tensor) or _in_trace():
         return None
-    count = TokenCount(as_int64(labels) != NO_LABEL if mask is None else mask)
+    mask = as_int64(labels) != NO_LABEL if mask is None else mask
+    if not _can_be_read(mask):
+        return None
+    count = TokenCount(mask)
     _counts[labels] = count, None if labels.is_inference() else version(labels)
     return count
 

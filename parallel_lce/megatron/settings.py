@@ -9,6 +9,7 @@ import torch
 
 from parallel_lce.core.budget import budget_of_environment
 from parallel_lce.core.options import Options, check_option, check_options
+from parallel_lce.run.token_count import skips_by_environment
 
 CROSS_ENTROPIES = ("output_layer", "logits")
 
@@ -75,7 +76,4 @@ def _of_environment() -> Settings:
         expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
         raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None
     cross_entropy = os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer"
-    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
-    if skip not in ("0", "1"):
-        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
-    return Settings(cross_entropy, budget_of_environment(), filtered, skip_masked=skip == "1")
+    return Settings(cross_entropy, budget_of_environment(), filtered, skip_masked=skips_by_environment())

@@ -8,6 +8,7 @@ are known, and read when the loss is reached: the device has passed the copy by 
 from __future__ import annotations
 
 import copy
+import os
 
 import torch
 from torch import Tensor
@@ -110,6 +111,14 @@ def count_of_labels(labels: object) -> TokenCount | None:
         return None
     count, before = _counts.get(labels, (None, None))
     return count if before is None or version(labels) == before else None
+
+
+def skips_by_environment() -> bool:
+    """Whether ``PARALLEL_LCE_SKIP_MASKED`` is 1. Raises ``ValueError`` if it is neither 0 nor 1."""
+    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
+    if skip not in ("0", "1"):
+        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
+    return skip == "1"
 
 
 def _in_trace() -> bool:

@@ -2,6 +2,17 @@
 
 from parallel_lce.megatron.lazy_logits import LogitsWarning
 from parallel_lce.megatron.log_probs import TokenLogProbs, token_log_probs
+from parallel_lce.megatron.losses import TokenMetrics, token_metrics
 from parallel_lce.megatron.switch import install, patch, uninstall, unpatch
 
-__all__ = ["LogitsWarning", "TokenLogProbs", "install", "patch", "token_log_probs", "uninstall", "unpatch"]
+__all__ = [
+    "LogitsWarning",
+    "TokenLogProbs",
+    "TokenMetrics",
+    "install",
+    "patch",
+    "token_log_probs",
+    "token_metrics",
+    "uninstall",
+    "unpatch",
+]

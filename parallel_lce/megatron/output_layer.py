@@ -20,6 +20,7 @@ from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, spli
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
+from parallel_lce.megatron.losses import Terms
 from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
 from parallel_lce.patching import replaced
 from parallel_lce.run.compaction import counted_loss, counted_statistics
@@ -213,6 +214,23 @@ def _counted_loss(count: TokenCount, options: Options, tensors: Tensors, group: 
     return counted_loss(options, tensors, group, count, main_grad=main_grad)
 
 
+def terms_of_lazy(logits: LazyLogits, target: Tensor, count: TokenCount | None, smoothed: bool) -> Terms:
+    """What the losses of ``target [s, b]`` are made of, and the ids of the largest logits, by one projection. With a
+    ``count`` of the targets that are not -100 the others cost nothing, and have 0.
+
+    Collectives: as in :func:`parallel_lce.token_statistics`.
+    """
+    # Without an ignore_index any target is allowed.
+    options = Options("Megatron's output layer", argmax=True, mean_logit=smoothed)
+    entry = fused_statistics
+    if count is not None:
+        entry = partial(_counted_statistics, target != NO_LABEL, count)
+    found = _called(entry, logits, target, options)
+    assert found.target_logit is not None and found.argmax is not None
+    top = found.lse, found.max_logit, found.target_logit, found.argmax
+    return Terms(*top, found.mean_log_prob, found.vocab_size)
+
+
 def statistics_of_lazy(
     logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None = None
 ) -> tuple[Tensor, ...]:
@@ -252,7 +270,7 @@ def _called(
     layer, weight = logits.layer, logits.weight
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    options = settings.resolve().of_call(options)
+    options = settings.resolve().of_call(options, layer.training)
     if options.logits_budget is None and heads > 1:
         options = options._replace(logits_budget=default_budget(weight.device) // heads)
     options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel)

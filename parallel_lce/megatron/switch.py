@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parallel_lce.core.options import as_bool, as_float
+from parallel_lce.core.options import as_bool, as_float, as_number
 from parallel_lce.lazy_logits import watch_optimizers
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
@@ -33,6 +33,10 @@ def patch(
     reduce_dtype: torch.dtype | None = None,
     gradient_filter: float | None = None,
     skip_masked: bool | None = None,
+    z_loss: float | None = None,
+    label_smoothing: float | None = None,
+    vocab_size: int | None = None,
+    token_metrics: bool | None = None,
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
     package's loss.
@@ -56,13 +60,20 @@ def patch(
         skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
             and no cost; only with ``"output_layer"``. Within the model's forward masked labels are -100. Default:
             ``PARALLEL_LCE_SKIP_MASKED``, else False.
+        z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, exact over all ranks; of models in
+            training mode. In evaluation mode the loss is the cross-entropy. Default: ``PARALLEL_LCE_Z_LOSS`` and
+            ``PARALLEL_LCE_LABEL_SMOOTHING``, else 0.
+        vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
+            have no gradient. Default: ``PARALLEL_LCE_VOCAB_SIZE``, else all rows take part, as in stock.
+        token_metrics: True: the loss also gives the metrics of its tokens, for :func:`token_metrics`. Default: False.
 
     Raises:
         ImportError: megatron-core is missing, or older than 0.14.
         ValueError: a value is not allowed; later, when a model is built, ``"parallel_lce"`` is misspelt.
     """
-    given = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
-    given["skip_masked"] = as_bool(skip_masked)
+    given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
+    given |= dict(z_loss=as_float(z_loss), label_smoothing=as_float(label_smoothing), vocab_size=as_number(vocab_size))
+    given |= dict(skip_masked=as_bool(skip_masked), token_metrics=as_bool(token_metrics))
     resolved = settings.resolve(**given, gradient_filter=as_float(gradient_filter))
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import weakref
 from collections.abc import Callable
@@ -229,12 +230,6 @@ class LazyLogits:
         return function(*args, **options)
 
 
-def _after(steps: tuple[tuple[str, tuple[Any, ...]], ...], logits: Tensor) -> Tensor:
-    for name, arguments in steps:
-        logits = getattr(logits, name)(*arguments)
-    return logits
-
-
 class RecordedLogits(LazyLogits):
     """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
     to fp32, and after the loss to any dtype. Real logits are made by the subclass's ``_stock()``, and go through the
@@ -248,9 +243,14 @@ class RecordedLogits(LazyLogits):
     def _make(self) -> Tensor:
         logits = self._stock()
         vars(self)["before"] = get_gradient_edge(logits) if logits.requires_grad else None
-        logits = _after(self.steps, logits)
+        logits = self.after_steps(logits)
         for hook in self.hooks if logits.requires_grad else ():
             logits.register_hook(hook)
+        return logits
+
+    def after_steps(self, logits: Tensor) -> Tensor:
+        for name, arguments in self.steps:
+            logits = getattr(logits, name)(*arguments)
         return logits
 
     def _step(self, name: str, *arguments: Any) -> Any:
@@ -293,6 +293,8 @@ class RecordedLogits(LazyLogits):
                 factor = 1.0 / arguments[0] if name == "div" else arguments[0]
                 inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
             capped = capped or name == "tanh"
+        if not (math.isfinite(inner) and math.isfinite(outer)):
+            return None
         if not capped:
             return {"logit_scale": float(inner)}
         # outer * tanh(inner * u), and softcap(s * u) = cap * tanh(s * u / cap)
@@ -313,13 +315,13 @@ class _Attached(torch.autograd.Function):
         if gradient is None:
             return None, *(None for _ in ctx.operands)
         lazy, needed = ctx.lazy, [operand.requires_grad for operand in ctx.operands]
-        real, steps = lazy.materialize("a gradient"), lazy.steps
+        real, after = lazy.materialize("a gradient"), lazy.after_steps
         if version(real):  # changed in place; else its own graph may be freed by now
-            (gradient,), steps = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), ()
+            (gradient,), after = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), lambda z: z
         # Of copies, since the hidden states may come from the same weight.
         leaves = [operand.detach().requires_grad_(need) for operand, need in zip(ctx.operands, needed)]
         with torch.enable_grad(), lazy.autocast():
-            logits = _after(steps, nn.functional.linear(*leaves))
+            logits = after(nn.functional.linear(*leaves))
         found = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient))
         return None, *(next(found) if need else None for need in needed)
 

@@ -4,6 +4,7 @@ their tokens, against float64; of lazy and of real logits."""
 from __future__ import annotations
 
 import os
+import warnings
 from unittest import mock
 
 import pytest
@@ -15,8 +16,8 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from measures import assert_close
-from megatron_models import VOCAB, Model, batch, build
-from megatron_training import in_ddp, switched
+from megatron_models import VOCAB, Model, batch, build, losses_of
+from megatron_training import in_ddp, side_by_side, switched
 from parallel_lce.megatron import TokenMetrics, install, settings, token_metrics, uninstall
 from parallel_lce.megatron import __main__ as launcher
 from tools import on_ranks
@@ -89,6 +90,52 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     for found, value in zip(metrics[:2], truth[1:]):
         assert_close(found, value.detach(), 1e-5, 1e-7)
     assert torch.equal(metrics.correct, truth[3])
+
+
+def _capped(logits):  # as Megatron-Bridge's Gemma 2
+    return 2.0 * torch.tanh(logits / 2.0)
+
+
+def _checked(logits):
+    assert torch.is_tensor(logits) and logits.requires_grad
+    return logits / 3
+
+
+# What a mixin of the output layer makes of the logits, and whether the loss does without them.
+MIXINS = {
+    "soft-cap": (_capped, True),
+    "division": (_checked, True),
+    "in place": (lambda logits: logits.mul_(0.5), False),
+    "another formula": (lambda logits: logits + 0.1 * logits.square(), False),
+    "a soft-cap twice": (lambda logits: _capped(_capped(logits)), False),
+}
+
+
+@pytest.mark.parametrize("name", MIXINS)
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True)])
+@pytest.mark.thinned
+@on_ranks()
+def test_mixins_of_the_output_layer(member, name, tied):
+    change, lazy = MIXINS[name]
+    spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=member.ranks > 1)
+    said = []
+
+    class Mixin:
+        def forward(self, *given, **named):
+            logits, bias = super().forward(*given, **named)
+            return change(logits), bias
+
+    def results(model, data, ours):
+        layer = model.output_layer
+        layer.__class__ = type(type(layer).__name__, (Mixin, type(layer)), {})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = losses_of(model, spec, data)
+        said.append([str(w.message) for w in caught if "makes the whole logits" in str(w.message)])
+        return [losses, *torch.autograd.grad(losses.mean(), [*model.parameters()])]
+
+    side_by_side(member, spec, results)
+    assert not said[0] and (len(said[1]) == 0) == (lazy or member.rank > 0)
 
 
 @on_ranks(1)

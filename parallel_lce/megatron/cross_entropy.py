@@ -76,6 +76,9 @@ def apply_of(function: type, theirs: Any) -> Any:
         before = before.__get__(cls if theirs is None else None, cls)
         smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
         name = cls.__name__ if cls is not function else _replaced_part(function, theirs)
+        logits = getattr(logits, "lazy", logits)  # of a mixin of the output layer
+        if isinstance(logits, LazyLogits) and logits.made is None and logits.epilogue() is None:
+            logits = logits.materialize(f"a loss after {[name for name, _ in logits.steps]}")
         if isinstance(logits, LazyLogits):
             plain = type(smoothing) in (int, float) and not smoothing
             if name is None and logits.made is None and plain and target.shape == logits.shape[:-1]:

@@ -137,6 +137,9 @@ def _log_probs_for_loss(model: Any, labels: Tensor, temperature: float | Tensor,
     own = model.compute_language_model_loss
 
     def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
+        logits = getattr(logits, "lazy", logits)
+        if isinstance(logits, LazyLogits) and logits.epilogue() is None:
+            logits.materialize(f"what follows {[name for name, _ in logits.steps]}")  # raises
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")

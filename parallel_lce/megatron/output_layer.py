@@ -18,10 +18,11 @@ from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
+from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.losses import Terms
-from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
+from parallel_lce.megatron.own_code import is_megatrons, mixin_on_the_way, replaced_on_the_way
 from parallel_lce.patching import replaced
 from parallel_lce.run.compaction import counted_loss, counted_statistics
 from parallel_lce.run.entry import fused_loss, fused_statistics
@@ -117,7 +118,8 @@ def _lazy_class(base: type) -> type:
             stock = partial(base.forward, self)
             logits = LazyLogits(self, call.input_, passed, bool(gather) and ranks > 1, stock)
             if labels is None:
-                return logits, None
+                # A mixin of the layer may record its soft-cap, or handle a tensor.
+                return LogitsTensor.of(logits) if mixin_on_the_way(sys._getframe(1), self) else logits, None
             count = count_of_labels(call.labels) if call.ignore_index == NO_LABEL else None
             return call.reduced(losses_of_lazy(logits, labels, call.ignore_index, count), labels)
 
@@ -168,7 +170,7 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     the layer's own, whose shape stock does not check."""
     refused = hasattr(layer, "logits_refused_by")
     if not refused:
-        name = replaced_on_the_way(sys._getframe(2))  # above this function and the layer's forward
+        name = replaced_on_the_way(sys._getframe(2), layer)  # above this function and the layer's forward
         if name is None and backward_id() != -1:  # a checkpoint runs the layer again
             name = vars(layer).get("_parallel_lce_replaced")
         vars(layer)["_parallel_lce_replaced"] = name
@@ -273,7 +275,9 @@ def _called(
     options = settings.resolve().of_call(options, layer.training)
     if options.logits_budget is None and heads > 1:
         options = options._replace(logits_budget=default_budget(weight.device) // heads)
-    options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel)
+    epilogue = logits.epilogue()
+    assert epilogue is not None  # else whoever calls makes real logits
+    options = options._replace(sequence_parallel=logits.sequence_parallel, **epilogue)
     tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=temperature)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel_lce.core.options import as_bool, as_float, as_number
-from parallel_lce.lazy_logits import watch_optimizers
+from parallel_lce.lazy_logits import LogitsTensor, watch_optimizers
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
@@ -137,11 +137,15 @@ def _wrap_loss(own: Any) -> Any:
         config = self.config
         if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
             return own(self, *given, **named)
-        if not (settings.takes_logits() or any([isinstance(v, LazyLogits) for v in (*given, *named.values())])):
+        if not (settings.takes_logits() or any(map(_is_lazy, (*given, *named.values())))):
             _say_why(self)
         return _run_own_loss(own, self, *given, **named)
 
     return compute_language_model_loss
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, (LazyLogits, LogitsTensor))
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")

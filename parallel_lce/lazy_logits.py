@@ -238,9 +238,13 @@ class RecordedLogits(LazyLogits):
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
     hooks: tuple[Callable[[Tensor], Any], ...] = ()
+    # Logits of which these are the detached ones, in the same memory.
+    source: RecordedLogits | None = None
     _methods = (torch.tanh, torch.mul, torch.div)
 
     def _make(self) -> Tensor:
+        if self.source is not None:
+            return self.source.materialize("'detach'").detach()
         logits = self._stock()
         vars(self)["before"] = get_gradient_edge(logits) if logits.requires_grad else None
         logits = self.after_steps(logits)
@@ -257,7 +261,26 @@ class RecordedLogits(LazyLogits):
         """New lazy logits after one more step; real ones if these are made, or a factor is no number."""
         if self.made is not None or not all(isinstance(a, (numbers.Real, torch.dtype)) for a in arguments):
             return getattr(self.materialize(f"{name!r}"), name)(*arguments)
-        return self._changed(steps=(*self.steps, (name, arguments)))
+        return self._changed(steps=(*self.steps, (name, arguments)), source=None)
+
+    def detached(self) -> RecordedLogits:
+        other = self._changed(source=self)
+        vars(other)["grad_enabled"] = False
+        return other
+
+    def largest(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
+        """Each token's largest logit and its position, as of ``max(dim)``, by a fused projection. None where real
+        logits are needed."""
+        made = self.made is not None or (self.source is not None and self.source.made is not None)
+        return None if made else self._largest(*arguments, **options)
+
+    def _largest(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def is_over_vocabulary(self, dim: object = None, keepdim: bool = False, **others: Any) -> bool:
+        """Whether these are arguments of a maximum over the vocabulary alone, outside of a captured CUDA graph."""
+        over = isinstance(dim, int) and dim in (-1, self.ndim - 1) and not keepdim and not others
+        return over and not (self.hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def tanh(self) -> Any:
         return self._step("tanh")
@@ -368,6 +391,10 @@ class LogitsTensor(Tensor):
                 return lazy.requires_grad
             if name in _STEPS and "out" not in options:
                 return cls.of(getattr(lazy, name)(*args[1:], **options))
+            if name == "detach":
+                return cls._of(lazy.detached())
+            if name == "argmax" and (top := lazy.largest(*args[1:], **options)) is not None:
+                return top[1]
             if lazy.has_loss and name in _HOOKS:
                 return lazy.hook_after_loss(name, *args[1:], **options)
             # DDP with find_unused_parameters clones each output, and takes the output itself if it has no grad_fn.

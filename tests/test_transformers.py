@@ -321,7 +321,7 @@ def test_the_lines_of_the_page(member, release):
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     losses = [exec(block, names) or names["loss"].item() for block in blocks]
     trl_door.unpatch()
-    assert len(losses) == 5 and max(losses) - min(losses) < 1e-5, losses
+    assert len(losses) == 6 and max(losses) - min(losses) < 1e-5, losses
 
 
 @pytest.mark.parametrize("accuracy", [False, True])

@@ -116,25 +116,22 @@ class LazyLogits(RecordedLogits):
         return self
 
     def max(self, *arguments, **options):
-        top = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
+        top = None if torch.is_grad_enabled() else self.largest(*arguments, **options)
         return self.materialize("'max'").max(*arguments, **options) if top is None else torch.return_types.max(top)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        top = self._maximum(*arguments, **options)
+        top = self.largest(*arguments, **options)
         return self.materialize("'argmax'").argmax(*arguments, **options) if top is None else top[1]
 
     @torch.no_grad()
-    def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
-        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None where real
-        logits are needed: they are made, a CUDA graph is captured, or the arguments are not the vocabulary's dimension
-        alone. Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
+    def _largest(self, *arguments, **options) -> tuple[Tensor, Tensor] | None:
+        """Of ``[s, b]`` tokens; positions are those in this rank's shard. Waits for the device: as in torch, the
+        maximum of a token with NaN is NaN, at its first NaN.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
-        over_vocabulary, epilogue = isinstance(dim, int) and dim in (-1, self.ndim - 1), self.epilogue()
-        if self.made is not None or self.gather or epilogue is None or not over_vocabulary or keepdim or others:
-            return None
-        if self.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        epilogue = self.epilogue()
+        if self.gather or epilogue is None or not self.is_over_vocabulary(*arguments, **options):
             return None
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 

@@ -41,8 +41,8 @@ def wrapped_forward(own: Callable) -> Callable:
         labels, mask = arguments.get(label), arguments.get("loss_mask")
         if not isinstance(labels, Tensor):
             return own(self, *given, **named)
-        if isinstance(mask, Tensor):
-            arguments[label] = labels = as_int64(labels).masked_fill(mask.view(labels.shape) == 0, NO_LABEL)
+        if isinstance(mask, Tensor) and mask.numel() == labels.numel():
+            arguments[label] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
         count = count_labels(labels)
         with replaced(self, rolled_labels=None if count is None else count.plus(_rolled_in(self, arguments, labels))):
             return own(self, **arguments)

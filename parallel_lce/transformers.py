@@ -324,14 +324,14 @@ class _Smoother:
     ) -> Tensor:
         logits = output["logits"] if isinstance(output, dict) else output[0]
         lazy, own = getattr(logits, "lazy", None), self.own
-        if not isinstance(lazy, _LazyLogits) or lazy.made is not None or lazy.epilogue() is None:
+        fused = isinstance(lazy, _LazyLogits) and lazy.made is None and lazy.epilogue() is not None
+        if not fused or lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
             return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
         count = count_of_labels(labels) if shift_labels and own.ignore_index == NO_LABEL else None
-        target = as_int64(labels)
-        if shift_labels:
-            target = nn.functional.pad(target, (0, 1), value=own.ignore_index)[..., 1:]
-        given = target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
-        loss, _ = _Loss(lazy.call.door, own)._fused(lazy, *given)
+        ids = as_int64(labels)
+        target = nn.functional.pad(ids, (0, 1), value=own.ignore_index)[..., 1:] if shift_labels else ids
+        given = lazy, target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
+        loss, _ = _Loss(lazy.call.door, own)._fused(*given)
         lazy.origin.loss = loss.grad_fn, lambda real: own({"logits": real}, labels, shift_labels, num_items_in_batch)
         return loss
 

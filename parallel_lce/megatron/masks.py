@@ -43,8 +43,8 @@ def wrapped_forward(own: Callable) -> Callable:
             return own(self, *given, **named)
         if isinstance(mask, Tensor) and mask.numel() == labels.numel():
             arguments[label] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
-        count = count_labels(labels)
-        with replaced(self, rolled_labels=None if count is None else count.plus(_rolled_in(self, arguments, labels))):
+        count, more = count_labels(labels), _rolled_in(self, arguments, labels)
+        with replaced(self, rolled_labels=count.plus(more) if count is not None and more else None):
             return own(self, **arguments)
 
     return forward

@@ -25,10 +25,10 @@ def test_a_loss_of_the_counted_tokens(member, reduction, sequence_parallel, back
     """Losses and gradients of the whole call, from the rows of the counted tokens."""
     t = part(make(N, V, D, ignored=True, device=member.device), member, sequence_parallel)
     options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
-    found = []
+    found, module = [], parallel_lce.LinearCrossEntropy(**options)
     for count in (None, parallel_lce.count_tokens(t.target)):
         with counted_forwards(backend_of(t.weight)) as rows:
-            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count, **options)
+            loss = module(t.x, t.weight, t.target, counted_tokens=count)
         assert sum(rows) == (N if count is None else 32)
         found.append([loss, *torch.autograd.grad(loss.sum(), [t.x, t.weight])])
     for whole, counted in zip(*found):

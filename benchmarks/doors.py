@@ -1,14 +1,18 @@
-"""`python -m benchmarks.doors`: training steps of transformers, TRL and verl with their own losses and with ours.
+"""`python -m benchmarks.doors`: training steps of transformers, Megatron-core, TRL and verl with their own losses and
+with ours.
 
 A step is forward and backward, without an optimizer. Weights and tokens are random. On a GPU the models have the shapes
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
+…-loss             the same without layers: little more than the loss
+megatron-…         Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
 
-ours@0 is ours with a logits_budget of 0.
+ours@0 is ours with a logits_budget of 0. `--counted 1 0.1` measures each case with all of its tokens, and with a tenth
+that counts, the last of each sequence, as after a prompt.
 
 A case is measured in several ways: with the library's own loss, which comes first, with other libraries' losses, and
 with ours. A way is refused if its loss or gradient differs too much from the first way's. Exit status: 1 if ours
@@ -21,16 +25,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from parallel_lce import count_tokens
 from parallel_lce.core.budget import BUDGET_VARIABLE
 
+from .libraries import group_of_one
 from .measure import release
 from .options import DEFAULT_DTYPE
 from .peak_memory import peak_memory
@@ -66,9 +73,11 @@ class Size:
     num_key_value_heads: int = 0
     intermediate_size: int = 0
     batch: tuple[int, int] = (4, 2048)
+    counted: float = 1.0  # share of each sequence's tokens, the last ones
 
     def __str__(self) -> str:
-        return "{} x {} tokens".format(*self.batch) + f", V={self.vocab_size}, D={self.hidden_size}"
+        share = f", {self.counted:.0%} counted" if self.counted < 1 else ""
+        return "{} x {} tokens".format(*self.batch) + f"{share}, V={self.vocab_size}, D={self.hidden_size}"
 
 
 class Where(NamedTuple):
@@ -81,6 +90,11 @@ class Where(NamedTuple):
     def ids(self, size: Size) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(0)
         return torch.randint(4, size.vocab_size, size.batch, device=self.device, generator=generator)
+
+    def mask(self, size: Size) -> Tensor:
+        """True for the tokens that count."""
+        ignored = size.batch[1] - max(1, round(size.counted * size.batch[1]))
+        return (torch.arange(size.batch[1], device=self.device) >= ignored).expand(size.batch).contiguous()
 
 
 @dataclass
@@ -125,24 +139,64 @@ def step_of(build: Callable[..., Step], way: str, size: Size, where: Where) -> S
 
 def causal_model(kind: str, way: str, size: Size, where: Where) -> Step:
     model, ids = model_of(kind, size, where), where.ids(size)
+    labels = ids.masked_fill(~where.mask(size), -100)
     if way == "ours":
         importlib.import_module("parallel_lce.transformers").patch(model)
     elif way == "Liger":
         apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind.lower()}")
         nothing_else = dict(rope=False, swiglu=False, rms_norm=False, cross_entropy=False)
         apply(**nothing_else, fused_linear_cross_entropy=True, model=model)
-    return Step(lambda: model(input_ids=ids, labels=ids).loss, leaves_of(model))
+    return Step(lambda: model(input_ids=ids, labels=labels).loss, leaves_of(model))
 
 
 def model_of(kind: str, size: Size, where: Where) -> Any:
     library = importlib.import_module("transformers")
     sizes = asdict(size) | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True)
-    del sizes["batch"]
+    del sizes["batch"], sizes["counted"]
     config = getattr(library, f"{kind}Config")(**sizes, use_cache=False)
     torch.manual_seed(0)
     with where.device:
         make = library.AutoModelForCausalLM.from_config
         return make(config, dtype=where.dtype, attn_implementation="sdpa").train()
+
+
+def megatron_model(way: str, size: Size, where: Where) -> Step:
+    importlib.import_module("megatron.core")
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    group_of_one()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=size.hidden_size,
+        num_attention_heads=1,
+        params_dtype=where.dtype,
+        bf16=where.dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="parallel_lce" if way == "ours" else "native",
+    )
+    if way == "ours":  # for as long as the model lives; models of another configuration do not change
+        importlib.import_module("parallel_lce.megatron").patch(skip_masked=True)
+    torch.manual_seed(0)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules([]),
+        vocab_size=size.vocab_size,
+        max_sequence_length=size.batch[1],
+        position_embedding_type="none",
+    ).to(where.device)
+    ids, mask = where.ids(size), where.mask(size).float()
+
+    def loss() -> Tensor:
+        return (model(ids, None, None, labels=ids, loss_mask=mask) * mask).sum() / mask.sum()
+
+    return Step(loss, [model.output_layer.weight, model.embedding.word_embeddings.weight])
 
 
 def leaves_of(model: Any) -> list[Tensor]:
@@ -160,8 +214,13 @@ def trl_head(way: str, size: Size, where: Where) -> Step:
     options = 1.0, 32768, None, 1.0, ("log_probs", "entropy")  # 32768 columns at once, as in TRL
 
     def log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return utils._ChunkedLogProbFunction.apply(hidden, weight, None, ids, *options)[0]
+        if size.counted == 1:
+            return utils._ChunkedLogProbFunction.apply(hidden, weight, None, ids, *options)[0]
+        # As TRL's forward does it.
+        log_probs = utils._ChunkedLogProbFunction.apply(hidden[mask], weight, None, ids[mask], *options)[0]
+        return log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
 
+    mask = where.mask(size).flatten()
     return head_alone(log_probs, size, where, in_trl(way))
 
 
@@ -187,8 +246,9 @@ def grpo(way: str, size: Size, where: Where) -> Step:
     ids, start = where.ids(size), size.batch[1] // 4  # of the completions
     mask, advantages = torch.ones_like(ids), 1 + where.normal(1, size.batch[0])
     inputs = dict(prompt_ids=ids[:, :start], completion_ids=ids[:, start:], advantages=advantages)
-    inputs |= dict(prompt_mask=mask[:, :start], completion_mask=mask[:, start:])
-    inputs["num_items_in_batch"] = mask[:, start:].sum()
+    counts = where.mask(size).flip(1).long()  # completions end early
+    inputs |= dict(prompt_mask=mask[:, :start], completion_mask=counts[:, : -start or None])
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
     return Step(lambda: trainer.compute_loss(trainer.model, inputs), leaves_of(trainer.model), in_trl(way))
 
 
@@ -198,28 +258,41 @@ def verl_head(way: str, size: Size, where: Where) -> Step:
     plugin.uninstall()  # the import has installed it
 
     def with_entropy(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        log_probs, entropy = module.linear_cross_entropy(hidden[None], weight, ids[None], 1.0, "none")
+        if way == "ours" and size.counted < 1:  # as verl's engines pass the mask on
+            kernel = partial(module.linear_cross_entropy, mask=mask, counted_tokens=count_tokens(mask))
+        else:
+            kernel = module.linear_cross_entropy
+        log_probs, entropy = kernel(hidden[None], weight, ids[None], 1.0, "none")
         return log_probs + 0.01 * entropy
+
+    mask = where.mask(size).flatten()
 
     context = partial(between, plugin.install, plugin.uninstall) if way == "ours" else nullcontext
     return head_alone(with_entropy, size, where, context)
 
 
 def head_alone(value: Callable[..., Tensor], size: Size, where: Where, context: Callable) -> Step:
-    """The loss is the mean of `value(hidden [N, D], weight [V, D], ids [N]) -> [N]`, with an advantage per token."""
+    """The loss is the mean of `value(hidden [N, D], weight [V, D], ids [N]) -> [N]`, with an advantage per token that
+    counts."""
     ids = where.ids(size).view(-1)
     advantages, hidden = 1 + where.normal(1, len(ids)), where.normal(2, len(ids), size.hidden_size)
     weight = where.normal(3, size.vocab_size, size.hidden_size) * size.hidden_size**-0.5
     hidden, weight = (tensor.to(where.dtype).requires_grad_() for tensor in (hidden, weight))
+    advantages = advantages * where.mask(size).flatten()
     return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
 
 
 QWEN = 151936  # entries of its vocabulary
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
 QWEN_1B5 = Size(1536, QWEN, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
+LOSS_ALONE = dict(num_hidden_layers=0)
 CASES = {
     "llama": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_1B),
     "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
+    "llama-loss": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", replace(LLAMA_1B, **LOSS_ALONE)),
+    "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", replace(QWEN_1B5, **LOSS_ALONE)),
+    "megatron-llama": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
+    "megatron-qwen2": (megatron_model, "Megatron ours ours@0", QWEN_1B5),
     "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
     "trl": (trl_head, "TRL ours ours@0", Size(1536, QWEN)),
     "verl": (verl_head, "verl ours ours@0", Size(1536, QWEN)),
@@ -231,6 +304,7 @@ TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
 def main(arguments: list[str] | None = None) -> int:
     parser = new_parser("python -m benchmarks.doors", __doc__)
     parser.add_argument("--cases", choices=CASES, nargs="+", default=[*CASES])
+    parser.add_argument("--counted", type=float, nargs="+", default=[1.0], help="shares of the tokens that count")
     parser.add_argument("--rounds", type=int, default=5)
     options = parse(parser, arguments)
     team, say = Team.here(options.device), speaker()
@@ -238,9 +312,9 @@ def main(arguments: list[str] | None = None) -> int:
     facts = machine(team.device)
     say(", ".join(f"{name} {value}" for name, value in facts.items()))
     content: dict[str, Any] = {"machine": facts, "rounds": options.rounds, "cases": []}
-    for name in options.cases:
+    for name, share in product(options.cases, options.counted):
         build, ways, size = CASES[name]
-        size = size if options.device == "cuda" else TINY
+        size = replace(size if options.device == "cuda" else TINY, counted=share)
         rows = measure({way: partial(step_of, build, way, size, where) for way in ways.split()}, team, options.rounds)
         release(team.device)
         content["cases"].append({"name": name, **asdict(size), "ways": rows})

@@ -129,7 +129,7 @@ def megatron(fused, group, sequence_parallel):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-    group = group or _group_of_one()
+    group = group or group_of_one()
     # The native loss reads the group from this global, and hidden states are gathered into this buffer.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     parallel_state._GLOBAL_MEMORY_BUFFER = None
@@ -156,7 +156,7 @@ def megatron(fused, group, sequence_parallel):
     return loss
 
 
-def _group_of_one():
+def group_of_one():
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)

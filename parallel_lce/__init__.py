@@ -8,6 +8,7 @@ from parallel_lce.functional import linear_cross_entropy, token_loss, token_stat
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.loss_results import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.token_count import count_tokens
 from parallel_lce.sampled import sampled_linear_cross_entropy
 from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "LinearCrossEntropy",
     "LinearCrossEntropyParallel",
     "TokenStatistics",
+    "count_tokens",
     "entropy",
     "linear_cross_entropy",
     "log_prob",

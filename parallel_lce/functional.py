@@ -14,9 +14,10 @@ from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check
 from parallel_lce.core.private import explain_break, outside_graphs, without_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
-from parallel_lce.run.compaction import compacted
+from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.token_count import TokenCount
 from parallel_lce.run.transforms import transformable
 
 
@@ -42,7 +43,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
-    counted_tokens: int | None = None,
+    counted_tokens: int | TokenCount | None = None,
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
@@ -104,7 +105,8 @@ def linear_cross_entropy(
             input's dtype, without a reduction. This is for hidden states from a mapping that sums in its own backward,
             such as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
             Not with ``sequence_parallel``: if a mapping gathers the sequence, pass the gathered states without it.
-        counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
+        counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks; or what
+            :func:`parallel_lce.count_tokens` has begun to count before the model's forward. The call then works on
             these tokens alone, and the others cost nothing. If the number is wrong, the loss is NaN. Under sequence
             parallelism every rank gathers all hidden states, and dX is all-reduced.
         gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward is exact only in
@@ -187,9 +189,7 @@ def linear_cross_entropy(
     if counted_tokens is None:
         loss = fused_loss(chosen, tensors, group)
     else:
-        chosen, tensors, compaction = compacted(chosen, tensors, group, None, counted_tokens)
-        loss = fused_loss(chosen, tensors, group)
-        loss = compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
+        loss = counted_loss(chosen, tensors, group, counted_tokens)
     return loss if adapter is None else adapter.loss(loss)
 
 
@@ -218,7 +218,7 @@ def token_statistics(
     top_k: int | None = None,
     sample_seed: int | None = None,
     mask: Tensor | None = None,
-    counted_tokens: int | None = None,
+    counted_tokens: int | TokenCount | None = None,
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
@@ -297,7 +297,7 @@ def statistics_of(
     tensors: Tensors,
     process_group: dist.ProcessGroup | DeviceMesh | None,
     mask: Tensor | None = None,
-    counted_tokens: int | None = None,
+    counted_tokens: int | TokenCount | None = None,
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
     options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
@@ -308,8 +308,7 @@ def statistics_of(
         raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
     else:
         mask = mask if adapter is None else adapter.per_token("mask", mask)
-        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens)
-        statistics = compaction.spread_all(fused_statistics(options, tensors, group))
+        statistics = counted_statistics(options, tensors, group, mask, counted_tokens)
     return statistics if adapter is None else adapter.statistics(statistics)
 
 
@@ -394,8 +393,9 @@ def token_loss(
         per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
     values = check_values(loss, per_token, reduction, tensors.target)
     compaction = None
-    if counted_tokens is not None:
-        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens)
+    count, bound, whole = read_count(counted_tokens, tensors.target)
+    if count is not None and not whole:
+        options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
         values = tuple([compaction.of(value) for value in values])
     total, metrics = without_graphs(fused_token_loss)(options, tensors, group, loss, values)
     if compaction is not None:

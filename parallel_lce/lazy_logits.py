@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import weakref
 from collections.abc import Callable
@@ -229,12 +230,6 @@ class LazyLogits:
         return function(*args, **options)
 
 
-def _after(steps: tuple[tuple[str, tuple[Any, ...]], ...], logits: Tensor) -> Tensor:
-    for name, arguments in steps:
-        logits = getattr(logits, name)(*arguments)
-    return logits
-
-
 class RecordedLogits(LazyLogits):
     """Lazy logits that record the operations on them in ``steps``: products and quotients with numbers, ``tanh``, casts
     to fp32, and after the loss to any dtype. Real logits are made by the subclass's ``_stock()``, and go through the
@@ -243,21 +238,49 @@ class RecordedLogits(LazyLogits):
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]  # names and arguments of methods
     hooks: tuple[Callable[[Tensor], Any], ...] = ()
+    # Logits of which these are the detached ones, in the same memory.
+    source: RecordedLogits | None = None
     _methods = (torch.tanh, torch.mul, torch.div)
 
     def _make(self) -> Tensor:
+        if self.source is not None:
+            return self.source.materialize("'detach'").detach()
         logits = self._stock()
         vars(self)["before"] = get_gradient_edge(logits) if logits.requires_grad else None
-        logits = _after(self.steps, logits)
+        logits = self.after_steps(logits)
         for hook in self.hooks if logits.requires_grad else ():
             logits.register_hook(hook)
+        return logits
+
+    def after_steps(self, logits: Tensor) -> Tensor:
+        for name, arguments in self.steps:
+            logits = getattr(logits, name)(*arguments)
         return logits
 
     def _step(self, name: str, *arguments: Any) -> Any:
         """New lazy logits after one more step; real ones if these are made, or a factor is no number."""
         if self.made is not None or not all(isinstance(a, (numbers.Real, torch.dtype)) for a in arguments):
             return getattr(self.materialize(f"{name!r}"), name)(*arguments)
-        return self._changed(steps=(*self.steps, (name, arguments)))
+        return self._changed(steps=(*self.steps, (name, arguments)), source=None)
+
+    def detached(self) -> RecordedLogits:
+        other = self._changed(source=self)
+        vars(other)["grad_enabled"] = False
+        return other
+
+    def largest(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
+        """Each token's largest logit and its position, as of ``max(dim)``, by a fused projection. None where real
+        logits are needed."""
+        made = self.made is not None or (self.source is not None and self.source.made is not None)
+        return None if made else self._largest(*arguments, **options)
+
+    def _largest(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def is_over_vocabulary(self, dim: object = None, keepdim: bool = False, **others: Any) -> bool:
+        """Whether these are arguments of a maximum over the vocabulary alone, outside of a captured CUDA graph."""
+        over = isinstance(dim, int) and dim in (-1, self.ndim - 1) and not keepdim and not others
+        return over and not (self.hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def tanh(self) -> Any:
         return self._step("tanh")
@@ -293,6 +316,8 @@ class RecordedLogits(LazyLogits):
                 factor = 1.0 / arguments[0] if name == "div" else arguments[0]
                 inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
             capped = capped or name == "tanh"
+        if not (math.isfinite(inner) and math.isfinite(outer)):
+            return None
         if not capped:
             return {"logit_scale": float(inner)}
         # outer * tanh(inner * u), and softcap(s * u) = cap * tanh(s * u / cap)
@@ -313,13 +338,13 @@ class _Attached(torch.autograd.Function):
         if gradient is None:
             return None, *(None for _ in ctx.operands)
         lazy, needed = ctx.lazy, [operand.requires_grad for operand in ctx.operands]
-        real, steps = lazy.materialize("a gradient"), lazy.steps
+        real, after = lazy.materialize("a gradient"), lazy.after_steps
         if version(real):  # changed in place; else its own graph may be freed by now
-            (gradient,), steps = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), ()
+            (gradient,), after = torch.autograd.grad(real, [lazy.before], gradient, retain_graph=True), lambda z: z
         # Of copies, since the hidden states may come from the same weight.
         leaves = [operand.detach().requires_grad_(need) for operand, need in zip(ctx.operands, needed)]
         with torch.enable_grad(), lazy.autocast():
-            logits = _after(steps, nn.functional.linear(*leaves))
+            logits = after(nn.functional.linear(*leaves))
         found = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient))
         return None, *(next(found) if need else None for need in needed)
 
@@ -366,6 +391,10 @@ class LogitsTensor(Tensor):
                 return lazy.requires_grad
             if name in _STEPS and "out" not in options:
                 return cls.of(getattr(lazy, name)(*args[1:], **options))
+            if name == "detach":
+                return cls._of(lazy.detached())
+            if name == "argmax" and (top := lazy.largest(*args[1:], **options)) is not None:
+                return top[1]
             if lazy.has_loss and name in _HOOKS:
                 return lazy.hook_after_loss(name, *args[1:], **options)
             # DDP with find_unused_parameters clones each output, and takes the output itself if it has no grad_fn.

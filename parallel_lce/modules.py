@@ -14,6 +14,7 @@ from parallel_lce.call.checks import as_group, described, public
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
+from parallel_lce.run.token_count import TokenCount
 
 
 class _Held:
@@ -37,8 +38,8 @@ class LinearCrossEntropy(nn.Module):
     until :attr:`process_group` is set again.
 
     Args:
-        reduction, ignore_index, ...: as in :func:`parallel_lce.linear_cross_entropy`, with the same defaults. Not
-            ``counted_tokens``; ``logit_scale`` and ``temperature`` must be numbers.
+        reduction, ignore_index, ...: as in :func:`parallel_lce.linear_cross_entropy`, with the same defaults;
+            ``logit_scale`` and ``temperature`` must be numbers. ``counted_tokens`` is an argument of each call.
 
     Attributes:
         options: the keyword arguments of each call as Python numbers, without ``process_group``.
@@ -107,6 +108,7 @@ class LinearCrossEntropy(nn.Module):
         target: Tensor,
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
+        counted_tokens: int | TokenCount | None = None,
     ) -> Tensor:
         """As :func:`parallel_lce.linear_cross_entropy`. An unpickled module that has lost its process group raises
         ``ValueError``."""
@@ -121,6 +123,7 @@ class LinearCrossEntropy(nn.Module):
             target,
             linear_bias=linear_bias,
             token_weight=token_weight,
+            counted_tokens=counted_tokens,
             process_group=self._held.group,
             **self.options,
         )

@@ -15,6 +15,7 @@ from parallel_lce.call.checks import as_group, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_flag, as_number, shortened, split_per_token
 from parallel_lce.functional import statistics_of
+from parallel_lce.run.token_count import TokenCount
 from parallel_lce.run.transforms import transformable
 
 
@@ -33,6 +34,8 @@ def linear_cross_entropy(
     logits_budget: int | None = None,
     reduce_hidden_grad: bool = False,
     sum_p_squared: bool = False,
+    mask: Tensor | None = None,
+    counted_tokens: int | TokenCount | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of the labels and entropies, with the signature and meaning of verl's
     ``verl.utils.kernel.linear_cross_entropy``, which slime copies.
@@ -52,6 +55,8 @@ def linear_cross_entropy(
         vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
         reduce_hidden_grad: True: the gradient of ``hidden`` is summed over the ranks here, where no mapping does it.
         sum_p_squared: the sums of squared probabilities are returned too.
+        mask, counted_tokens: as in :func:`parallel_lce.token_statistics`, of N tokens in any shape, such as a response
+            mask, aligned with the labels. Results of tokens that do not count are 0.
 
     Returns:
         Log-probabilities ``[N]``, or 0-dimensional, and entropies in nats ``[N]``, fp32 (fp64 for fp64), N tokens in
@@ -85,7 +90,8 @@ def linear_cross_entropy(
     )
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
     with renamed(process_group="dist_process_group", **own):
-        statistics = statistics_of(options, tensors, dist_process_group)
+        flat_mask = mask.reshape(-1) if isinstance(mask, Tensor) else mask
+        statistics = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
     assert statistics.target_log_prob is not None and statistics.entropy is not None
     log_probs = statistics.target_log_prob
     if name != "none":
@@ -112,6 +118,8 @@ def from_parallel_hidden_states_to_logprobs(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
+    mask: Tensor | None = None,
+    counted_tokens: int | TokenCount | None = None,
 ) -> Tensor:
     """Log-probability of each next token, as the function of this name in NeMo-RL's ``distributed/model_utils.py``.
 
@@ -127,6 +135,8 @@ def from_parallel_hidden_states_to_logprobs(
         cp_group: None or a group of one rank, as there.
         bias: ``[V/P]`` or None.
         vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
+        mask: bool ``[B, S]`` or None: true for a position whose next token is to be scored; the others have 0 and cost
+            nothing. Needs ``counted_tokens``, the number of trues, as in :func:`parallel_lce.token_statistics`.
         runtime_gather_output, chunk_size: not used.
 
     Returns:
@@ -151,7 +161,8 @@ def from_parallel_hidden_states_to_logprobs(
     tensors, shard = Tensors(hidden, weight, ids, bias), (vocab_start_index, vocab_end_index)
     names = "tensor_parallel_hidden_states", "output_weight_layer"
     options = dict(sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
-    log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, **options)
+    counted = mask.t() if isinstance(mask, Tensor) and mask.dim() == 2 else mask, counted_tokens
+    log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, counted=counted, **options)
     return log_probs.masked_fill(outside, 0.0).t()[:, :-1].contiguous()
 
 
@@ -171,6 +182,9 @@ class FusedLinearLogprobTriton:
         chunk_size: int | None,
         tp_group: dist.ProcessGroup | None,
         inference_only: bool = False,
+        *,
+        mask: Tensor | None = None,
+        counted_tokens: int | TokenCount | None = None,
     ) -> Tensor:
         """Log-probabilities of the targets, as in SkyRL's ``fused_linear_logprob_triton.py``. The caller has divided
         the hidden states or the weight by the temperature, and shifted the targets.
@@ -180,6 +194,8 @@ class FusedLinearLogprobTriton:
         Args:
             hidden: ``[B, S, D]``, all tokens on every rank of the group. Another dtype than the weight's is converted.
             target: ids ``[B, S]`` of any integer dtype.
+            mask: bool ``[B, S]`` or None: true for a target to be scored; the others have 0 and cost nothing. Needs
+                ``counted_tokens``, as in :func:`parallel_lce.token_statistics`.
             Others: as in :func:`from_parallel_hidden_states_to_logprobs`.
 
         Returns:
@@ -196,7 +212,8 @@ class FusedLinearLogprobTriton:
             raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
         tensors, shard = Tensors(hidden.to(weight.dtype), weight, target), (vocab_start_index, vocab_end_index)
         names = "hidden", "weight"
-        log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, reduce_hidden_grad=False)
+        options = dict(counted=(mask, counted_tokens), reduce_hidden_grad=False)
+        log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, **options)
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
 
 
@@ -206,11 +223,12 @@ def _of_shard(
     shard: tuple[object, object],
     tp_group: dist.ProcessGroup | None,
     inference_only: object,
+    counted: tuple[Any, Any] = (None, None),
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets, and which of them are outside of the vocabulary, where their logit is 0.
     ``names``: of hidden states and weight, in messages. ``shard``: the first id of the weight's rows, and the last + 1;
-    further rows are left out."""
+    further rows are left out. ``counted``: a mask of the tokens that count, and their number."""
     weight, bias, (start, end) = tensors.linear_weight, tensors.linear_bias, map(as_number, shard)
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
         bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
@@ -224,7 +242,9 @@ def _of_shard(
     gradients = not as_flag("inference_only", inference_only) and torch.is_grad_enabled()
     own = dict(zip(("input", "linear_weight"), names), linear_bias="bias", vocab_start="vocab_start_index")
     with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **own):
-        statistics = statistics_of(Options("token_statistics", vocab_start=start, **options), tensors, tp_group)
+        statistics = statistics_of(
+            Options("token_statistics", vocab_start=start, **options), tensors, tp_group, *counted
+        )
     assert statistics.target_log_prob is not None
     return statistics.target_log_prob, (target < 0) | (target >= statistics.vocab_size)
 

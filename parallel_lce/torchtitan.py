@@ -31,8 +31,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
+from parallel_lce.core.options import NO_LABEL
 from parallel_lce.core.private import hooks
-from parallel_lce.patching import called_with, is_own
+from parallel_lce.patching import Replacements, called_with, is_own
+from parallel_lce.run.token_count import count_labels, count_of_labels
 
 _OURS = "parallel_lce.torchtitan"
 try:
@@ -68,6 +70,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         cross_entropy = config.loss_fn._owner is CrossEntropyLoss
         super().__init__(config, compile_config=None if cross_entropy else compile_config)
         self.fn, self._cross_entropy, self._said = parallel_lce.linear_cross_entropy, cross_entropy, False
+        for module, owner in _COUNTED:
+            if module in sys.modules:  # else no trainer builds this loss
+                _count_before(getattr(sys.modules[module], owner, None))
         if not cross_entropy and not _takes_log_probs(type(self.loss_fn)):
             name = type(self.loss_fn).__name__
             raise ValueError(f"{_OURS}: loss_fn must be CrossEntropyLoss or call compute_logprobs, got {name}")
@@ -118,11 +123,14 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             spmd.assert_type(pred, {"tp": spmd.R})
             spmd.assert_type(labels, {"tp": spmd.I})
         metrics: dict[str, Tensor] = {}
+        # In a compiled graph the number cannot be read.
+        count = count_of_labels(labels) if self.fn is parallel_lce.linear_cross_entropy else None
+        counted = {} if count is None else {"counted_tokens": count}
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
             projection, local = self._projection(lm_head, hidden), _local(labels)
             if self._cross_entropy:
-                total = _local(self.fn(target=local, reduction="sum", **projection))
+                total = _local(self.fn(target=local, reduction="sum", **projection, **counted))
                 return (total if global_valid_tokens is None else total / global_valid_tokens,)
             inputs = {name: _local(value) for name, value in loss_inputs.items()}
             of_log_probs = _on_log_probs(type(self.loss_fn))
@@ -170,6 +178,29 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 raise ValueError(f"{_OURS}: lm_head.weight must have {min(shard, V - start)} rows, got {rows}")
             arguments |= {"process_group": group, "vocab_start": start}
         return arguments
+
+
+# The classes that prepare a batch before the model's forward, and their modules.
+_COUNTED = ("torchtitan.trainer", "Trainer"), ("torchtitan.components.validate", "Validator")
+_replacements = Replacements()
+
+
+def _count_before(owner: Any) -> None:
+    """Lets a trainer or validator whose loss is ours begin to count the labels before the model's forward."""
+
+    def counting(own: Any) -> Any:
+        @functools.wraps(own)
+        def post_dataloading_process(self: Any, *given: Any, **named: Any) -> Any:
+            inputs, labels, *others = own(self, *given, **named)
+            if isinstance(self.loss_fn, LinearCrossEntropyLoss):
+                with spmd.no_typecheck():
+                    count_labels(labels, _local(labels) != NO_LABEL)
+            return inputs, labels, *others
+
+        return post_dataloading_process
+
+    if "post_dataloading_process" in vars(owner or object):
+        _replacements.replace(owner, "post_dataloading_process", counting)
 
 
 def _local(value: Any) -> Any:

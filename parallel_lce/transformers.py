@@ -9,12 +9,10 @@ for a single model. This module imports nothing of transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -43,7 +41,9 @@ from parallel_lce.core.private import (
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
+from parallel_lce.output_metrics import Found, labels_of_caller, with_fields
 from parallel_lce.patching import called_with, is_own
+from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
 
 _Model = TypeVar("_Model", bound=nn.Module)
 # Attributes of a patched model: its _Door, and within a call its loss.
@@ -100,7 +100,7 @@ class _LazyLogits(RecordedLogits):
         if self.origin.has_loss:
             said = (
                 f"makes the logits beside its fused loss, since {use} of output.logits wants them: take patch(model, "
-                "token_accuracy=True) for the accuracy, token_statistics of the hidden states, or unpatch(model)"
+                "token_metrics=True) for metrics, token_statistics of the hidden states, or unpatch(model)"
             )
             self.call.door.say(self.call.model, said, key="beside")
         elif self.call.made_by is None:
@@ -124,6 +124,19 @@ class _LazyLogits(RecordedLogits):
         casts = [arguments[0] for name, arguments in self.steps if name == "to"]
         one = self.hidden.new_empty((), dtype=[self.autocast_dtype or self.hidden.dtype, *casts][-1])
         return one.expand(*self.hidden.shape[:-1], self.vocabulary)
+
+    @torch.no_grad()
+    def _largest(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
+        """Waits for the device: a token with a NaN needs real logits."""
+        epilogue = self.epilogue()
+        if self.weight is None or epilogue is None or not self.is_over_vocabulary(*arguments, **options):
+            return None
+        self.check()
+        with self.autocast():
+            options = dict(linear_bias=self.layer.bias, argmax=True, **_options(self, epilogue))
+            found = token_statistics(self.hidden, self.layer.weight, None, **options)
+        position, top = _whole(found.argmax), _whole(found.max_logit)
+        return None if (position < 0).any() else (top.to(self.dtype), position)
 
     def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:
         """The loss has no logits in its graph: its own hook gets their gradient, of the model's own loss."""
@@ -219,7 +232,8 @@ class _Loss:
             return self.own(*arguments, **named)
         call.asked, logits, ignore = True, given.pop("logits", None), given.get("ignore_index", -100)
         lazy: Any = getattr(logits, "lazy", logits)
-        target, labels, loss, top = given.get("shift_labels"), given.get("labels"), None, None
+        target, labels, loss, found = given.get("shift_labels"), given.get("labels"), None, None
+        count = count_of_labels(labels if target is None else target) if ignore == NO_LABEL else None
         if target is None and isinstance(labels, Tensor) and labels.dim():
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
         target = as_int64(target)
@@ -229,44 +243,51 @@ class _Loss:
             elif lazy.made is None and given.get("vocab_size", lazy.vocabulary) != lazy.vocabulary:
                 call.reason = f"its loss has {given['vocab_size']} entries, its output layer {lazy.vocabulary}"
             elif lazy.made is None:
-                loss, top = self._fused(lazy, target, given.get("num_items_in_batch"), ignore)
+                loss, found = self._fused(lazy, target, given.get("num_items_in_batch"), ignore, count)
                 lazy.origin.loss = loss.grad_fn, lambda real: self.own(real, **given)
                 call.fused = True
             if loss is None:
                 logits = lazy.materialize("the loss")
                 arguments, named = (logits,), given
-        if self.door.token_accuracy and isinstance(target, Tensor):
-            top = logits.detach().argmax(-1) if loss is None and isinstance(logits, Tensor) else top
-            if top is not None and top.numel() == target.numel():
-                target = target.to(top.device).view(top.shape)
-                counted = target != ignore
-                call.accuracy = ((top == target) & counted).sum() / counted.sum().clamp(min=1)
+        if self.door.has_metrics and isinstance(target, Tensor):
+            if found is None and isinstance(logits, Tensor):
+                found = Found.of_logits(logits.detach(), target, ignore, self.door.token_metrics)
+            if found is not None and found.argmax.numel() == target.numel():
+                target = target.to(found.argmax.device).view(found.argmax.shape)
+                call.metrics = found.metrics(target, ignore, self.door.token_accuracy)
         return self.own(*arguments, **named) if loss is None else loss
 
-    def _fused(self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int) -> tuple[Tensor, Tensor | None]:
-        """The loss and, for the accuracy, the ids of each token's largest logit."""
+    def _fused(
+        self, logits: _LazyLogits, target: Tensor, items: Any, ignore: int, count: TokenCount | None, smoothing=0.0
+    ) -> tuple[Tensor, Found | None]:
+        """The loss and, for metrics, what was found of each token. ``count``: of the labels. ``smoothing`` of labels is
+        for a loss without metrics."""
         logits.check()
-        layer, hidden, accurate = logits.layer, logits.hidden, self.door.token_accuracy
-        arguments = {**self.door.options, **(logits.epilogue() or {})}
-        arguments["logits_budget"] = lean_budget(arguments["logits_budget"])
+        layer, hidden, door = logits.layer, logits.hidden, self.door
+        with_metrics = door.has_metrics and not smoothing
         target, tokens = target.to(hidden.device), hidden.shape[:-1]
         target = target.reshape(tokens) if target.numel() == tokens.numel() else target
-        top, by_plan = [], _is_sharded_by_plan(layer)
+        results: list[Found] = []
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
+            arguments, counted = _options(logits, logits.epilogue() or {}), target != ignore
             weight, arguments["linear_bias"] = layer.weight, layer.bias
-            if by_plan and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
-                arguments["process_group"] = weight.device_mesh  # its dimension may have no name
-            counted = target != ignore
-            if not accurate:
+            if count is not None:
+                arguments["counted_tokens"] = count
+            if not with_metrics:
                 arguments.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
+                arguments["label_smoothing"] = smoothing
                 loss = _whole(linear_cross_entropy(hidden, weight, target, **arguments))
             else:
                 labels = target.masked_fill(~counted, NO_LABEL)
-                found = token_statistics(hidden, weight, labels, argmax=True, **arguments)
+                arguments["mask"] = counted if count is not None else None
+                arguments.update(argmax=True, entropy=door.token_metrics)
+                found = token_statistics(hidden, weight, labels, **arguments)
                 assert found.target_log_prob is not None and found.argmax is not None
-                top.append(_whole(found.argmax))
-                total = -_whole(found.target_log_prob).sum()
+                log_prob = _whole(found.target_log_prob)
+                entropy = None if found.entropy is None else _whole(found.entropy)
+                results.append(Found(_whole(found.argmax), log_prob, entropy))
+                total = -log_prob.sum()
                 loss = total / counted.sum().clamp(min=1) if items is None else total
             # The mean of no tokens is NaN, as transformers'.
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
@@ -276,7 +297,43 @@ class _Loss:
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, top[0] if top else None
+        return loss, results[0] if results else None
+
+
+def _options(logits: _LazyLogits, epilogue: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the fused functions."""
+    arguments, weight = {**logits.call.door.options, **epilogue}, logits.layer.weight
+    arguments["logits_budget"] = lean_budget(arguments["logits_budget"])
+    if _is_sharded_by_plan(logits.layer) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
+        arguments["process_group"] = weight.device_mesh  # its dimension may have no name
+    return arguments
+
+
+class _Smoother:
+    """In place of ``label_smoother`` of a transformers Trainer, ``own``, which smooths the labels of a patched model's
+    logits: the fused loss of lazy ones, and what ``own`` gives for all others."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "own"), name)
+
+    def __call__(
+        self, output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = output["logits"] if isinstance(output, dict) else output[0]
+        lazy, own = getattr(logits, "lazy", None), self.own
+        fused = isinstance(lazy, _LazyLogits) and lazy.made is None and lazy.epilogue() is not None
+        if not fused or lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
+            return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+        count = count_of_labels(labels) if shift_labels and own.ignore_index == NO_LABEL else None
+        ids = as_int64(labels)
+        target = nn.functional.pad(ids, (0, 1), value=own.ignore_index)[..., 1:] if shift_labels else ids
+        given = lazy, target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
+        loss, _ = _Loss(lazy.call.door, own)._fused(*given)
+        lazy.origin.loss = loss.grad_fn, lambda real: own({"logits": real}, labels, shift_labels, num_items_in_batch)
+        return loss
 
 
 _LOSS_ARGUMENTS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
@@ -286,13 +343,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@functools.cache
-def _with_accuracy(kind: type) -> type:
-    """The output's class with the field ``token_accuracy``. DDP copies outputs field by field: it must be one."""
-    field = ("token_accuracy", Any, dataclasses.field(default=None))
-    return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
-
-
 class _Call:
     """One call of a patched model's forward, of ``door``, in which ``layer`` may return lazy logits."""
 
@@ -300,18 +350,20 @@ class _Call:
         self.door, self.model, self.layer, self.reason = door, model, layer, reason
         self.lazy = wanted and reason is None
         self.made_by: str | None = None
-        self.accuracy: Tensor | None = None
+        self.metrics: dict[str, Tensor] = {}
+        self.smoothed = False
         self.asked = self.fused = self.called = False
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def finish(self, output: Any) -> Any:
-        """Puts the accuracy into the output. No lazy logits leave a forward without a fused loss."""
+        """Puts the metrics into the output. No lazy logits leave a forward without a fused loss, except to a Trainer's
+        label smoother."""
 
         def left(value: Any) -> Any:
             lazy = value.lazy if type(value) is LogitsTensor else value
             if not isinstance(lazy, _LazyLogits):
                 return value
-            if not lazy.origin.has_loss or lazy.made is not None:
+            if not (lazy.origin.has_loss or (self.smoothed and lazy.epilogue() is not None)) or lazy.made is not None:
                 return lazy.materialize("a forward without a fused loss")
             return value if value is not lazy else LogitsTensor.of(lazy)
 
@@ -326,7 +378,11 @@ class _Call:
         if not self.fused and (not self.model.training or torch.is_grad_enabled()):
             made = self.made_by if self.made_by != "the loss" else None
             # Without a loss of logits, as by TRL's fused head, nothing is to be said.
-            asked = self.asked or (isinstance(output, dict) and None not in map(output.get, ("loss", "logits")))
+            asked = (
+                self.asked
+                or self.smoothed
+                or (isinstance(output, dict) and None not in map(output.get, ("loss", "logits")))
+            )
             reason = self.reason
             if reason is None and self.lazy and not self.called:
                 reason = "its forward does not call its output layer"
@@ -334,8 +390,8 @@ class _Call:
             if reason is not None:
                 said = f"computes its own loss, of all logits: {reason}; undo that, or end this by unpatch(model)"
                 self.door.say(self.model, said)
-        if self.accuracy is not None and isinstance(output, dict) and output.get("loss") is not None:
-            return _with_accuracy(type(output))(**output, token_accuracy=self.accuracy)
+        if self.metrics and isinstance(output, dict) and output.get("loss") is not None:
+            return with_fields(type(output), (*self.metrics,))(**output, **self.metrics)
         return output
 
 
@@ -345,10 +401,11 @@ _running, _lock = threading.local(), threading.Lock()
 class _Door:
     """What :func:`patch` leaves in a model: its options, and what was said."""
 
-    def __init__(self, token_accuracy: bool, eval_logits: bool, options: dict[str, Any]) -> None:
-        self.token_accuracy, self.eval_logits, self.options = token_accuracy, eval_logits, options
+    def __init__(self, token_accuracy: bool, token_metrics: bool, eval_logits: bool, options: dict[str, Any]) -> None:
+        self.token_accuracy, self.token_metrics, self.eval_logits = token_accuracy, token_metrics, eval_logits
+        self.options, self.has_metrics = options, token_accuracy or token_metrics
         self.said: set[str] = set()
-        self.calls = 0  # that run
+        self.smooths, self.calls = False, 0  # whether a Trainer smooths labels; the calls that run
         self.path: list[str] = []  # names from the model to its output layer
 
     def say(self, model: Any, what: str, key: str | None = None) -> None:
@@ -357,14 +414,14 @@ class _Door:
             warnings.warn(f"parallel_lce: {type(model).__name__} {what}", LogitsWarning, stacklevel=3)
 
     def is_wanted(self, model: Any, arguments: tuple, named: dict[str, Any]) -> bool:
-        """Whether this call of the model's forward may do without logits, or has a ``token_accuracy``."""
-        if not (model.training or not self.eval_logits or self.token_accuracy):
+        """Whether this call of the model's forward may do without logits, or has metrics."""
+        if not (model.training or not self.eval_logits or self.has_metrics):
             return False
-        place = type(model)._parallel_lce_place
-        labels = arguments[place] if 0 <= place < len(arguments) else named.get("labels")
-        if labels is None:
-            if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._say_of_labels(model)
+        if _labels(model, arguments, named) is None and (
+            torch.compiler.is_compiling()
+            or not ((model.training and torch.is_grad_enabled()) or self.smooths)
+            or not self._is_smoothed(model)
+        ):
             return False
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             return False
@@ -373,17 +430,24 @@ class _Door:
             return False
         return not (torch.compiler.is_dynamo_compiling() and _is_one_graph())
 
-    def _say_of_labels(self, model: Any) -> None:
+    def _is_smoothed(self, model: Any) -> bool:
+        """Of a call without labels: whether its caller is a Trainer whose label smoother takes the logits with the
+        labels. It gets ours. Else says, in training, that a caller keeps the labels for another loss."""
         if "labels" in self.said:
-            return
-        for frame, _ in traceback.walk_stack(sys._getframe(2)):
-            if isinstance(frame.f_locals.get("labels"), Tensor):
-                said = (
-                    "is called without the labels that its caller has: all logits are made for another loss, as by "
-                    "Trainer's label_smoothing_factor, compute_loss_func or a compute_loss of one's own; take "
-                    "parallel_lce.linear_cross_entropy of the hidden states there, or give the model the labels"
-                )
-                return self.say(model, said, key="labels")
+            return False
+        labels, trainer = labels_of_caller(sys._getframe(2))
+        if trainer is not None:
+            own, self.smooths = getattr(trainer.label_smoother, "own", trainer.label_smoother), True
+            trainer.label_smoother = _Smoother(own)
+            _count(labels, None)
+        elif labels is not None and model.training and torch.is_grad_enabled():
+            said = (
+                "is called without the labels that its caller has: all logits are made for another loss, as by "
+                "compute_loss_func, a compute_loss of one's own, or Trainer's label_smoothing_factor under FSDP; "
+                "take parallel_lce.linear_cross_entropy of the hidden states there, or give the model the labels"
+            )
+            self.say(model, said, key="labels")
+        return trainer is not None
 
     @torch.compiler.disable(recursive=False, reason="lazy logits are Python objects")
     def run(self, model: Any, forward: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
@@ -393,7 +457,9 @@ class _Door:
         if before is not None and before.model is model:  # a forward around a forward
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
+        _count(_labels(model, arguments, named), named.get("shift_labels"))
         call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
+        call.smoothed = _labels(model, arguments, named) is None
         with _lock:  # the model is changed for the time of this call, and of those of other threads
             self.calls += 1
             vars(model)[_LOSS] = _Loss(self, own)
@@ -445,6 +511,20 @@ class _Door:
                 return modules[1:-1]
             self.path = next((name for name, module in model.named_modules() if module is layer), "").split(".")
         return []
+
+
+def _labels(model: Any, arguments: tuple, named: dict[str, Any]) -> Any:
+    """Among the arguments of a model's forward."""
+    place = type(model)._parallel_lce_place
+    return arguments[place] if 0 <= place < len(arguments) else named.get("labels")
+
+
+def _count(labels: Any, shifted: Any) -> None:
+    """Starts to count the labels that the loss will count, which are not -100."""
+    if isinstance(shifted, Tensor):
+        count_labels(shifted)
+    elif isinstance(labels, Tensor) and labels.dim():
+        count_labels(labels, as_int64(labels)[..., 1:] != NO_LABEL)
 
 
 @torch.compiler.assume_constant_result
@@ -537,6 +617,7 @@ def patch(
     model: _Model,
     *,
     token_accuracy: bool = False,
+    token_metrics: bool = False,
     eval_logits: bool = True,
     logits_budget: int | None = None,
     gradient_filter: float | None = None,
@@ -557,7 +638,11 @@ def patch(
             state dict stay. A second call replaces the options.
         token_accuracy: the output of a forward with labels gets ``token_accuracy``, 0-dimensional fp32: the fraction of
             this call's counted tokens whose label has the largest logit. Tuples get none.
-        eval_logits: False: in eval mode a loss makes no logits either, unless ``output.logits`` are used.
+        token_metrics: the output of a forward with labels gets, for each position's next token, ``predicted_ids``, the
+            id of the largest logit, ``log_probs`` of the label and ``entropies`` in nats: ``[b, s]`` each, without
+            gradients; -1 and 0 where no label counts. Not with a ``gradient_filter``.
+        eval_logits: False: in eval mode a loss makes no logits either, unless ``output.logits`` are used for more than
+            ``argmax(-1)``.
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
             environment's, else 128 MiB. A larger one makes the loss faster, and the peak of a step higher.
 
@@ -573,6 +658,8 @@ def patch(
     """
     owner: Any = _owner(model)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
+    if token_metrics and gradient_filter is not None:
+        raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")
     LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # raises for invalid options
     own, name, layer = owner.loss_function, type(owner).__name__, owner.get_output_embeddings()
     if not _is_stock(owner, own):
@@ -582,7 +669,7 @@ def patch(
     watch_optimizers()
     unpatch(model)
     owner.__class__ = _patched(type(owner))
-    vars(owner)[_DOOR] = _Door(token_accuracy, eval_logits, options)
+    vars(owner)[_DOOR] = _Door(token_accuracy, token_metrics, eval_logits, options)
     if (given := vars(owner).get("forward")) is not None:  # which may not call the class's forward
 
         @functools.partial(_named_as, given)

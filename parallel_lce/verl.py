@@ -26,18 +26,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import rl
+from parallel_lce.core.options import as_flag
 from parallel_lce.patching import AfterImport, Replacements
+from parallel_lce.run.token_count import TokenCount, count_tokens, skips_by_environment
 
 
 class _Call:
-    """Passed through verl as the temperature. It carries the temperature to the kernel, and the sums of squared
-    probabilities back, which the kernel's result cannot hold. Not a dataclass: FSDP copies these and rounds their
-    tensors."""
+    """Passed through verl as the temperature. It carries the temperature to the kernel, and which tokens count; and
+    the sums of squared probabilities back, which the kernel's result cannot hold. Not a dataclass: FSDP copies these
+    and rounds their tensors."""
 
-    def __init__(self, temperature: Any, sum_p_squared: bool = False) -> None:
+    def __init__(self, temperature: Any, sum_p_squared: bool = False, mask: Tensor | None = None) -> None:
         self.temperature = temperature
         self.sum_p_squared = sum_p_squared
         self.sums: Tensor | None = None
+        # Of the batch's tokens, [total] bool, until packed() of this rank's tokens; None: all count.
+        self.mask = mask
+        self.count: TokenCount | None = None
+
+    def packed(self, mask: Tensor) -> None:
+        """This rank's tokens that count. Called before the model's forward."""
+        self.mask, self.count = mask, count_tokens(mask)
 
 
 # Set while verl's own functions run: the decoder's output if nothing sums its gradient, () if verl's gather does.
@@ -67,6 +76,8 @@ def _kernel(
     call, states = temperature if isinstance(temperature, _Call) else _Call(temperature), _unsummed.get()
     known = "reduce_hidden_grad" in named or hidden is states or isinstance(states, tuple)
     named = {"reduce_hidden_grad": hidden is states, "sum_p_squared": call.sum_p_squared, **named}
+    if call.count is not None:
+        named |= dict(mask=call.mask, counted_tokens=call.count)
     given = hidden, weight, labels, call.temperature, reduction, dist_process_group
     log_probs, entropy, *sums = rl.linear_cross_entropy(*given, **named)
     group, gradient = dist_process_group, log_probs.requires_grad and hidden.requires_grad
@@ -112,14 +123,37 @@ def _model_forward(original: Callable, model: Any, *given: Any, **named: Any) ->
 
 def _call_of(batch: Any, module: str) -> _Call | None:
     """The options of a micro-batch that verl refuses with fused kernels: a temperature of each sample, or
-    ``calculate_sum_pi_squared``. None if it has neither, or if the kernel of that module is not ours."""
+    ``calculate_sum_pi_squared``; and with ``skip_masked`` its mask. None if it has none of these, or if the kernel of
+    that module is not ours."""
     if (sys.modules.get(module), "linear_cross_entropy") not in _replacements:
         return None
     from verl.utils.tensordict_utils import get_non_tensor_data
 
     temperature, sums = batch["temperature"], get_non_tensor_data(batch, "calculate_sum_pi_squared", False)
     of_samples = isinstance(temperature, Tensor) and temperature.dim() == 1
-    return _Call(temperature, bool(sums)) if sums or of_samples else None
+    mask = _mask_of(batch) if _skips_masked() else None
+    return _Call(temperature, bool(sums), mask) if sums or of_samples or mask is not None else None
+
+
+def _mask_of(batch: Any) -> Tensor | None:
+    """Of each token of the batch whether the next one counts in verl's losses: bool ``[total]``. None if the batch has
+    no mask of a known form."""
+    ids, mask = batch["input_ids"], batch.get("loss_mask")
+    if mask is None or not ids.is_nested:
+        return None
+    total, ends = len(ids.values()), ids.offsets()[1:]
+    if mask.is_nested and len(mask.values()) == total:  # of whole sequences, as of SFT
+        values = mask.values()
+    else:  # of the responses, at the ends of the sequences
+        rows = mask.to_padded_tensor(0) if mask.is_nested else mask
+        attention, width = batch.get("attention_mask"), rows.shape[1]
+        if not mask.is_nested and attention is None:
+            return None
+        lengths = mask.offsets().diff() if mask.is_nested else attention[:, -width:].sum(1)
+        column = torch.arange(width, device=rows.device)
+        place = torch.where(column < lengths[:, None], (ends - lengths)[:, None] + column, total)
+        values = rows.new_zeros(total + 1).index_copy(0, place.flatten(), rows.flatten())[:total]
+    return values.roll(-1) != 0
 
 
 def _changed(batch: Any, **values: object) -> Any:
@@ -144,6 +178,8 @@ def _fsdp_inputs(original: Callable, engine: Any, micro_batch: Any) -> tuple[dic
     inputs, kept = original(engine, _changed(micro_batch, use_fused_kernels=False))
     if isinstance(call.temperature, Tensor):
         call.temperature = kept["temperature_rmpad"].clamp(min=1e-8)
+    if call.mask is not None and not engine.use_ulysses_sp:  # which would give each rank a part of it
+        call.packed(torch.nn.functional.pad(call.mask, (0, kept["pad_size"])))
     labels = kept["input_ids_rmpad_rolled"].unsqueeze(0)
     return inputs | dict(temperature=call, return_dict=True, shift_labels=labels), kept | dict(parallel_lce=call)
 
@@ -184,8 +220,13 @@ def _megatron_temperature(original: Callable, temperature: Any) -> Any:
 
 
 def _pack(original: Callable, ids: Tensor, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
-    """Packs the temperatures of the samples as verl packs the labels. Only the labels come with ``need_roll=True``."""
+    """Packs the temperatures of the samples, and the mask, as verl packs the labels. Only the labels come with
+    ``need_roll=True``."""
     call = _current.get()
+    if call is not None and need_roll and call.mask is not None:
+        of_tokens = torch.nested.nested_tensor_from_jagged(call.mask.to(ids.dtype), ids.offsets())
+        packed, *_ = original(of_tokens, *rest, **named)
+        call.packed(packed != 0)
     if call is not None and need_roll and isinstance(call.temperature, Tensor):
         from verl.utils.torch_functional import expand_as_nested
 
@@ -258,21 +299,37 @@ def _instead(function: Callable, original: Callable, _: Any) -> Callable:
 _after_import: list[AfterImport] = []
 
 
-def patch() -> None:
+# Of the last patch(); None: the environment's.
+_settings: dict[str, bool | None] = {"skip_masked": None}
+
+
+def _skips_masked() -> bool:
+    given = _settings["skip_masked"]
+    return skips_by_environment() if given is None else given
+
+
+def patch(*, skip_masked: bool | None = None) -> None:
     """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, in the modules of verl
     that have imported it and in those that will. The docstring of our function has shapes, dtypes, collectives and
-    errors. A second call changes nothing.
+    errors. A second call changes ``skip_masked`` alone, if it is given.
 
     On the Megatron path without sequence parallelism backward has one all-reduce of dX more. With ``use_fused_kernels``
     the FSDP engine (``impl_backend=triton``) and the Megatron engine also take a temperature of each sample and
     ``calculate_sum_pi_squared``. A module of another release that lacks a function stays as it is, with a warning.
+
+    ``skip_masked``: with ``use_fused_kernels`` tokens that a batch's ``loss_mask`` leaves out of verl's losses, such as
+    those of the prompts, cost nothing in the FSDP engine (``impl_backend=triton``, without Ulysses) and the Megatron
+    engine; their log-probabilities and entropies are 0. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False.
     """
+    if skip_masked is not None:
+        _settings["skip_masked"] = as_flag("skip_masked", skip_masked)
     if not _after_import:
         _after_import.append(AfterImport(_CHANGES, _change))
 
 
 def unpatch() -> None:
     """Undo :func:`patch`, except what other code has replaced since, with a warning."""
+    _settings["skip_masked"] = None
     while _after_import:
         _after_import.pop().cancel()
     _replacements.restore()

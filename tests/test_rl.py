@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+import parallel_lce
 import reference
+from blocks import counted_forwards
 from cases import normal
 from measures import assert_near
 from parallel_lce import rl
+from parallel_lce.backends import backend_of
 from tools import everywhere
 from world import Member
 
@@ -68,6 +71,46 @@ def test_linear_cross_entropy(shape, temperature, reduction, vocab_size, summed,
     found = *parts[0][:-2], *(torch.cat([part[i] for part in parts]) for i in (-2, -1))
     for value, exact in zip(found, (*expected, dx.view(*shape, D), dw, db)):
         assert_near(value, exact, 2e-6)
+
+
+def _masked(member: Member, function: str):
+    """Results and gradients of all tokens times the mask, and of the counted tokens alone; and the latter's rows."""
+    x, w, _, labels, of_token = tensors(member.device)
+    w, labels = w.chunk(member.ranks)[member.rank], labels.view(B, S)
+    mask, found = torch.arange(N, device=member.device).view(B, S) % 4 == 1, []
+    start = len(w) * member.rank
+    nemo = function == "from_parallel_hidden_states_to_logprobs"
+    for counted in ({}, dict(mask=mask, counted_tokens=parallel_lce.count_tokens(mask))):
+        hidden = x.view(S, B, D).chunk(member.ranks)[member.rank] if nemo else x.view(B, S, D)
+        leaves = [value.clone().requires_grad_() for value in (hidden, w)]
+        shard = start, start + len(w)
+        with counted_forwards(backend_of(w)) as rows:
+            if nemo:
+                results = [
+                    rl.from_parallel_hidden_states_to_logprobs(*leaves, True, labels, *shard, member.group, **counted)
+                ]
+                results = [value * mask[:, :-1] for value in results]
+            elif function == "linear_cross_entropy":
+                more = dict(sum_p_squared=True, **counted)
+                results = rl.linear_cross_entropy(*leaves, labels, of_token, "none", member.group, **more)
+                results = [value * mask.view(-1) for value in results]
+            else:
+                results = [
+                    rl.FusedLinearLogprobTriton.apply(*leaves, labels, *shard, 4, member.group, **counted) * mask
+                ]
+        found.append([*results, *torch.autograd.grad(results, leaves, upstream(results))])
+    assert sum(rows) == mask.sum()
+    return [[value.detach().cpu() for value in each] for each in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "function", ["linear_cross_entropy", "from_parallel_hidden_states_to_logprobs", "FusedLinearLogprobTriton"]
+)
+def test_of_the_counted_tokens(function, ranks, worlds, device):
+    for whole, counted in everywhere(worlds, device, ranks, _masked, function):
+        for value, expected in zip(counted, whole):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
 
 
 ENDS = {1: [64], 2: [32, 62]}

@@ -4,8 +4,10 @@ whose trainer trains its debug model beside its own chunked loss."""
 import copy
 import functools
 import math
+import sys
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import torchtitan_standin
 import torchtitan_training
+from blocks import counted_forwards
 from cases import normal
 from measures import assert_close
+from parallel_lce.backends import torch_backend
 from tools import on_ranks
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss, PolicyLoss, compute_logprobs, installed
 from world import mesh_of
@@ -116,6 +120,41 @@ def test_equals_whole_logits(member, kind, inner):
         else:  # torchtitan sums the terms of dX
             dist.all_reduce(found)
         assert_close(found, want, 1e-5, name=name)
+
+
+class Trainer:
+    """As torchtitan's, whose labels reach the device before the model's forward."""
+
+    def __init__(self, config) -> None:
+        self.loss_fn = config.build()
+
+    def post_dataloading_process(self, input_dict, labels):
+        return input_dict["input"], labels.clone(), {}
+
+
+@pytest.mark.parametrize("labels", ["some", "none", "changed"])
+def test_labels_that_do_not_count_are_not_projected(labels):
+    config, lm_head = ChunkedLossWrapper.Config(), nn.Linear(D, V)
+    x, ids = normal(B, S, D).float(), torch.arange(B * S).remainder(V).view(B, S)
+    ids[:, : S if labels == "none" else 2] = -100
+    found, own = [], Trainer.post_dataloading_process
+    with installed() as ours, mock.patch.dict(sys.modules, {"torchtitan.trainer": SimpleNamespace(Trainer=Trainer)}):
+        for each in (config, ours.linear_cross_entropy(config)):
+            trainer, hidden = Trainer(each), x.clone().requires_grad_()
+            trainer.loss_fn.lm_head = lm_head
+            _, given, _ = trainer.post_dataloading_process({"input": None}, ids)
+            if labels == "changed":
+                given[0, 0] = 3
+            with counted_forwards(torch_backend) as rows:
+                loss, _ = trainer.loss_fn(hidden, given, COUNT)
+            loss.backward()
+            found.append([loss.detach(), hidden.grad, lm_head.weight.grad])
+            lm_head.weight.grad = None
+        ours._replacements.restore()
+    assert sum(rows) == {"some": B * (S - 2), "none": 0, "changed": B * S}[labels]
+    assert Trainer.post_dataloading_process is own
+    for value, expected in zip(*found[::-1], strict=True):
+        assert_close(value, expected, 1e-5, 1e-9)
 
 
 @on_ranks(2)

@@ -14,8 +14,10 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.transformers as door
+from blocks import counted_forwards
 from measures import largest_error
 from parallel_lce import trl as trl_door
+from parallel_lce.backends import torch_backend
 from parallel_lce.core.budget import BUDGET_VARIABLE
 from parallel_lce.transformers import patch, unpatch
 from releases import ROOT
@@ -136,6 +138,40 @@ def test_training(member, release, kind, how, before, accuracy):
     model.eval(), own.eval()
     with torch.no_grad():
         near(model(**batch(1)).logits, own(**batch(1)).logits)
+
+
+@pytest.mark.parametrize("accuracy", [False, True])
+@pytest.mark.parametrize("how", ["labels", "shift_labels", "no label", "changed", "another index"])
+@RELEASES
+@on_releases()
+def test_labels_that_do_not_count_are_not_projected(member, release, how, accuracy):
+    model = model_of(release, "capped").train()
+    own, given = copy.deepcopy(model), batch(0)
+    shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    counted = int((shifted >= 0).sum())
+    if how == "shift_labels":
+        given["shift_labels"] = shifted
+    elif how == "no label":
+        given["labels"].fill_(-100)
+        given["num_items_in_batch"], counted = 7, 0
+    elif how == "another index":
+        given["ignore_index"], given["labels"], counted = 5, given["labels"].masked_fill(given["labels"] < 0, 5), 32
+    patch(model, token_accuracy=accuracy)
+    if how == "changed":  # by the forward: nobody knows how many these are
+        lazily, counted = door._lazy, 32
+        change = lambda *a: (given["labels"].fill_(4), lazily(*a))[1]  # noqa: E731
+    else:
+        change = door._lazy
+    with mock.patch.object(door, "_lazy", change), counted_forwards(torch_backend) as rows:
+        found = model(**given)
+    assert fused(found) and sum(rows) == counted
+    expected = own(**given)
+    near(found.loss.detach(), expected.loss.detach())
+    found.loss.backward(), expected.loss.backward()
+    for name, p in own.named_parameters():
+        near(model.get_parameter(name).grad, p.grad)
+    if accuracy and how != "another index":
+        near(found["token_accuracy"], accuracy_of(expected.logits, given["labels"]).nan_to_num(0.0))
 
 
 def _unit1(module):
@@ -285,7 +321,7 @@ def test_the_lines_of_the_page(member, release):
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     losses = [exec(block, names) or names["loss"].item() for block in blocks]
     trl_door.unpatch()
-    assert len(losses) == 5 and max(losses) - min(losses) < 1e-5, losses
+    assert len(losses) == 6 and max(losses) - min(losses) < 1e-5, losses
 
 
 @pytest.mark.parametrize("accuracy", [False, True])

@@ -406,7 +406,8 @@ HABITS = {
     "z-loss on the logits, after": (uses(lambda out: out["logits"].float().logsumexp(-1).square().mean()), AFTER),
     "the logits' gradient": (lambda *given: uses(lambda out: kept(out["logits"]))(*given)[1].grad, AFTER),
     "a hook on the logits": (hooked, AFTER),
-    "metrics of the logits": (uses(lambda out: out["logits"].argmax(-1)), AFTER),
+    "ids of the logits": (uses(lambda out: out["logits"].argmax(-1)), None),
+    "metrics of the logits": (uses(lambda out: out["logits"].topk(2).indices), AFTER),
     "sizes": (uses(lambda out: (out["logits"].shape, len(out["logits"]), out["logits"].dtype)), None),
     "loss_function = f": (assigned("loss_function", a_loss), OWN + "its loss_function is a_loss"),
     "loss_function of the name": (

@@ -31,9 +31,11 @@ from megatron.core.tensor_parallel import mappings
 
 import megatron_models
 import reference
+from blocks import counted_forwards
 from cases import normal
 from measures import assert_close, assert_near
 from parallel_lce import rl
+from parallel_lce.backends import torch_backend
 from releases import ROOT, folder_of
 from tools import on_ranks, ran
 from world import mesh_of
@@ -218,10 +220,15 @@ CALLS = {
 LENGTHS = 5, 9, 3
 
 
+def _nested(rows) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([*rows], layout=torch.jagged)
+
+
 WANTED = ["", "temperature", "sums", "temperature, sums"]
-CASES = [(calls, "") for calls in CALLS if "engine" not in calls] + [("engine", each) for each in WANTED]
+MASKED = ["mask", "responses, temperature, sums", "dense responses"]
+CASES = [(calls, "") for calls in CALLS if "engine" not in calls] + [("engine", each) for each in WANTED + MASKED]
 CASES = [(*case, *on) for case in CASES for on in ((2, False), (2, True), (1, False), (4, False), (4, True))]
-CASES += [("fsdp engine", wanted, ranks, False) for wanted in WANTED for ranks in (2, 1)]
+CASES += [("fsdp engine", wanted, ranks, False) for wanted in WANTED + MASKED for ranks in (2, 1)]
 CASES = [(verl, *case) for verl in ("stand-in", RELEASE) for case in CASES]
 CASES += [(RELEASE, "hooked engine", WANTED[-1], 2, parallel) for parallel in (True, False)]
 CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == RELEASE or case[3] != 2)) for case in CASES]
@@ -255,12 +262,29 @@ def test_what_trainers_call(member, verl, calls, wanted, sequence_parallel):
     plugin = installed()
     from tensordict import NonTensorData, TensorDict
 
-    nested = torch.nested.as_nested_tensor([*sequences], layout=torch.jagged)
+    nested = _nested(sequences)
     batch = dict(input_ids=nested, position_ids=torch.zeros_like(nested), loss_mask=torch.ones_like(nested))
+    scored = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    if "mask" in wanted or "responses" in wanted:
+        # The first two tokens are the prompt's. Of each response a token, as of a tool, does not count either.
+        masks = [torch.arange(n - 2) != 1 for n in LENGTHS]
+        whole = [nn.functional.pad(mask, (2, 0)) for mask in masks]
+        scored = torch.cat([nn.functional.pad(mask[1:], (0, 1)) for mask in whole])
+        batch["loss_mask"] = _nested(whole if "mask" in wanted else masks)
+        if "dense" in wanted:
+            batch["loss_mask"] = batch["loss_mask"].float().to_padded_tensor(0)
+            batch["attention_mask"] = nn.functional.pad(
+                _nested([mask | True for mask in masks]).to_padded_tensor(0), (2, 0)
+            )
+            batch["attention_mask"][:, :2] = True
     more = dict(calculate_entropy=True, calculate_sum_pi_squared="sums" in wanted, use_fused_kernels=True)
     (batch if "temperature" in wanted else more)["temperature"] = temperature
     batch = TensorDict(batch | {name: NonTensorData(value) for name, value in more.items()}, batch_size=[len(LENGTHS)])
-    found = CALLS[calls](model, batch, ids, labels)
+    if not scored.all():
+        plugin.install(skip_masked=True)
+    with counted_forwards(torch_backend) as rows:
+        found = CALLS[calls](model, batch, ids, labels)
+    assert scored.all() or sum(rows) == scored.sum()
     plugin.uninstall()
     for name in ("utils.kernel.linear_cross_entropy", "models.mcore.model_forward_fused"):
         module = sys.modules.get(f"verl.{name}")
@@ -286,7 +310,9 @@ def test_what_trainers_call(member, verl, calls, wanted, sequence_parallel):
         logits = mappings.gather_from_tensor_model_parallel_region(logits)
     of_tokens = torch.as_tensor(temperature).double().expand(len(LENGTHS)).repeat_interleave(padded)[:, None]
     truth = reference.statistics(logits[0] / of_tokens, labels.flatten())
-    truth = [truth[name][counts] for name in ("target_log_prob", "entropy", "sum_p_squared")][: len(found)]
+    truth = [truth[name][counts].where(scored, 0.0) for name in ("target_log_prob", "entropy", "sum_p_squared")][
+        : len(found)
+    ]
     sum((value * weight).sum() for value, weight in zip(truth, weights)).backward()
     for value, expected in zip(found, truth):
         assert_near(value, expected, 2e-5)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,13 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import debug
 
 from measures import assert_close
+from parallel_lce.run.token_count import count_of_labels
 from releases import ROOT, folder_of
 from world import Member
 
 # Beside torch and what is replaced here: all that its trainer imports.
 OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
 PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
-OURS = "--override.imports parallel_lce.torchtitan.linear_cross_entropy"
+DOOR = "parallel_lce.torchtitan"
+OURS = f"--override.imports {DOOR}.linear_cross_entropy"
 COMMON = """--module llama3 --config llama3_debugmodel --checkpoint.no-enable --validator.enable --validator.steps 1
 --validator.freq 1 --training.steps 2 --training.seq-len 16 --training.local-batch-size 2 --training.disable-cuda-graphs
 --training.mixed-precision-param float32 --compile.components loss --compile.backend aot_eager --debug.seed 1"""
@@ -169,9 +172,12 @@ def _trained(member: Member, words: set[str], ours: bool) -> dict[str, list]:
     trainer.optimizers.step = step
     trainer.metrics_processor.log = lambda step, *values, **_: found["logged"].append(values)
     trainer.metrics_processor.log_validation = lambda loss, step: found["validation"].append(loss)
-    trainer.train()
+    counts: list[Any] = []
+    with mock.patch(f"{DOOR}.count_of_labels", lambda labels: counts.append(count_of_labels(labels)) or counts[-1]):
+        trainer.train()
     trainer.close()
     assert not ours or not loss_fn._said  # never torchtitan's own loss
+    assert not ours or words & {*POLICIES, "compiled"} or (counts and all(counts))
     return found
 
 

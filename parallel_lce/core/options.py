@@ -319,7 +319,8 @@ def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | No
 # --- variables of the environment ------------------------------------------------------------------
 
 _PREFIX = "PARALLEL_LCE_"
-_SUFFIXES = "BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LOGITS_BUDGET", "PYTHON"
+_SUFFIXES = ("BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LABEL_SMOOTHING", "LOGITS_BUDGET", "PYTHON")
+_SUFFIXES += "SKIP_MASKED", "VOCAB_SIZE", "Z_LOSS"
 _WARNED: set[str] = set()
 
 

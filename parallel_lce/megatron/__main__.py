@@ -30,6 +30,10 @@ _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
     "gradient-filter": {"metavar": "PROBABILITY"},
     "cross-entropy": {"choices": CROSS_ENTROPIES},
+    "skip-masked": {"choices": ("0", "1")},
+    "z-loss": {"metavar": "FACTOR"},
+    "label-smoothing": {"metavar": "SHARE"},
+    "vocab-size": {"metavar": "ENTRIES"},
     "backend": {"choices": ("torch", "triton")},
     "debug": {"choices": ("0", "1")},
 }

@@ -16,15 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.core.options import NO_LABEL
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.output_layer import losses_of_lazy
+from parallel_lce.megatron.losses import keep_metrics, terms_of_logits
+from parallel_lce.megatron.output_layer import losses_of_lazy, terms_of_lazy
 from parallel_lce.megatron.own_code import is_megatrons
 from parallel_lce.patching import replaced
+from parallel_lce.run.token_count import TokenCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-# Models whose own compute_language_model_loss is running, the innermost last.
-_running: list[Any] = []
+# Models whose own compute_language_model_loss is running, and how many of its labels count. The innermost is the last.
+_running: list[tuple[Any, TokenCount | None]] = []
 
 
 def check_release() -> None:
@@ -73,30 +76,59 @@ def apply_of(function: type, theirs: Any) -> Any:
         before = before.__get__(cls if theirs is None else None, cls)
         smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
         name = cls.__name__ if cls is not function else _replaced_part(function, theirs)
+        logits = getattr(logits, "lazy", logits)  # of a mixin of the output layer
+        if isinstance(logits, LazyLogits) and logits.made is None and logits.epilogue() is None:
+            logits = logits.materialize(f"a loss after {[name for name, _ in logits.steps]}")
         if isinstance(logits, LazyLogits):
             plain = type(smoothing) in (int, float) and not smoothing
             if name is None and logits.made is None and plain and target.shape == logits.shape[:-1]:
-                return losses_of_lazy(logits, target)
+                return _of_lazy(logits, target)
             logits = logits.materialize(f"Megatron's cross-entropy{'' if name is None else f', with {name} replaced,'}")
         everywhere = settings.takes_logits() and function is functions()[1]
         if name is not None or not (_running or everywhere):
             return before(logits, target, *others)
         group = next((v for v in others if isinstance(v, dist.ProcessGroup)), None)
-        if _running and group is not None and group.size() > 1:
-            weight = getattr(_running[-1].output_layer, "weight", None)
-            whole = getattr(_running[-1], "vocab_size", None) if weight is None else len(weight) * group.size()
+        model, chosen = _running[-1][0] if _running else None, settings.resolve()
+        if model is not None and group is not None and group.size() > 1:
+            weight = getattr(model.output_layer, "weight", None)
+            whole = getattr(model, "vocab_size", None) if weight is None else len(weight) * group.size()
             if logits.shape[-1] == whole:  # the output layer has gathered them
                 logits = logits.chunk(group.size(), dim=-1)[group.rank()]
-        return vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
+        if model is not None and not smoothing and chosen.changes_loss(model.training):
+            from megatron.core import parallel_state
+
+            formula = chosen.formula(model.training)
+            group = group or parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+            terms = terms_of_logits(logits, target, chosen.vocab_size, formula.label_smoothing > 0, group)
+            losses, metrics = formula.losses(terms, target)
+            if chosen.token_metrics:
+                keep_metrics(model, metrics)
+            return losses
+        losses = vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
+        return losses.masked_fill(target == NO_LABEL, 0.0) if model is not None and chosen.skip_masked else losses
 
     vars(apply)["theirs"] = theirs
     return classmethod(apply)  # pyright: ignore[reportArgumentType]
 
 
+def _of_lazy(logits: LazyLogits, target: Tensor) -> Tensor:
+    """The fused losses ``[s, b]``, and under ``patch(token_metrics=True)`` the metrics of their tokens."""
+    model, count = _running[-1] if _running else (None, None)
+    chosen = settings.resolve()
+    ignored = NO_LABEL if chosen.skip_masked else None
+    if model is None or not chosen.token_metrics:
+        return losses_of_lazy(logits, target, ignored, count)
+    formula = chosen.formula(model.training)
+    terms = terms_of_lazy(logits, target, count, formula.label_smoothing > 0)
+    losses, metrics = formula.losses(terms, target)
+    keep_metrics(model, metrics)
+    return losses
+
+
 @contextmanager
-def own_loss(model: Any) -> Iterator[None]:
+def own_loss(model: Any, count: TokenCount | None = None) -> Iterator[None]:
     """A context in which Megatron's own ``compute_language_model_loss`` of ``model`` ends in this module, whatever
-    loss its configuration chooses."""
+    loss its configuration chooses. ``count``: of the labels that are not -100."""
     with ExitStack() as stack:
         for function in functions():
             own = vars(function).get("apply")
@@ -108,6 +140,6 @@ def own_loss(model: Any) -> Iterator[None]:
         fused = _replaced_part(unfused, vars(unfused)["apply"].__func__.theirs) is None
         config = dict(cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="native")
         stack.enter_context(replaced(model.config, **config))
-        _running.append(model)
+        _running.append((model, count))
         stack.callback(_running.pop)
         yield

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import sys
 import traceback
 import warnings
@@ -13,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce import lazy_logits
 from parallel_lce.functional import token_statistics
+from parallel_lce.lazy_logits import RecordedLogits
 from parallel_lce.patching import replaced
 
 
@@ -64,33 +62,36 @@ def keep_autograd_gradient(weight: Tensor | None) -> None:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
-class LazyLogits(lazy_logits.LazyLogits):
-    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``. With ``gather`` real
-    ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather. ``shared``: the weight was passed to the
-    layer.
+class LazyLogits(RecordedLogits):
+    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, and the scales and the soft-cap that follow.
+    With ``gather`` real ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather. ``shared``: the
+    weight was passed to the layer.
 
     Each token's largest logit and its position need no real logits either. In training a warning names the first use
     that makes them.
     """
 
-    _methods = (torch.max, torch.argmax)
+    _methods = (*RecordedLogits._methods, torch.max, torch.argmax)
 
     def __init__(
         self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool, stock_forward: Callable
     ) -> None:
         used, shared, parallel = layer.weight if weight is None else weight, weight is not None, layer.sequence_parallel
-        more = dict(scale=1.0, shared=shared, sequence_parallel=parallel, gather=gather, stock_forward=stock_forward)
+        more = dict(steps=(), shared=shared, sequence_parallel=parallel, gather=gather, stock_forward=stock_forward)
         self._capture(layer, hidden, used, layer.bias, False, **more)
 
     def _warn(self, use: str) -> None:
         # stacklevel 6 names the caller's line: frames of this class and of compiler.disable lie between.
         warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=6)
 
-    def _make(self) -> Tensor:
+    def _stock(self) -> Tensor:
         with replaced(self.layer, sequence_parallel=self.sequence_parallel):
             keep_autograd_gradient(self.weight)
             logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=self.gather)
-            return logits if self.scale == 1.0 else logits * self.scale
+            return logits
+
+    def operands(self) -> tuple[Tensor, ...]:
+        return ()  # the stock layer sums their gradients over the ranks
 
     def _bias_is_replaced(self) -> bool:
         return self.layer.bias is not self.bias
@@ -99,30 +100,38 @@ class LazyLogits(lazy_logits.LazyLogits):
         sequence, *others = self.hidden.shape[:-1]
         parts = self.layer.tp_group.size() if self.sequence_parallel else 1
         dtype = getattr(self.layer, "output_dtype", None)  # from Megatron-core 0.20 on
-        one = self.hidden.new_empty((), dtype=dtype or self.autocast_dtype or self.hidden.dtype)
+        casts = [arguments[0] for name, arguments in self.steps if name == "to"]
+        dtype = [dtype or self.autocast_dtype or self.hidden.dtype, *casts][-1]
         entries = self.layer.output_size if self.gather else self.layer.output_size_per_partition
-        return one.expand(parts * sequence, *others, entries)
+        return self.hidden.new_empty((), dtype=dtype).expand(parts * sequence, *others, entries)
+
+    # What gives the tensor itself in stock, which a program may change in place.
+
+    def float(self) -> Any:
+        self.check()
+        return self if self.dtype == torch.float32 else super().float()
+
+    def contiguous(self) -> Any:
+        self.check()
+        return self
 
     def max(self, *arguments, **options):
-        top = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
+        top = None if torch.is_grad_enabled() else self.largest(*arguments, **options)
         return self.materialize("'max'").max(*arguments, **options) if top is None else torch.return_types.max(top)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        top = self._maximum(*arguments, **options)
+        top = self.largest(*arguments, **options)
         return self.materialize("'argmax'").argmax(*arguments, **options) if top is None else top[1]
 
     @torch.no_grad()
-    def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
-        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None where real
-        logits are needed: they are made, a CUDA graph is captured, or the arguments are not the vocabulary's dimension
-        alone. Waits for the device: as in torch, the maximum of a token with NaN is NaN, at its first NaN.
+    def _largest(self, *arguments, **options) -> tuple[Tensor, Tensor] | None:
+        """Of ``[s, b]`` tokens; positions are those in this rank's shard. Waits for the device: as in torch, the
+        maximum of a token with NaN is NaN, at its first NaN.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
-        over_vocabulary = isinstance(dim, int) and dim in (-1, self.ndim - 1)
-        if self.made is not None or self.gather or not over_vocabulary or keepdim or others:
-            return None
-        if self.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        epilogue = self.epilogue()
+        if self.gather or epilogue is None or not self.is_over_vocabulary(*arguments, **options):
             return None
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -131,19 +140,10 @@ class LazyLogits(lazy_logits.LazyLogits):
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.layer.tp_group)
         with self.autocast():
-            statistics = token_statistics(
-                hidden, self.weight, None, linear_bias=self.bias, logit_scale=self.scale, argmax=True
-            )
+            statistics = token_statistics(hidden, self.weight, None, linear_bias=self.bias, argmax=True, **epilogue)
             position = statistics.argmax
             assert position is not None
             if (nowhere := position < 0).any():
                 logits = torch.nn.functional.linear(hidden[nowhere], self.weight, self.bias)
-                position = position.masked_scatter(nowhere, (logits * self.scale).argmax(-1))
+                position = position.masked_scatter(nowhere, self.after_steps(logits).argmax(-1))
         return statistics.max_logit.to(self.dtype), position
-
-    def __mul__(self, factor: Any) -> Any:
-        if self.made is not None or not isinstance(factor, numbers.Real) or not math.isfinite(factor):
-            return self.materialize("multiplication") * factor
-        return self._changed(scale=self.scale * float(factor))
-
-    __rmul__ = __mul__

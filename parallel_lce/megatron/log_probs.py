@@ -20,10 +20,12 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import INTEGERS, check_values, described, public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, as_float, check_option, check_options
+from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import statistics_of_lazy, token_loss_of_lazy, without_logits
 from parallel_lce.patching import replaced
+from parallel_lce.run.token_count import count_labels, count_of_labels
 
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
 _REFUSED = "runtime_gather_output inference_context inference_params output_processor output_processor_context".split()
@@ -92,7 +94,10 @@ def token_log_probs(
     inner = _language_model(model)
     if type(entropy) is not bool:
         raise ValueError(f"entropy must be True or False, got {entropy!r}")
-    score = functools.partial(statistics_of_lazy, entropy=entropy)
+
+    def score(lazy: LazyLogits, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        return statistics_of_lazy(lazy, labels, temperature, entropy, count_of_labels(labels))
+
     given = input_ids, position_ids, attention_mask, labels
     output = _scored("token_log_probs", model, inner, given, temperature, score, forward_arguments)
     return TokenLogProbs(*output) if _is_last(inner) else output
@@ -163,6 +168,8 @@ def _scored(
     with ExitStack() as stack:
         if last:
             assert labels is not None  # checked by _temperature
+            if settings.skips_masked():
+                count_labels(labels)
             stack.enter_context(without_logits(inner.output_layer, function))
             loss = _in_place_of_loss(function, inner, labels, functools.partial(score, temperature=divisor))
             stack.enter_context(replaced(inner, compute_language_model_loss=loss))
@@ -188,6 +195,9 @@ def _in_place_of_loss(function: str, model: Any, labels: Tensor, score: Callable
     own = model.compute_language_model_loss
 
     def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
+        logits = getattr(logits, "lazy", logits)
+        if isinstance(logits, LazyLogits) and logits.epilogue() is None:
+            logits.materialize(f"what follows {[name for name, _ in logits.steps]}")  # raises
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{function}: something has replaced the output layer's result, by one of type {kind}")

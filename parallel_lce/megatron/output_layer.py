@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,16 @@ from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
+from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
-from parallel_lce.megatron.own_code import is_megatrons, replaced_on_the_way
+from parallel_lce.megatron.losses import Terms
+from parallel_lce.megatron.own_code import is_megatrons, mixin_on_the_way, replaced_on_the_way
 from parallel_lce.patching import replaced
+from parallel_lce.run.compaction import counted_loss, counted_statistics
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
+from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.token_count import TokenCount, count_of_labels
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Whose computation the fused loss replaces. LinearCrossEntropyModule is in Megatron's development branch.
@@ -109,11 +115,13 @@ def _lazy_class(base: type) -> type:
                 raise ValueError(f"the output layer needs a weight {expected}, got {shape}")
             gather = self.gather_output if call.runtime_gather_output is None else call.runtime_gather_output
             ranks = 1 if self.tp_group is None else self.tp_group.size()
-            stock = functools.partial(base.forward, self)
+            stock = partial(base.forward, self)
             logits = LazyLogits(self, call.input_, passed, bool(gather) and ranks > 1, stock)
             if labels is None:
-                return logits, None
-            return call.reduced(losses_of_lazy(logits, labels, call.ignore_index), labels)
+                # A mixin of the layer may record its soft-cap, or handle a tensor.
+                return LogitsTensor.of(logits) if mixin_on_the_way(sys._getframe(1), self) else logits, None
+            count = count_of_labels(call.labels) if call.ignore_index == NO_LABEL else None
+            return call.reduced(losses_of_lazy(logits, labels, call.ignore_index, count), labels)
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
@@ -162,7 +170,7 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     the layer's own, whose shape stock does not check."""
     refused = hasattr(layer, "logits_refused_by")
     if not refused:
-        name = replaced_on_the_way(sys._getframe(2))  # above this function and the layer's forward
+        name = replaced_on_the_way(sys._getframe(2), layer)  # above this function and the layer's forward
         if name is None and backward_id() != -1:  # a checkpoint runs the layer again
             name = vars(layer).get("_parallel_lce_replaced")
         vars(layer)["_parallel_lce_replaced"] = name
@@ -189,29 +197,63 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
     return None
 
 
-def losses_of_lazy(logits: LazyLogits, target: Tensor, ignore_index: int | None = None) -> Tensor:
+def losses_of_lazy(
+    logits: LazyLogits, target: Tensor, ignore_index: int | None = None, count: TokenCount | None = None
+) -> Tensor:
     """Per-token loss of ``target [s, b]``, fp32 ``[s, b]``, of logits that are not made, as stock computes it.
 
     A target outside the vocabulary has loss ``lse - max``, and only lse has a gradient. A token with the target
-    ``ignore_index`` has loss 0 and no gradient. Padding rows stay in the softmax.
+    ``ignore_index`` has loss 0 and no gradient; it costs nothing if the other tokens were counted, ``count``. Padding
+    rows stay in the softmax.
 
     Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``.
     """
     options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return _called(fused_loss, logits, target, options)
+    return _called(fused_loss if count is None else partial(_counted_loss, count), logits, target, options)
+
+
+def _counted_loss(count: TokenCount, options: Options, tensors: Tensors, group: Any, *, main_grad: Any) -> Tensor:
+    return counted_loss(options, tensors, group, count, main_grad=main_grad)
+
+
+def terms_of_lazy(logits: LazyLogits, target: Tensor, count: TokenCount | None, smoothed: bool) -> Terms:
+    """What the losses of ``target [s, b]`` are made of, and the ids of the largest logits, by one projection. With a
+    ``count`` of the targets that are not -100 the others cost nothing, and have 0.
+
+    Collectives: as in :func:`parallel_lce.token_statistics`.
+    """
+    # Without an ignore_index any target is allowed.
+    options = Options("Megatron's output layer", argmax=True, mean_logit=smoothed)
+    entry = fused_statistics
+    if count is not None:
+        entry = partial(_counted_statistics, target != NO_LABEL, count)
+    found = _called(entry, logits, target, options)
+    assert found.target_logit is not None and found.argmax is not None
+    top = found.lse, found.max_logit, found.target_logit, found.argmax
+    return Terms(*top, found.mean_log_prob, found.vocab_size)
 
 
 def statistics_of_lazy(
-    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
+    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None = None
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
-    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax.
+    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax. With a ``count`` of the labels that
+    are not -100 the others cost nothing, and their entropy is 0.
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
     options = Options("token_log_probs", ignore_index=NO_LABEL, expected_logit=entropy)
-    statistics = _called(fused_statistics, logits, _swapped(labels), options, temperature)
+    labels, entry = _swapped(labels), fused_statistics
+    if count is not None:
+        entry = partial(_counted_statistics, as_int64(labels) != NO_LABEL, count)
+    statistics = _called(entry, logits, labels, options, temperature)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
+
+
+def _counted_statistics(
+    mask: Tensor, count: TokenCount, options: Options, tensors: Tensors, group: Any, *, main_grad: Any
+) -> TokenStatistics:
+    return counted_statistics(options, tensors, group, mask, count, main_grad=main_grad)
 
 
 def token_loss_of_lazy(
@@ -224,7 +266,7 @@ def token_loss_of_lazy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a caller's function and its metrics ``[b, s]``, as :func:`parallel_lce.token_loss` computes them, of
     ``labels`` and ``values [b, s]``. ``temperature`` and padding rows as in :func:`statistics_of_lazy`."""
-    entry = functools.partial(fused_token_loss, loss=loss, values=tuple(map(_swapped, values)))
+    entry = partial(fused_token_loss, loss=loss, values=tuple(map(_swapped, values)))
     total, metrics = _called(entry, logits, _swapped(labels), options._replace(ignore_index=NO_LABEL), temperature)
     return total, {name: _swapped(metric) for name, metric in metrics.items()}
 
@@ -244,12 +286,16 @@ def _called(
     layer, weight = logits.layer, logits.weight
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    options = settings.resolve().of_call(options)
+    options = settings.resolve().of_call(options, layer.training)
     if options.logits_budget is None and heads > 1:
         options = options._replace(logits_budget=default_budget(weight.device) // heads)
     _, number, _, each = split_per_token(1.0, temperature)
-    options = options._replace(logit_scale=logits.scale, temperature=number, sequence_parallel=logits.sequence_parallel)
+    if number != 1.0:
+        options = options._replace(temperature=number)
     each = each if each is None else each.transpose(0, 1)
+    epilogue = logits.epilogue()
+    assert epilogue is not None  # else whoever calls makes real logits
+    options = options._replace(sequence_parallel=logits.sequence_parallel, **epilogue)
     tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=each)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():

@@ -41,9 +41,20 @@ def is_megatrons(function: Any, *names: str) -> bool:
     return False
 
 
-def replaced_on_the_way(frame: FrameType | None) -> str | None:
+def mixin_on_the_way(frame: FrameType | None, layer: object) -> bool:
+    """Whether a method of ``layer`` itself that is not Megatron's makes this call of its forward, as of a subclass or a
+    mixin of an output layer that soft-caps the logits."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_folder()):
+        if not frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_locals.get("self") is layer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def replaced_on_the_way(frame: FrameType | None, layer: object) -> str | None:
     """Of a call of the output layer from ``frame``, made by a language model's method: what between that method and the
-    model's loss is not Megatron's own, "" if all is. None if no language model makes the call."""
+    model's loss is not Megatron's own, but for methods of ``layer`` itself; "" if all is. None if no language model
+    makes the call."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     foreign = None
@@ -51,7 +62,7 @@ def replaced_on_the_way(frame: FrameType | None) -> str | None:
         file = frame.f_code.co_filename
         if not file.startswith(_BETWEEN):
             model = frame.f_locals.get("self")
-            if not file.startswith(_folder()):
+            if not file.startswith(_folder()) and model is not layer:
                 foreign = foreign or frame.f_code.co_qualname
             if isinstance(model, LanguageModule):
                 own = vars(model).get("compute_language_model_loss", type(model).compute_language_model_loss)

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from parallel_lce.core.options import as_float
-from parallel_lce.lazy_logits import watch_optimizers
+from parallel_lce.core.options import as_bool, as_float, as_number
+from parallel_lce.lazy_logits import LogitsTensor, watch_optimizers
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
+from parallel_lce.megatron.masks import count_of, wrapped_forward
 from parallel_lce.megatron.output_layer import make_lazy, of_another_kind
+from parallel_lce.megatron.own_code import is_megatrons
 from parallel_lce.patching import Replacements
 
 IMPLEMENTATION = "parallel_lce"
@@ -30,6 +32,11 @@ def patch(
     cross_entropy: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     gradient_filter: float | None = None,
+    skip_masked: bool | None = None,
+    z_loss: float | None = None,
+    label_smoothing: float | None = None,
+    vocab_size: int | None = None,
+    token_metrics: bool | None = None,
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
     package's loss.
@@ -50,12 +57,23 @@ def patch(
             Default: the hidden states' dtype, as in stock.
         gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
             Default: ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
+        skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
+            and no cost; only with ``"output_layer"``. Within the model's forward masked labels are -100. Default:
+            ``PARALLEL_LCE_SKIP_MASKED``, else False.
+        z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, exact over all ranks; of models in
+            training mode. In evaluation mode the loss is the cross-entropy. Default: ``PARALLEL_LCE_Z_LOSS`` and
+            ``PARALLEL_LCE_LABEL_SMOOTHING``, else 0.
+        vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
+            have no gradient. Default: ``PARALLEL_LCE_VOCAB_SIZE``, else all rows take part, as in stock.
+        token_metrics: True: the loss also gives the metrics of its tokens, for :func:`token_metrics`. Default: False.
 
     Raises:
         ImportError: megatron-core is missing, or older than 0.14.
         ValueError: a value is not allowed; later, when a model is built, ``"parallel_lce"`` is misspelt.
     """
-    given = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
+    given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
+    given |= dict(z_loss=as_float(z_loss), label_smoothing=as_float(label_smoothing), vocab_size=as_number(vocab_size))
+    given |= dict(skip_masked=as_bool(skip_masked), token_metrics=as_bool(token_metrics))
     resolved = settings.resolve(**given, gradient_filter=as_float(gradient_filter))
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
@@ -101,6 +119,8 @@ def _wrap_setup(own: Callable) -> Callable:
         for kind in type(self).__mro__:  # an override may call what LanguageModule had before patch()
             if "compute_language_model_loss" in vars(kind):
                 _replacements.replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
+            if is_megatrons(vars(kind).get("forward")):
+                _replacements.replace(kind, "forward", wrapped_forward)
         layer: Any = getattr(self, "output_layer", None)
         if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
             make_lazy(layer)
@@ -117,16 +137,20 @@ def _wrap_loss(own: Any) -> Any:
         config = self.config
         if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
             return own(self, *given, **named)
-        if not (settings.takes_logits() or any([isinstance(v, LazyLogits) for v in (*given, *named.values())])):
+        if not (settings.takes_logits() or any(map(_is_lazy, (*given, *named.values())))):
             _say_why(self)
         return _run_own_loss(own, self, *given, **named)
 
     return compute_language_model_loss
 
 
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, (LazyLogits, LogitsTensor))
+
+
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _run_own_loss(own: Callable, model: Any, *arguments: Any, **named: Any) -> Any:
-    with own_loss(model):
+    with own_loss(model, count_of(model, (*arguments, *named.values()))):
         return own(model, *arguments, **named)
 
 

@@ -1,8 +1,9 @@
 """Calls on the counted tokens alone. The caller passes their number, since the host would have to synchronise with the
-device to read it. A wrong number makes the result NaN."""
+device to read it, or a :class:`parallel_lce.run.token_count.TokenCount`. A wrong number makes the result NaN."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,20 +16,34 @@ from parallel_lce.call.agreement import check_together
 from parallel_lce.call.prepare import autocasted, check, check_readable_target
 from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
+from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, in_python, is_count, shortened
+from parallel_lce.core.options import (
+    NO_LABEL,
+    SPOKEN,
+    Options,
+    Tensors,
+    as_int64,
+    as_number,
+    in_python,
+    is_count,
+    shortened,
+)
 from parallel_lce.core.plan import Block
+from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.statistics import NAMES, TokenStatistics
+from parallel_lce.run.token_count import TokenCount
 
 
 class Compaction:
-    """The ``count`` tokens of a ``mask`` of any shape, in row-major order."""
+    """The ``count`` tokens of a ``mask`` of any shape, in row-major order. ``bound``: there may be fewer; then tokens
+    that do not count follow them."""
 
-    def __init__(self, mask: Tensor, count: int) -> None:
+    def __init__(self, mask: Tensor, count: int, bound: bool = False) -> None:
         self.shape, flat = mask.shape, mask.reshape(-1)
         # [count], positions of the counted tokens
         self._kept = flat.logical_not().to(torch.uint8).argsort(stable=True)[:count]
-        self._wrong = flat.sum() != count
+        self._wrong = flat.sum() > count if bound else flat.sum() != count
 
     def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
         """The counted tokens' rows ``[count, ...]``. ``tokens`` has ``dims`` dimensions more than the mask."""
@@ -43,11 +58,7 @@ class Compaction:
 
     def spread_all(self, counted: TokenStatistics) -> TokenStatistics:
         """Statistics of all tokens, from the statistics of the ``counted`` ones. The others get 0, and ids -1."""
-        values: dict[str, Any] = {name: getattr(counted, name) for name in NAMES}
-        for name, value in values.items():
-            if value is not None and name != "vocab_size":
-                values[name] = self.spread(value, 0.0 if value.is_floating_point() else -1)
-        return TokenStatistics(**values)
+        return _on_each(counted, self.spread)
 
     def checked(self, value: Tensor) -> Tensor:
         """``value``. If the count was wrong: -1 for ids, else NaN with NaN gradients."""
@@ -72,8 +83,76 @@ class _AllTokens(torch.autograd.Function):
         return upstream.narrow(0, ctx.rows * ctx.layout.rank, ctx.rows), None
 
 
+def counted_loss(
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    counted_tokens: Any,
+    *,
+    main_grad: MainGrad | None = None,
+) -> Tensor:
+    """:func:`fused_loss` on the tokens that are not ignored alone. ``counted_tokens``: their number, or a
+    ``TokenCount``; one that cannot be read runs the call on all tokens."""
+    count, bound, whole = read_count(counted_tokens, tensors.target)
+    if whole:
+        return fused_loss(options, tensors, group, main_grad=main_grad)
+    options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
+    loss = fused_loss(options, tensors, group, main_grad=main_grad)
+    return compaction.spread(loss, 0.0) if options.reduction == "none" else compaction.checked(loss)
+
+
+def counted_statistics(
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    mask: Tensor | None,
+    counted_tokens: Any,
+    *,
+    main_grad: MainGrad | None = None,
+) -> TokenStatistics:
+    """:func:`fused_statistics` on the tokens of the ``mask`` alone, as :func:`counted_loss`."""
+    count, bound, whole = read_count(counted_tokens, mask)
+    if not whole:
+        options, tensors, compaction = compacted(options, tensors, group, mask, count, bound)
+        return compaction.spread_all(fused_statistics(options, tensors, group, main_grad=main_grad))
+    check(options, autocasted(tensors), group, lambda shape: _mask_of(options, tensors, shape, mask, 0))
+    assert mask is not None  # checked
+    if isinstance(tensors.target, Tensor):  # others' targets may be no ids
+        tensors = tensors._replace(target=as_int64(tensors.target).masked_fill(~mask, NO_LABEL))
+    statistics = fused_statistics(options, tensors, group, main_grad=main_grad)
+    return _on_each(statistics, lambda value, others: value.where(_as_wide(mask, value), others))
+
+
+def read_count(counted_tokens: Any, tokens: object) -> tuple[Any, bool, bool]:
+    """The number of counted tokens; whether fewer may count; and whether to run the call on all tokens."""
+    if not isinstance(counted_tokens, TokenCount):
+        return counted_tokens, False, False
+    count, total = counted_tokens.read(), tokens.numel() if isinstance(tokens, Tensor) else 0
+    # In debug mode the ranks compare their numbers.
+    whole = count is None or (count >= total and not debug.enabled())
+    return count if count is None else min(count, total), counted_tokens.more > 0, whole
+
+
+def _as_wide(mask: Tensor, value: Tensor) -> Tensor:
+    return mask.view(*mask.shape, *[1] * (value.dim() - mask.dim()))
+
+
+def _on_each(statistics: TokenStatistics, change: Callable[[Tensor, float], Tensor]) -> TokenStatistics:
+    """Statistics changed by ``change(values, what tokens get that do not count)``."""
+    values: dict[str, Any] = {name: getattr(statistics, name) for name in NAMES}
+    for name, value in values.items():
+        if value is not None and name != "vocab_size":
+            values[name] = change(value, 0.0 if value.is_floating_point() else -1)
+    return TokenStatistics(**values)
+
+
 def compacted(
-    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, mask: Tensor | None, count: Any
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    mask: Tensor | None,
+    count: Any,
+    bound: bool = False,
 ) -> tuple[Options, Tensors, Compaction]:
     """The call on the counted tokens alone: the tokens of the ``mask``, or for a loss the tokens that are not ignored.
 
@@ -98,7 +177,7 @@ def compacted(
         check_readable_target(options, tensors, layout, masks[0])
     if tensors.position is None and need_position(options, tensors):
         tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
-    compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
+    compaction, hidden = Compaction(masks[0], count, bound), in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {

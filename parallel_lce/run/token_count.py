@@ -1,0 +1,131 @@
+"""The number of counted tokens, on its way from the device to the host while the model's forward runs.
+
+The host needs this number to work on the counted tokens alone (:mod:`parallel_lce.run.compaction`), and would have to
+wait for the device to read it. But the labels are there long before the loss. So the number is copied when the labels
+are known, and read when the loss is reached: the device has passed the copy by then, or has the whole forward to do.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parallel_lce.backends import is_meta_or_fake
+from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64, as_number
+from parallel_lce.core.private import get_proxy_mode, transforming, version
+
+# Of each CUDA device, by its number.
+_streams: dict[int, torch.cuda.Stream] = {}
+# Of labels: the number of those that count, and the labels' version.
+_counts = WeakTensorKeyDictionary()
+
+
+class TokenCount:
+    """What :func:`count_tokens` returns: the argument ``counted_tokens`` of the fused functions."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._total: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        # Tokens that may count beyond those of the mask.
+        self.more = 0
+        if not _can_be_read(mask):
+            return
+        self._total = total = mask.sum()
+        if mask.is_cuda:
+            stream = _streams.get(total.get_device())
+            if stream is None:
+                stream = _streams[total.get_device()] = torch.cuda.Stream(total.device)
+            stream.wait_stream(torch.cuda.current_stream(total.device))
+            with torch.cuda.stream(stream):
+                self._total = torch.empty((), dtype=total.dtype, device="cpu", pin_memory=True)
+                self._total.copy_(total, non_blocking=True)
+                self._copied = stream.record_event()
+            self._source = total  # lives as long as the copy may read it
+
+    def plus(self, more: int) -> TokenCount:
+        """The same number, as a bound: up to ``more`` further tokens may count."""
+        other = copy.copy(self)
+        other.more = self.more + more
+        return other
+
+    def read(self) -> int | None:
+        """The number, or the bound. Waits until the device has copied it. None where the host must not wait: in a
+        trace, in a captured CUDA graph, and for a mask of which nobody could read it."""
+        total = self._total
+        if total is None or _in_trace() or (self._copied is not None and torch.cuda.is_current_stream_capturing()):
+            return None
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(total) + self.more
+
+
+def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCount:
+    """Starts to count the tokens that a loss will count. Call it before the model's forward, and give the result to the
+    fused function as ``counted_tokens``: the tokens that do not count then cost nothing, and the host waits for nothing
+    that the device has not passed long ago.
+
+    On a CUDA device the number is copied to pinned memory, on a stream of its own, behind what the current stream has
+    to do by now; the loss waits for that copy alone. On a CPU the number is read. In a trace (``torch.compile``,
+    ``torch.export``, ``torch.func``), in a captured CUDA graph, and for tensors of other kinds (other devices, fake
+    tensors, DTensors), nothing is read: the loss then works on all tokens, with the same result.
+
+    Args:
+        target: the very targets that the loss will get, so already shifted: ids ``[...]`` of any integer dtype. Or a
+            mask ``[...]`` of bool, true for the tokens that count. The same on all tensor-parallel ranks.
+        ignore_index: the target of tokens that do not count, as in :func:`parallel_lce.linear_cross_entropy`.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: ``target`` is no tensor of an integer dtype or bool.
+    """
+    if not isinstance(target, Tensor) or target.dtype not in (*INTEGERS, torch.bool):
+        given = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(f"target must be a tensor of ids or a mask of bool, got {given}")
+    if target.dtype is torch.bool:
+        return TokenCount(target)
+    return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else as_number(ignore_index)))
+
+
+def count_labels(labels: Tensor, mask: Tensor | None = None) -> TokenCount | None:
+    """Starts to count the tokens that ``mask`` counts, else the labels that are not -100. :func:`count_of_labels` of
+    these very labels gives the count. For a door, which sees the labels before the loss. None if they cannot be
+    counted."""
+    if not isinstance(labels, Tensor) or _in_trace():
+        return None
+    mask = as_int64(labels) != NO_LABEL if mask is None else mask
+    if not _can_be_read(mask):
+        return None
+    count = TokenCount(mask)
+    _counts[labels] = count, None if labels.is_inference() else version(labels)
+    return count
+
+
+def count_of_labels(labels: object) -> TokenCount | None:
+    """What :func:`count_labels` of these very labels has given. None without it, or if they have changed since."""
+    if not isinstance(labels, Tensor) or _in_trace():
+        return None
+    count, before = _counts.get(labels, (None, None))
+    return count if before is None or version(labels) == before else None
+
+
+def skips_by_environment() -> bool:
+    """Whether ``PARALLEL_LCE_SKIP_MASKED`` is 1. Raises ``ValueError`` if it is neither 0 nor 1."""
+    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
+    if skip not in ("0", "1"):
+        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
+    return skip == "1"
+
+
+def _in_trace() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transforming() or get_proxy_mode() is not None
+
+
+def _can_be_read(mask: Tensor) -> bool:
+    if _in_trace() or type(mask) is not Tensor or is_meta_or_fake(mask) or mask.device.type not in ("cpu", "cuda"):
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,185 @@
+"""Losses that Megatron's configuration does not have, z-loss, label smoothing and the true vocabulary, and metrics of
+their tokens, against float64; of lazy and of real logits."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+from measures import assert_close
+from megatron_models import VOCAB, Model, batch, build, losses_of
+from megatron_training import in_ddp, side_by_side, switched
+from parallel_lce.megatron import TokenMetrics, install, settings, token_metrics, uninstall
+from parallel_lce.megatron import __main__ as launcher
+from tools import on_ranks
+from world import Member
+
+OPTIONS = {
+    "z-loss": dict(z_loss=1e-2),
+    "smoothing": dict(label_smoothing=0.1),
+    "vocabulary": dict(vocab_size=VOCAB - 7),
+    "all": dict(z_loss=1e-2, label_smoothing=0.1, vocab_size=VOCAB - 57, skip_masked=True),
+}
+# How the loss is computed: of lazy logits, of those with metrics, of real logits, and of those by choice.
+HOW = "fused", "metrics", "hook", "logits"
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    with mock.patch.dict(os.environ):
+        yield
+    uninstall()
+
+
+def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoothing=0.0, vocab_size=VOCAB):
+    """Losses, cross-entropies, squared log-sums and whether the label is the largest, ``[b, s]``."""
+    logits, eps = logits.double()[..., :vocab_size], label_smoothing * training
+    lse, outside = logits.logsumexp(-1), (target < 0) | (target >= vocab_size)
+    label = logits.gather(-1, target.clamp(0, vocab_size - 1).unsqueeze(-1)).squeeze(-1)
+    entropy = lse - torch.where(outside, logits.detach().amax(-1), label)
+    losses = (1 - eps) * entropy - eps * F.log_softmax(logits, -1).mean(-1) + training * z_loss * lse.square()
+    found = losses, entropy, z_loss * lse.square(), logits.argmax(-1) == target
+    return [value.masked_fill(target == -100, 0) if ignored else value for value in found]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.thinned
+@on_ranks()
+def test_losses_of_the_settings(member: Member, sequence_parallel, options, how, training):
+    given = dict(OPTIONS[options])
+    if how == "logits":
+        given["skip_masked"] = False
+    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    kind = "logits" if how == "logits" else "output_layer"
+    model, data = build(member, spec, switched(spec, kind)), batch(0, spec, member.device)
+    with torch.no_grad():  # the losses differ clearly
+        model.output_layer.weight.mul_(20)
+    inputs, labels = (data.tokens, data.positions, data.mask), data.labels
+    labels[1, :3] = torch.tensor([VOCAB - 1, VOCAB + 3, 0])
+    model.train(training)
+    logits = gather_from_tensor_model_parallel_region(model(*inputs))
+    formula = {name: value for name, value in given.items() if name != "skip_masked"}
+    truth = _truth(logits, labels, training, given.get("skip_masked", False), **formula)
+    weights = torch.linspace(-1.0, 2.0, labels.numel(), device=member.device).view(labels.shape)
+    expected = torch.autograd.grad((truth[0] * weights).sum(), [*model.parameters()])
+    install(token_metrics=how != "fused", **given)
+    if how == "hook":
+        model.output_layer.register_forward_hook(lambda *_: None)
+    losses = model(*inputs, labels=labels)
+    assert_close(losses, truth[0], 1e-5)
+    for found, value in zip(torch.autograd.grad((losses * weights).sum(), [*model.parameters()]), expected):
+        assert_close(found, value, 2e-5, 1e-7)
+    if how == "fused":
+        with pytest.raises(ValueError, match="model has no token metrics: call patch"):
+            token_metrics(model)
+        return
+    metrics = token_metrics(torch.nn.Sequential(model))
+    assert isinstance(metrics, TokenMetrics) and not any(value.requires_grad for value in metrics)
+    for found, value in zip(metrics[:2], truth[1:]):
+        assert_close(found, value.detach(), 1e-5, 1e-7)
+    assert torch.equal(metrics.correct, truth[3])
+
+
+def _capped(logits):  # as Megatron-Bridge's Gemma 2
+    return 2.0 * torch.tanh(logits / 2.0)
+
+
+def _checked(logits):
+    assert torch.is_tensor(logits) and logits.requires_grad
+    return logits / 3
+
+
+# What a mixin of the output layer makes of the logits, and whether the loss does without them.
+MIXINS = {
+    "soft-cap": (_capped, True),
+    "division": (_checked, True),
+    "in place": (lambda logits: logits.mul_(0.5), False),
+    "another formula": (lambda logits: logits + 0.1 * logits.square(), False),
+    "a soft-cap twice": (lambda logits: _capped(_capped(logits)), False),
+}
+
+
+@pytest.mark.parametrize("name", MIXINS)
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True)])
+@pytest.mark.thinned
+@on_ranks()
+def test_mixins_of_the_output_layer(member, name, tied):
+    change, lazy = MIXINS[name]
+    spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=member.ranks > 1)
+    said = []
+
+    class Mixin:
+        def forward(self, *given, **named):
+            logits, bias = super().forward(*given, **named)
+            return change(logits), bias
+
+    def results(model, data, ours):
+        layer = model.output_layer
+        layer.__class__ = type(type(layer).__name__, (Mixin, type(layer)), {})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = losses_of(model, spec, data)
+        said.append([str(w.message) for w in caught if "makes the whole logits" in str(w.message)])
+        return [losses, *torch.autograd.grad(losses.mean(), [*model.parameters()])]
+
+    side_by_side(member, spec, results)
+    assert not said[0] and (len(said[1]) == 0) == (lazy or member.rank > 0)
+
+
+@on_ranks(1)
+def test_metrics_are_those_of_the_main_head(member):
+    spec = Model(mtp=1)
+    install(token_metrics=True, skip_masked=True)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    ddp = in_ddp(model.config, model)
+    losses = ddp(data.tokens, data.positions, data.mask, labels=data.labels)
+    assert torch.equal(token_metrics(ddp).cross_entropy, losses.detach())
+    losses.sum().backward()
+    uninstall()
+    main_grad = model.output_layer.weight.main_grad.clone()
+    ddp.zero_grad_buffer()
+    install(skip_masked=True)
+    ddp(data.tokens, data.positions, data.mask, labels=data.labels).sum().backward()
+    assert_close(main_grad, model.output_layer.weight.main_grad, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        (dict(z_loss=-1), {}, "z_loss must be a finite Python number >= 0, got -1"),
+        (dict(label_smoothing=1.5), {}, r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
+        (dict(vocab_size=0), {}, "vocab_size must be None or a number of entries >= 1"),
+        (dict(token_metrics=2), {}, "token_metrics must be True or False, got 2"),
+        (dict(gradient_filter=0.1, label_smoothing=0.1), {}, "gradient_filter.*label_smoothing"),
+        ({}, {"Z_LOSS": "auto"}, "PARALLEL_LCE_Z_LOSS must be a number >= 0, got 'auto'"),
+        ({}, {"LABEL_SMOOTHING": "2"}, r"PARALLEL_LCE_LABEL_SMOOTHING must be a number in \[0, 1\], got '2'"),
+        ({}, {"VOCAB_SIZE": "5e4"}, "PARALLEL_LCE_VOCAB_SIZE must be a number of entries, got '5e4'"),
+    ],
+)
+def test_refusals(options, environment, message):
+    os.environ.update({f"PARALLEL_LCE_{name}": value for name, value in environment.items()})
+    with pytest.raises(ValueError, match=message):
+        install(**options)
+
+
+def test_the_launcher_and_the_environment():
+    names = dict(z_loss=1e-4, label_smoothing=0.1, vocab_size=50257)
+    line = [f"--parallel-lce-{name.replace('_', '-')}={value}" for name, value in names.items()]
+    launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
+    install()
+    found = settings.resolve()
+    assert {name: getattr(found, name) for name in names} == names and found.skip_masked
+    install(z_loss=0, vocab_size=None)  # None: as before
+    assert (settings.resolve().z_loss, settings.resolve().vocab_size) == (0.0, 50257)

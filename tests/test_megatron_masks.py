@@ -1,0 +1,201 @@
+"""Masked tokens cost nothing under ``install(skip_masked=True)``, and training is that of the stock loss."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import megatron.core
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from blocks import counted_forwards
+from megatron_models import BATCH, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of
+from megatron_training import compare, side_by_side, switched
+from parallel_lce.backends import backend_of
+from parallel_lce.megatron import install, settings, token_log_probs, uninstall
+from tools import on_ranks
+from world import Member
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    yield
+    uninstall()
+
+
+def _mask(labels: torch.Tensor) -> torch.Tensor:
+    """A prompt, and what Megatron's data sets mask."""
+    counted = (labels >= 0).float()
+    counted[:, : labels.shape[1] // 2] = 0
+    return counted
+
+
+def _forward_step(spec: Model, device, done, numbers, model):
+    """As Megatron-LM's: the model gets the loss mask, and the losses are multiplied by it."""
+    data = batch(next(numbers), spec, device)
+    mask = _mask(data.labels)
+    if spec.family == "gpt":
+        output = model(data.tokens, data.positions, data.mask, labels=data.labels, loss_mask=mask)
+    else:  # whose forwards take no mask
+        output = losses_of(model, spec, replace(data, labels=data.labels.masked_fill(mask == 0, -100)))
+
+    def loss_function(losses: torch.Tensor):
+        done.losses.append((losses.detach() * mask).float().cpu())
+        total, tokens = (losses * mask).sum(), mask.sum().int()
+        return total, tokens, {"loss": total.detach()}
+
+    return output, loss_function
+
+
+SPECS = [
+    Model(),
+    Model(ranks=2, sequence_parallel=True, ddp="fp32", mtp=1, fusion=True),
+    Model(ranks=2, context=2, ddp="fp32", mtp=2, per_token=True),
+    Model(ranks=2, pipeline=2, ddp="fp32", tied=True, microbatches=3),
+    Model(family="mamba"),
+    Model(family="bert", tied=True),
+    Model(family="t5", tied=True),
+]
+
+
+def _compare(member: Member, spec: Model) -> None:
+    install(skip_masked=True)
+    with counted_forwards(backend_of(torch.zeros(1, 1, device=member.device))) as rows:
+        compare(member, spec, forward_steps=(_forward_step, _forward_step))
+    tokens = BATCH * SEQUENCE // spec.context * spec.steps * spec.microbatches
+    last = member.rank >= member.ranks - member.ranks // spec.pipeline
+    # Half of the tokens do not count. MTP has a bound, which here is more than half of the tokens.
+    heads = 1 + (spec.mtp or 0)
+    if tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19):
+        heads += spec.mtp or 0  # whose acceptance is of the largest logits of all tokens
+    assert sum(rows) <= (tokens * (heads - 0.5) if last else 0), rows
+    assert bool(rows) == last
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_training_equals_stock(spec, worlds):
+    worlds(spec.ranks).run(_compare, spec)
+
+
+@pytest.mark.parametrize("release", OTHER_RELEASES)
+def test_other_releases(release, worlds):
+    """Those from 0.17 on make the losses of MTP in a function of their own."""
+    worlds(2, path_of(release)).run(_compare, SPECS[1])
+
+
+@on_ranks(1)
+def test_masked_tokens_have_no_loss(member):
+    """Whatever names the mask; others have the very losses of before, and a model of another loss sees its labels."""
+    spec = Model()
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    mask = _mask(data.labels)
+    given = data.tokens, data.positions, data.mask
+    whole = model(*given, labels=data.labels)
+    assert whole[0, 3] != 0
+    install(skip_masked=True)
+    marked = data.labels.masked_fill(mask == 0, -100)
+    calls = (
+        lambda: model(*given, None, data.labels, loss_mask=mask),
+        lambda: model(*given, labels=data.labels, loss_mask=mask.bool()),
+        lambda: model(*given, labels=marked),
+    )
+    for call in calls:
+        with counted_forwards(backend_of(model.output_layer.weight)) as rows:
+            found = call()
+        torch.testing.assert_close(found, whole * mask)
+        assert sum(rows) == int(mask.sum())
+    hook = model.output_layer.register_forward_hook(lambda *_: None)  # makes real logits
+    with pytest.warns(match="forward hooks"):
+        found = calls[0]()
+    torch.testing.assert_close(found, whole * mask)
+    hook.remove()
+    stock = build(member, spec, {})
+    with mock.patch.object(stock, "_postprocess", side_effect=lambda **named: named["labels"]):
+        assert stock(*given, labels=data.labels, loss_mask=mask) is data.labels
+    uninstall()
+    assert not hasattr(GPTModel.forward, "__wrapped__")
+
+
+@on_ranks(1)
+def test_all_tokens_or_none(member):
+    spec = Model(ddp="fp32")
+    install(skip_masked=True)
+
+    def results(model, data, ours):
+        given, found = (data.tokens, data.positions, data.mask), []
+        for mask in (torch.zeros(BATCH, SEQUENCE), torch.ones(BATCH, SEQUENCE)):
+            losses = model(*given, labels=data.labels.clamp(min=0), loss_mask=mask.to(member.device)) * mask
+            found += [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
+        return found
+
+    side_by_side(member, spec, results)
+
+
+@on_ranks(1)
+def test_packed_sequences_of_mtp(member):
+    """The labels are rolled within each sequence, of which each may add a token that counts."""
+    spec = Model(mtp=2)
+    install(skip_masked=True)
+    # CPUs have no attention of packed sequences; only the loss needs to know of them here.
+    ends = torch.tensor([0, 3, 4, 9, 16, 20, 27, 32], dtype=torch.int32)
+    packed = PackedSeqParams("thd", cu_seqlens_q=ends, max_seqlen_q=7, max_seqlen_kv=7)
+
+    def gradients(model, data, ours):
+        data = replace(data, tokens=data.tokens.view(1, -1), labels=data.labels.view(1, -1).clamp(min=0))
+        mask = torch.ones_like(data.labels)
+        mask[:, ends[1:-1].long() - 2] = 0
+        hidden = torch.randn(3 * 32, 1, 32, generator=torch.Generator().manual_seed(3))
+        hidden = hidden.to(member.device).requires_grad_()
+        with mock.patch.object(type(model.decoder), "forward", return_value=hidden[:32]):
+            with mock.patch.object(type(model.mtp), "forward", return_value=hidden):
+                losses = model(
+                    data.tokens,
+                    torch.arange(32, device=member.device)[None],
+                    None,
+                    labels=data.labels,
+                    loss_mask=mask,
+                    packed_seq_params=packed,
+                )
+        return [losses * mask, *torch.autograd.grad((losses * mask).sum(), [hidden, model.output_layer.weight])]
+
+    side_by_side(member, spec, gradients)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@on_ranks(1)
+def test_log_probs_of_the_counted_labels(member, entropy):
+    spec = Model(mtp=1)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    labels = data.labels.masked_fill(_mask(data.labels) == 0, -100)
+    given = data.tokens, data.positions, data.mask, labels
+    whole = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
+    install(skip_masked=True)
+    with counted_forwards(backend_of(model.output_layer.weight)) as rows:
+        found = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
+    assert sum(rows) == labels.numel() + int((labels >= 0).sum())
+    torch.testing.assert_close(found.log_probs, whole.log_probs)
+    if entropy:
+        torch.testing.assert_close(found.entropy, whole.entropy.masked_fill(labels < 0, 0.0))
+
+
+@pytest.mark.parametrize("value", ["2", "yes"])
+def test_settings(value):
+    with mock.patch.dict(os.environ, PARALLEL_LCE_SKIP_MASKED=value):
+        with pytest.raises(ValueError, match=f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got '{value}'"):
+            install()
+    with pytest.raises(ValueError, match=f"skip_masked must be True or False, got '{value}'"):
+        install(skip_masked=value)
+    with pytest.raises(ValueError, match="skip_masked=True needs cross_entropy='output_layer', got 'logits'"):
+        install(skip_masked=True, cross_entropy="logits")
+    with mock.patch.dict(os.environ, PARALLEL_LCE_SKIP_MASKED="1"):
+        install()
+        assert settings.skips_masked()
+        install(skip_masked=False)
+        assert not settings.skips_masked()

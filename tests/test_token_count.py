@@ -1,0 +1,142 @@
+"""The number of counted tokens, counted before the forward and read at the loss."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import parallel_lce
+from blocks import counted_forwards
+from cases import make, part
+from parallel_lce.backends import backend_of
+from parallel_lce.run import token_count
+from parallel_lce.run.compaction import counted_loss
+from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
+from tools import fields, on_ranks, small, statistics
+
+N, V, D = 48, 120, 24
+ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.thinned
+@on_ranks()
+def test_a_loss_of_the_counted_tokens(member, reduction, sequence_parallel, backend):
+    """Losses and gradients of the whole call, from the rows of the counted tokens."""
+    t = part(make(N, V, D, ignored=True, device=member.device), member, sequence_parallel)
+    options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
+    found, module = [], parallel_lce.LinearCrossEntropy(**options)
+    for count in (None, parallel_lce.count_tokens(t.target)):
+        with counted_forwards(backend_of(t.weight)) as rows:
+            loss = module(t.x, t.weight, t.target, counted_tokens=count)
+        assert sum(rows) == (N if count is None else 32)
+        found.append([loss, *torch.autograd.grad(loss.sum(), [t.x, t.weight])])
+    for whole, counted in zip(*found):
+        torch.testing.assert_close(counted, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("counted", [0, 16, N])
+def test_statistics_of_the_counted_tokens(counted, backend, device):
+    t = small(device, N=N)
+    mask = torch.arange(N, device=device) % 3 < counted * 3 // N
+    whole = fields(statistics(t.x, t.weight, t.target))
+    target = t.target.masked_fill(~mask, V + 5)  # no ids
+    found = statistics(t.x, t.weight, target, mask=mask, counted_tokens=parallel_lce.count_tokens(mask))
+    for name, value in fields(found).items():
+        if name == "vocab_size":
+            continue
+        others = 0.0 if value.is_floating_point() else -1
+        wide = mask.view(-1, *[1] * (value.dim() - 1))
+        torch.testing.assert_close(value, whole[name].where(wide, others), rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_a_number_that_cannot_be_read_runs_the_whole(backend, device):
+    """As in a trace. Statistics of tokens that do not count are 0 all the same."""
+    t = small(device, N=N, ignored=True)
+    count = TokenCount(torch.ones(N, device="meta", dtype=torch.bool))
+    assert count.read() is None
+    with counted_forwards(backend_of(t.weight)) as rows:
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count)
+        found = parallel_lce.token_statistics(
+            t.x, t.weight, None, mask=t.target >= 0, counted_tokens=count, argmax=True
+        )
+    assert sum(rows) == 2 * N
+    assert torch.equal(loss, parallel_lce.linear_cross_entropy(t.x, t.weight, t.target))
+    assert found.lse.eq(0).equal(t.target < 0) and found.argmax.eq(-1).equal(t.target < 0)
+
+
+def test_traces_read_nothing():
+    t = small("cpu", N=N, ignored=True)
+    count = parallel_lce.count_tokens(t.target)
+    assert count.read() == int((t.target >= 0).sum())
+
+    def loss(x):
+        count = parallel_lce.count_tokens(t.target)
+        return parallel_lce.linear_cross_entropy(x, t.weight.detach(), t.target, counted_tokens=count)
+
+    (truth,) = torch.autograd.grad(loss(t.x), t.x)
+    torch.testing.assert_close(torch.func.grad(loss)(t.x.detach()), truth)
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)(t.x)
+    torch.testing.assert_close(torch.autograd.grad(compiled, t.x)[0], truth)
+    read = []
+    make_fx(lambda target: read.append(parallel_lce.count_tokens(target).read()) or target + 1)(t.target)
+    torch.func.vmap(lambda target: read.append(parallel_lce.count_tokens(target).read()) or target)(t.target[None])
+    assert read == [None] * 2
+
+
+def test_a_bound(backend, device):
+    """Of a loss: up to that many tokens count."""
+    t = small(device, N=N, ignored=True)
+    options = parallel_lce.core.options.Options("test", reduction="none", ignore_index=-100)
+    tensors = parallel_lce.core.options.Tensors(t.x, t.weight, t.target)
+    whole = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none")
+    exact = parallel_lce.count_tokens(t.target)
+    fewer = parallel_lce.count_tokens(torch.arange(N, device=device) < exact.read() - 3)
+    for count in (exact.plus(4), fewer.plus(3), exact.plus(2 * N)):
+        torch.testing.assert_close(counted_loss(options, tensors, None, count), whole, rtol=1e-5, atol=1e-6)
+    assert counted_loss(options, tensors, None, fewer.plus(2)).isnan().all()
+
+
+def test_labels_are_expected_until_they_change():
+    labels = torch.tensor([1, -100, 2])
+    assert count_of_labels(labels) is None and count_of_labels(None) is None
+    count_labels(labels)
+    assert count_of_labels(labels).read() == 2 and count_of_labels(labels.clone()) is None
+    count_labels(labels, torch.tensor([True, False, False]))
+    assert count_of_labels(labels).read() == 1
+    labels[1] = 4
+    assert count_of_labels(labels) is None
+    del labels
+    assert not len(token_count._counts)
+    assert count_labels(torch.ones(3, device="meta", dtype=torch.long)) is None
+
+
+@pytest.mark.parametrize("target", [torch.ones(3), [1, 2], None])
+def test_refusals(target):
+    with pytest.raises(ValueError, match="target must be a tensor of ids or a mask of bool, got"):
+        parallel_lce.count_tokens(target)
+
+
+@ON_GPUS
+def test_nobody_waits_for_the_stream(device):
+    """The stream sleeps between the count and the loss, and the host reads the number meanwhile."""
+    t = small(device, N=N, ignored=True)
+    step = lambda count: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count)  # noqa: E731
+    step(parallel_lce.count_tokens(t.target))
+    torch.cuda.synchronize()
+    count = parallel_lce.count_tokens(t.target)
+    torch.cuda._sleep(2**30)
+    behind = torch.cuda.current_stream().record_event()
+    loss = step(count)
+    assert count.read() == 32 and not behind.query()
+    assert loss.isfinite()
+
+
+@ON_GPUS
+def test_a_captured_graph_runs_the_whole(device):
+    t = small(device, N=N, ignored=True)
+    counts = [parallel_lce.count_tokens(t.target)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counts.append(parallel_lce.count_tokens(t.target))
+        assert [count.read() for count in counts] == [None, None]

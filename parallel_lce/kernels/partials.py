@@ -335,6 +335,7 @@ def merge_windows(
         RANKS=False,
         BLOCK_R=_MERGE_ROWS,
         BLOCK_W=_MERGE_WINDOWS,
+        num_warps=8,
     )
     return plain
 

@@ -159,8 +159,11 @@ class DenseLoss(torch.autograd.Function):
             if layout.ranks == 1:
                 value, stacked = dense.losses(products, (target, weights, bias, logit_map))
             else:
-                gather = PartialsGather(x, len(x), call.shard, call.columns.without_low, layout)
-                dense.partial(products, gather.local, (call.local_targets(), None, bias, logit_map))
+                gather = PartialsGather(x, len(x), call.shard, call.columns, layout)
+                # A rank without entries has no dense logits, and sends second rows.
+                sums, second = gather.local.tensor_split([call.columns.merged])
+                second.zero_()
+                dense.partial(products, sums, (call.local_targets(), None, bias, logit_map))
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
                 assert target is not None

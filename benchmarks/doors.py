@@ -170,6 +170,9 @@ def megatron_model(way: str, size: Size, where: Where) -> Step:
     group_of_one()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
+    # Types of Megatron-core that leave out what it takes.
+    implementation: Any = "parallel_lce" if way == "ours" else "native"
+    no_layers: Any = TransformerBlockSubmodules([])
     config = TransformerConfig(
         num_layers=1,
         hidden_size=size.hidden_size,
@@ -179,14 +182,14 @@ def megatron_model(way: str, size: Size, where: Where) -> Step:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="parallel_lce" if way == "ours" else "native",
+        cross_entropy_fusion_impl=implementation,
     )
     if way == "ours":  # for as long as the model lives; models of another configuration do not change
         importlib.import_module("parallel_lce.megatron").patch(skip_masked=True)
     torch.manual_seed(0)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([]),
+        transformer_layer_spec=no_layers,
         vocab_size=size.vocab_size,
         max_sequence_length=size.batch[1],
         position_embedding_type="none",
@@ -196,7 +199,8 @@ def megatron_model(way: str, size: Size, where: Where) -> Step:
     def loss() -> Tensor:
         return (model(ids, None, None, labels=ids, loss_mask=mask) * mask).sum() / mask.sum()
 
-    return Step(loss, [model.output_layer.weight, model.embedding.word_embeddings.weight])
+    weights: list[Any] = [model.output_layer.weight, model.embedding.word_embeddings.weight]
+    return Step(loss, weights)
 
 
 def leaves_of(model: Any) -> list[Tensor]:

@@ -212,8 +212,9 @@ class FusedLinearLogprobTriton:
             raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
         tensors, shard = Tensors(hidden.to(weight.dtype), weight, target), (vocab_start_index, vocab_end_index)
         names = "hidden", "weight"
-        options = dict(counted=(mask, counted_tokens), reduce_hidden_grad=False)
-        log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, **options)
+        log_probs, outside = _of_shard(
+            tensors, names, shard, tp_group, inference_only, counted=(mask, counted_tokens), reduce_hidden_grad=False
+        )
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
 
 

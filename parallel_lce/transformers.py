@@ -324,8 +324,9 @@ class _Smoother:
     ) -> Tensor:
         logits = output["logits"] if isinstance(output, dict) else output[0]
         lazy, own = getattr(logits, "lazy", None), self.own
-        fused = isinstance(lazy, _LazyLogits) and lazy.made is None and lazy.epilogue() is not None
-        if not fused or lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
+        if not isinstance(lazy, _LazyLogits) or lazy.made is not None or lazy.epilogue() is None:
+            return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+        if lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
             return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
         count = count_of_labels(labels) if shift_labels and own.ignore_index == NO_LABEL else None
         ids = as_int64(labels)

@@ -219,7 +219,7 @@ def _megatron_temperature(original: Callable, temperature: Any) -> Any:
     return temperature
 
 
-def _pack(original: Callable, ids: Tensor, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
+def _pack(original: Callable, ids: Any, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
     """Packs the temperatures of the samples, and the mask, as verl packs the labels. Only the labels come with
     ``need_roll=True``."""
     call = _current.get()

@@ -59,7 +59,7 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     needs: Needs | None = None,
     *,
-    extra_check: Callable[[torch.Size], None] | None = None,
+    extra_check: Callable[[torch.Size], object] | None = None,
     main_grad: MainGrad | None = None,
     planned: bool = True,
 ) -> tuple[Call, Inputs]:
@@ -91,7 +91,7 @@ def check(
     options: Options,
     tensors: Tensors,
     group: dist.ProcessGroup | None,
-    extra_check: Callable[[torch.Size], None] | None = None,
+    extra_check: Callable[[torch.Size], object] | None = None,
     main_grad: MainGrad | None = None,
 ) -> tuple[Options, Layout, torch.Size]:
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the

@@ -98,8 +98,8 @@ def apply_of(function: type, theirs: Any) -> Any:
             from megatron.core import parallel_state
 
             formula = chosen.formula(model.training)
-            group = group or parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-            terms = terms_of_logits(logits, target, chosen.vocab_size, formula.label_smoothing > 0, group)
+            whole_group: Any = group or parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+            terms = terms_of_logits(logits, target, chosen.vocab_size, formula.label_smoothing > 0, whole_group)
             losses, metrics = formula.losses(terms, target)
             if chosen.token_metrics:
                 keep_metrics(model, metrics)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class TokenCount:
 
     def __init__(self, mask: Tensor) -> None:
         self._total: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None
         # Tokens that may count beyond those of the mask.
         self.more = 0
         if not _can_be_read(mask):
@@ -97,10 +98,10 @@ def count_labels(labels: Tensor, mask: Tensor | None = None) -> TokenCount | Non
     counted."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
-    mask = as_int64(labels) != NO_LABEL if mask is None else mask
-    if not _can_be_read(mask):
+    counted = as_int64(labels) != NO_LABEL if mask is None else mask
+    if not _can_be_read(counted):
         return None
-    count = TokenCount(mask)
+    count = TokenCount(counted)
     _counts[labels] = count, None if labels.is_inference() else version(labels)
     return count
 
@@ -109,7 +110,10 @@ def count_of_labels(labels: object) -> TokenCount | None:
     """What :func:`count_labels` of these very labels has given. None without it, or if they have changed since."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
-    count, before = _counts.get(labels, (None, None))
+    known = _counts.get(labels)
+    if known is None:
+        return None
+    count, before = known
     return count if before is None or version(labels) == before else None
 
 
@@ -122,7 +126,12 @@ def skips_by_environment() -> bool:
 
 
 def _in_trace() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transforming() or get_proxy_mode() is not None
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or transforming()
+        or get_proxy_mode() is not None
+    )
 
 
 def _can_be_read(mask: Tensor) -> bool:

@@ -323,13 +323,12 @@ class _Smoother:
         self, output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         logits = output["logits"] if isinstance(output, dict) else output[0]
-        lazy, own = getattr(logits, "lazy", None), self.own
-        if not isinstance(lazy, _LazyLogits) or lazy.made is not None or lazy.epilogue() is None:
-            return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
-        if lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
+        lazy: Any = getattr(logits, "lazy", None)
+        own, ids = self.own, as_int64(labels)
+        unfused = not isinstance(lazy, _LazyLogits) or lazy.made is not None or lazy.epilogue() is None
+        if unfused or lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
             return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
         count = count_of_labels(labels) if shift_labels and own.ignore_index == NO_LABEL else None
-        ids = as_int64(labels)
         target = nn.functional.pad(ids, (0, 1), value=own.ignore_index)[..., 1:] if shift_labels else ids
         given = lazy, target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
         loss, _ = _Loss(lazy.call.door, own)._fused(*given)

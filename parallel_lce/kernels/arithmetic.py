@@ -218,20 +218,24 @@ def wide_sum(values, bound, like):
     Sums of multiples are exact in fp32, in any order. The roundings of the rests' sum are about 2^-42 of the bound
     (Rump, Ogita and Oishi 2008, "Accurate floating-point summation", section 3).
     """
-    M: tl.constexpr = values.shape[0]
-    PAIRS: tl.constexpr = values.shape[1] // 2
-    # A thread has the columns 8 k + 2 i and 8 k + 2 i + 1 of a tensor core's accumulator, for one i below 4.
-    LANES: tl.constexpr = 4
-    NUMBER: tl.constexpr = PAIRS // LANES
-    pairs = tl.sum(tl.reshape(values, (M, PAIRS, 2)), 2)
-    pairs = tl.reshape(pairs, (M, NUMBER, LANES))
-    # 1.5 n 2^e for n sums of at most 2^e: adding it rounds to a multiple of n 2^(e - 23).
-    large = power_of_two_above(bound) * (1.5 * NUMBER)
-    if hasattr(like.type, "layout"):
-        large = gl.convert_layout(large, gl.SliceLayout(1, gl.SliceLayout(2, pairs.type.layout)))
-    multiples = (pairs + large[:, None, None]) - large[:, None, None]
-    total = tl.sum(multiples, 1).to(tl.float64) + tl.sum(pairs - multiples, 1).to(tl.float64)
-    total = tl.sum(total, 1)
-    if hasattr(like.type, "layout"):
-        total = gl.convert_layout(total, like.type.layout)
-    return total
+    if INTERPRETED:
+        # Its operations take long, and fp64 does as well.
+        return tl.sum(values.to(tl.float64), 1)
+    else:
+        M: tl.constexpr = values.shape[0]
+        PAIRS: tl.constexpr = values.shape[1] // 2
+        # A thread has the columns 8 k + 2 i and 8 k + 2 i + 1 of a tensor core's accumulator, for one i below 4.
+        LANES: tl.constexpr = 4
+        NUMBER: tl.constexpr = PAIRS // LANES
+        pairs = tl.sum(tl.reshape(values, (M, PAIRS, 2)), 2)
+        pairs = tl.reshape(pairs, (M, NUMBER, LANES))
+        # 1.5 n 2^e for n sums of at most 2^e: adding it rounds to a multiple of n 2^(e - 23).
+        large = power_of_two_above(bound) * (1.5 * NUMBER)
+        if hasattr(like.type, "layout"):
+            large = gl.convert_layout(large, gl.SliceLayout(1, gl.SliceLayout(2, pairs.type.layout)))
+        multiples = (pairs + large[:, None, None]) - large[:, None, None]
+        total = tl.sum(multiples, 1).to(tl.float64) + tl.sum(pairs - multiples, 1).to(tl.float64)
+        total = tl.sum(total, 1)
+        if hasattr(like.type, "layout"):
+            total = gl.convert_layout(total, like.type.layout)
+        return total

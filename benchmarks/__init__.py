@@ -14,6 +14,6 @@ measure.py      accuracy, memory and time of all peers, interleaved
 report.py       functions of all commands: arguments, console, JSON;  tables.py, plots.py  tables and pictures
 options.py      the suites and the command line;  __main__.py  the benchmark
 snapshots.py    functions of the reports on a trained model
-parity.py, gradient_filter.py, distillation.py, token_loss.py, doors.py, papers.py, tune.py  reports, each with its own
-                command
+parity.py, gradient_filter.py, distillation.py, token_loss.py, same_bits.py, doors.py, papers.py, tune.py  reports, each
+                with its own command
 """

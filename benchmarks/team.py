@@ -31,10 +31,11 @@ class NotMeasured(Exception):
 
 
 def join(device_type: str) -> torch.device:
-    """This process's device. Joins the ranks over gloo if torchrun started this process."""
+    """This process's device, which ranks share if there are fewer. Joins the ranks over gloo if torchrun started this
+    process."""
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=IDLE_TIMEOUT)
@@ -56,7 +57,8 @@ class Team:
         """The team of the first `ranks` ranks; None on other ranks. Every rank of the run must call this function."""
         if not dist.is_initialized():
             return cls(device)
-        members, backend = list(range(ranks)), "nccl" if device.type == "cuda" else "gloo"
+        members, shared = list(range(ranks)), torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        backend = "nccl" if device.type == "cuda" and not shared else "gloo"
         host = dist.new_group(members, backend="gloo", timeout=IDLE_TIMEOUT)
         group = dist.new_group(members, backend=backend, timeout=TIMEOUT)
         if not isinstance(host, dist.ProcessGroup) or not isinstance(group, dist.ProcessGroup):

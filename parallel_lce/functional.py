@@ -339,7 +339,7 @@ def token_loss(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce_hidden_grad: bool = True,
-    counted_tokens: int | None = None,
+    counted_tokens: int | TokenCount | None = None,
     gradient_filter: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of the caller's own, a function of each token's statistics, with the gradients formed as those of
@@ -394,7 +394,7 @@ def token_loss(
     values = check_values(loss, per_token, reduction, tensors.target)
     compaction = None
     count, bound, whole = read_count(counted_tokens, tensors.target)
-    if count is not None and not whole:
+    if not whole:
         options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
         values = tuple([compaction.of(value) for value in values])
     total, metrics = without_graphs(fused_token_loss)(options, tensors, group, loss, values)

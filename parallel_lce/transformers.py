@@ -457,9 +457,9 @@ class _Door:
         if before is not None and before.model is model:  # a forward around a forward
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
-        _count(_labels(model, arguments, named), named.get("shift_labels"))
+        _count(labels := _labels(model, arguments, named), named.get("shift_labels"))
         call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
-        call.smoothed = _labels(model, arguments, named) is None
+        call.smoothed = labels is None
         with _lock:  # the model is changed for the time of this call, and of those of other threads
             self.calls += 1
             vars(model)[_LOSS] = _Loss(self, own)

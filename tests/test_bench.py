@@ -32,6 +32,7 @@ from benchmarks import (
     parity,
     peers,
     problem,
+    same_bits,
     snapshots,
     timing,
     token_loss,
@@ -238,6 +239,20 @@ def test_a_loss_of_ones_own_is_measured(short, capsys):
         assert printed.count(f"| {way} ") == 1
     for name, seconds, memory, error in token_loss.measure(make_problem(TINY, torch.float32, ALONE), [None], 2):
         assert len(seconds) == 2 and memory > 0 and (error < 1e-5 if name.startswith("token") else error is None)
+
+
+def test_bits_that_differ_are_counted(capsys):
+    same_bits.main(["--device", "cpu", "--shape", "24,60,8"])
+    assert capsys.readouterr().out.count("gradients, a budget of") == 3
+    x, w, target = same_bits.tensors(TINY, torch.float32, torch.device("cpu"))
+    base, moved = same_bits.asked(x, w, target), same_bits.asked(x * torch.linspace(1, 2, len(x))[:, None], w, target)
+    assert same_bits.count(base, base) == [0] * 6
+    assert min(same_bits.count(moved, base)) > 50  # the first token is as it was
+    assert same_bits.shards(500, 3) == {
+        "TP 3, shards of 167": [167, 334, 500],
+        "TP 3, the last shard of 240, others of 130": [130, 260, 500],
+        "TP 3, the last shard of 166, others of 167": [167, 334, 500],
+    }
 
 
 def test_tiles_are_measured_on_the_interpreter(short):

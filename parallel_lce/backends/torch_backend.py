@@ -63,9 +63,9 @@ from parallel_lce.core.partials import (
 
 __all__ = [
     "DENSE_FLOPS",
-    "SAME_BITS",
     "NAME",
     "REUSES_SAVED",
+    "SAME_BITS",
     "SMALLEST_ACCUMULATED",
     "Dense",
     "Saved",

@@ -1,8 +1,8 @@
 """The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
-A block of R tokens saves ``e = exp(z)`` of its first vocabulary entries, in windows with large logits times a power of
-two (:mod:`parallel_lce.kernels.arithmetic`). The gradient of the logits is then c e, with one coefficient c per token,
-except in the target's column. So no pass over R * V is needed between the forward and the products of the backward
+A block of R tokens saves ``e = exp(z)`` of its first vocabulary entries; in windows far from 0 another multiple
+(``kernels.arithmetic.scale_of``). The gradient of the logits is then c e, with one coefficient c per token, except in
+the target's column. So no pass over R * V is needed between the forward and the products of the backward
 (:mod:`parallel_lce.backends.triton_backward`).
 """
 
@@ -30,9 +30,9 @@ from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
     "DENSE_FLOPS",
-    "SAME_BITS",
     "NAME",
     "REUSES_SAVED",
+    "SAME_BITS",
     "SMALLEST_ACCUMULATED",
     "Dense",
     "Saved",
@@ -112,7 +112,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
     stored = exponentials = flat = None
-    capped = projection.logit_map.softcap is not None
     if save:
         stride = stride_of(save)
         buffer = x.new_empty(rows * stride) if task.buffer is None else task.buffer[: rows * stride]
@@ -123,7 +122,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             flat = x.new_ones(rows, dtype=torch.float32)
     if target is None:
         partial[TARGET].zero_()
-    sampled = None if capped else flat
+    sampled = flat if projection.logit_map.softcap is None else None
     if target is not None or sampled is not None:
         target_logits(product, target, partial[TARGET], sampled)
     # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.

@@ -286,6 +286,10 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
         )
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+    check_no_gradient(name, value)
+
+
+def check_no_gradient(name: str, value: Tensor) -> None:
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
 
@@ -305,8 +309,7 @@ def check_values(loss: Any, values: Iterable[Any], reduction: Any, target: Any) 
         if isinstance(target, Tensor) and (value.shape, value.device) != (target.shape, target.device):
             expected, given = (f"{list(t.shape)} on {t.device}" for t in (target, value))
             raise ValueError(f"{name} must have target's shape {expected}, got {given}")
-        if value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
+        check_no_gradient(name, value)
     return tuple([in_memory(value.detach()) for value in values])
 
 

@@ -24,7 +24,7 @@ The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -88,10 +88,6 @@ class Columns:
     @property
     def requested(self) -> list[str]:
         return [name for name in _REQUESTABLE if getattr(self, name)]
-
-    @cached_property
-    def without_low(self) -> Columns:
-        return replace(self, low=False)
 
     @cached_property
     def differ(self) -> bool:

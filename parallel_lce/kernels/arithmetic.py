@@ -178,9 +178,23 @@ def power_from(z, slope, reference):
 
 
 @triton.jit
+def largest_of(maximum):
+    """A window's largest exponential, in its scale."""
+    slope, reference = scale_of(maximum)
+    return power_from(finite_base(maximum), slope, reference)
+
+
+@triton.jit
 def at_max(base, slope, reference):
-    """log2 of what a scale's exponentials are to be multiplied by, to be relative to exp(base)."""
+    """log2 of :func:`to_base`."""
     return _fused(-base, slope, reference)
+
+
+@triton.jit
+def to_base(maximum, base):
+    """What a window's exponentials are to be multiplied by, to be relative to exp(base)."""
+    slope, reference = scale_of(maximum)
+    return tl.exp2(at_max(base, slope, reference))
 
 
 @triton.jit
@@ -194,7 +208,7 @@ def of_saved(maximum, base, IS_FP16: tl.constexpr):
         slope, reference = scale_of(maximum)
         unit = tl.where(slope == 1.0, 1.0, _LN_2)
         shift = _fused(reference, unit, -base) + reference * tl.where(slope == 1.0, 0.0, _LN_2_LOW)
-        return tl.exp2(at_max(base, slope, reference)), unit, shift
+        return to_base(maximum, base), unit, shift
 
 
 @triton.jit
@@ -212,30 +226,36 @@ def power_of_two_above(x):
 @triton.jit
 def wide_sum(values, bound, like):
     """Sums ``[M]`` fp64 of ``values [M, N]`` over N. ``bound [M]``: at least their magnitude. ``like [M]``: has the
-    layout of the result.
+    layout of the result."""
+    if INTERPRETED:
+        # Its operations take long, and fp64 does as well.
+        return tl.sum(values.to(tl.float64), 1)
+    else:
+        return split_sum(values, bound, like)
+
+
+@triton.jit
+def split_sum(values, bound, like):
+    """:func:`wide_sum` without fp64 for each number.
 
     The columns 2 k and 2 k + 1 are added in fp32. Each of these sums is split into a multiple of a quantum and a rest.
     Sums of multiples are exact in fp32, in any order. The roundings of the rests' sum are about 2^-42 of the bound
     (Rump, Ogita and Oishi 2008, "Accurate floating-point summation", section 3).
     """
-    if INTERPRETED:
-        # Its operations take long, and fp64 does as well.
-        return tl.sum(values.to(tl.float64), 1)
-    else:
-        M: tl.constexpr = values.shape[0]
-        PAIRS: tl.constexpr = values.shape[1] // 2
-        # A thread has the columns 8 k + 2 i and 8 k + 2 i + 1 of a tensor core's accumulator, for one i below 4.
-        LANES: tl.constexpr = 4
-        NUMBER: tl.constexpr = PAIRS // LANES
-        pairs = tl.sum(tl.reshape(values, (M, PAIRS, 2)), 2)
-        pairs = tl.reshape(pairs, (M, NUMBER, LANES))
-        # 1.5 n 2^e for n sums of at most 2^e: adding it rounds to a multiple of n 2^(e - 23).
-        large = power_of_two_above(bound) * (1.5 * NUMBER)
-        if hasattr(like.type, "layout"):
-            large = gl.convert_layout(large, gl.SliceLayout(1, gl.SliceLayout(2, pairs.type.layout)))
-        multiples = (pairs + large[:, None, None]) - large[:, None, None]
-        total = tl.sum(multiples, 1).to(tl.float64) + tl.sum(pairs - multiples, 1).to(tl.float64)
-        total = tl.sum(total, 1)
-        if hasattr(like.type, "layout"):
-            total = gl.convert_layout(total, like.type.layout)
-        return total
+    M: tl.constexpr = values.shape[0]
+    PAIRS: tl.constexpr = values.shape[1] // 2
+    # A thread has the columns 8 k + 2 i and 8 k + 2 i + 1 of a tensor core's accumulator, for one i below 4.
+    LANES: tl.constexpr = 4
+    NUMBER: tl.constexpr = PAIRS // LANES
+    pairs = tl.sum(tl.reshape(values, (M, PAIRS, 2)), 2)
+    pairs = tl.reshape(pairs, (M, NUMBER, LANES))
+    # 1.5 n 2^e for n sums of at most 2^e: adding it rounds to a multiple of n 2^(e - 23).
+    large = power_of_two_above(bound) * (1.5 * NUMBER)
+    if hasattr(like.type, "layout"):
+        large = gl.convert_layout(large, gl.SliceLayout(1, gl.SliceLayout(2, pairs.type.layout)))
+    multiples = (pairs + large[:, None, None]) - large[:, None, None]
+    total = tl.sum(multiples, 1).to(tl.float64) + tl.sum(pairs - multiples, 1).to(tl.float64)
+    total = tl.sum(total, 1)
+    if hasattr(like.type, "layout"):
+        total = gl.convert_layout(total, like.type.layout)
+    return total

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import at_max, exponential_from, finite_base, scale_of
+from parallel_lce.kernels.arithmetic import exponential_from, finite_base, to_base
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -71,8 +71,7 @@ def _masses(windows, w, r, inside, base, rows):
     here = w.to(tl.int64)[:, None] * rows + r[None, :]
     m = tl.load(windows.max + here, mask=inside, other=-float("inf"))
     s = tl.load(windows.sum_exp + here, mask=inside, other=0.0)
-    slope, reference = scale_of(m)
-    return tl.where(m == -float("inf"), 0.0, s * tl.exp2(at_max(base[None, :], slope, reference)))
+    return tl.where(m == -float("inf"), 0.0, s * to_base(m, base[None, :]))
 
 
 @Relaunched

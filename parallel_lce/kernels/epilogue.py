@@ -22,15 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import (
-    LOWEST_SHIFT,
-    exponential_from,
-    finite_base,
-    flattened,
-    loaded,
-    power_from,
-    scale_of,
-)
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, flattened, largest_of, loaded
 from parallel_lce.kernels.draws import store_draw
 from parallel_lce.kernels.logit_map import slope_at, tile_caps, tile_logits
 from parallel_lce.kernels.partials import PartialColumns, store_partials
@@ -105,8 +97,7 @@ def finish_tile(
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
         if SAVED_SCALE != 1.0:
-            slope, reference = scale_of(top)
-            e *= (SAVED_SCALE / power_from(finite_base(top), slope, reference))[:, None]
+            e *= (SAVED_SCALE / largest_of(top))[:, None]
         if epilogue.flat is not None:
             e = flattened(e, row_values[1][:, None])
         return e

@@ -26,6 +26,7 @@ from parallel_lce.kernels.arithmetic import (
     at_max,
     exact_logit,
     finite_base,
+    largest_of,
     power_from,
     power_of_two_above,
     scale_of,
@@ -96,7 +97,7 @@ def store_partials(z, position, partials, MASKED: tl.constexpr):
     base = finite_base(top)
     slope, reference = scale_of(top)
     e = power_from(z, slope[:, None], reference[:, None])
-    largest = power_from(base, slope, reference)
+    largest = largest_of(top)
     tl.store(partials.sum_exp + here, wide_sum(e, largest, r), mask=valid)
     if partials.weighted is not None:
         weighted = tl.sum(e * tl.maximum(z - base[:, None], LOWEST_SHIFT), 1)
@@ -225,7 +226,7 @@ def _merge_kernel(
         its_slope, reference = scale_of(m)
         factor = tl.exp2(at_max(base[None, :], its_slope, reference) - own[None, :]).to(tl.float64)
         if RANKS:
-            factor *= power_from(finite_base(m), its_slope, reference).to(tl.float64)
+            factor *= largest_of(m).to(tl.float64)
         else:
             off_zero = tl.maximum(off_zero, tl.max((inside & (reference != 0.0)).to(tl.int32), 0))
         # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
@@ -249,7 +250,7 @@ def _merge_kernel(
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NO_ENTRY), ids + start, _NO_ENTRY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
-    to_max = 1.0 / power_from(base, slope, common).to(tl.float64)
+    to_max = 1.0 / largest_of(top).to(tl.float64)
     sum_exp *= to_max
     # A window's maximum ignores a NaN logit, but the window's sum is NaN.
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
@@ -356,7 +357,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             (max(1, -(-rows // block_r)),),
             columns_of(own, columns),
             columns_of(own, columns, low=True),
-            columns_of(merged, columns.without_low),
+            columns_of(merged, columns),
             _NO_LOW,
             None,
             None,

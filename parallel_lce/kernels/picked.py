@@ -14,14 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import (
-    add_product,
-    exact_logit,
-    finite_base,
-    gradient_of_entry,
-    power_from,
-    scale_of,
-)
+from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.product import Product
@@ -88,8 +81,7 @@ def lce_forward_picked_logits(
         if maxima is not None:
             here = (entry_id // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
-            slope, reference = scale_of(top)
-            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / power_from(finite_base(top), slope, reference)
+            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / largest_of(top)
             logit = exact_logit(logit, top, sum_exp.to(tl.float32))
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
 

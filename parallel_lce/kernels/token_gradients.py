@@ -54,9 +54,8 @@ import triton.language as tl
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
-    LOG2_E,
     SAVED_FP16_SCALE,
-    at_max,
+    exponential,
     finite_base,
     flattened,
     gradient_of,
@@ -445,7 +444,7 @@ def lce_backward_token_gradients(
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
         alpha_over_sum = alpha * (grad_scale / sum_exp)
-        coefficient = alpha_over_sum * tl.exp2(at_max(base, LOG2_E, 0.0))
+        coefficient = alpha_over_sum * exponential(-base)
         # Comparisons with NaN are false, so rows with NaN are rewritten.
         keeps = tl.load(plain + row, mask=valid, other=1) != 0
         is_flat = tl.zeros((_TOKENS,), tl.float32)

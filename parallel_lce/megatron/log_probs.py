@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import INTEGERS, check_values, described, public
+from parallel_lce.call.checks import INTEGERS, check_no_gradient, check_values, described, public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, as_float, check_option, check_options
 from parallel_lce.megatron import settings
@@ -251,8 +251,7 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
     if temperature.shape != labels.shape or temperature.is_complex():
         expected = f"a number > 0, or real ones of labels' shape {list(labels.shape)}"
         raise ValueError(f"temperature must be {expected}, got {list(temperature.shape)} of {temperature.dtype}")
-    if temperature.requires_grad and torch.is_grad_enabled():
-        raise ValueError("temperature requires a gradient, and none flows to it: pass temperature.detach()")
+    check_no_gradient("temperature", temperature)
     if temperature.device != labels.device:
         raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
     return temperature if temperature.is_floating_point() else temperature.float()

@@ -209,11 +209,8 @@ def losses_of_lazy(
     Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``.
     """
     options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return _called(fused_loss if count is None else partial(_counted_loss, count), logits, target, options)
-
-
-def _counted_loss(count: TokenCount, options: Options, tensors: Tensors, group: Any, *, main_grad: Any) -> Tensor:
-    return counted_loss(options, tensors, group, count, main_grad=main_grad)
+    entry = fused_loss if count is None else partial(counted_loss, counted_tokens=count)
+    return _called(entry, logits, target, options)
 
 
 def terms_of_lazy(logits: LazyLogits, target: Tensor, count: TokenCount | None, smoothed: bool) -> Terms:
@@ -224,10 +221,7 @@ def terms_of_lazy(logits: LazyLogits, target: Tensor, count: TokenCount | None, 
     """
     # Without an ignore_index any target is allowed.
     options = Options("Megatron's output layer", argmax=True, mean_logit=smoothed)
-    entry = fused_statistics
-    if count is not None:
-        entry = partial(_counted_statistics, target != NO_LABEL, count)
-    found = _called(entry, logits, target, options)
+    found = _called(_statistics_entry(target, count), logits, target, options)
     assert found.target_logit is not None and found.argmax is not None
     top = found.lse, found.max_logit, found.target_logit, found.argmax
     return Terms(*top, found.mean_log_prob, found.vocab_size)
@@ -243,17 +237,16 @@ def statistics_of_lazy(
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
     options = Options("token_log_probs", ignore_index=NO_LABEL, expected_logit=entropy)
-    labels, entry = _swapped(labels), fused_statistics
-    if count is not None:
-        entry = partial(_counted_statistics, as_int64(labels) != NO_LABEL, count)
-    statistics = _called(entry, logits, labels, options, temperature)
+    labels = _swapped(labels)
+    statistics = _called(_statistics_entry(labels, count), logits, labels, options, temperature)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
 
 
-def _counted_statistics(
-    mask: Tensor, count: TokenCount, options: Options, tensors: Tensors, group: Any, *, main_grad: Any
-) -> TokenStatistics:
-    return counted_statistics(options, tensors, group, mask, count, main_grad=main_grad)
+def _statistics_entry(target: Tensor, count: TokenCount | None) -> Callable[..., TokenStatistics]:
+    """What computes statistics: with a ``count`` of the targets that are not -100, of these alone."""
+    if count is None:
+        return fused_statistics
+    return partial(counted_statistics, mask=as_int64(target) != NO_LABEL, counted_tokens=count)
 
 
 def token_loss_of_lazy(

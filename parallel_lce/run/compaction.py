@@ -126,7 +126,7 @@ def counted_statistics(
 def read_count(counted_tokens: Any, tokens: object) -> tuple[Any, bool, bool]:
     """The number of counted tokens; whether fewer may count; and whether to run the call on all tokens."""
     if not isinstance(counted_tokens, TokenCount):
-        return counted_tokens, False, False
+        return counted_tokens, False, counted_tokens is None
     count, total = counted_tokens.read(), tokens.numel() if isinstance(tokens, Tensor) else 0
     # In debug mode the ranks compare their numbers.
     whole = count is None or (count >= total and not debug.enabled())

@@ -59,9 +59,8 @@ def fused_token_loss(
     checked. Other arguments as in :func:`fused_loss`, ``options`` with ``loss_function=True``."""
     function = LossFunction(loss)
     flat = tuple([value.reshape(-1).contiguous() for value in values])
-    weight, target = tensors.linear_weight, tensors.target
-    if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight)):
-        # While torch.export traces, and for tensors without values.
+    target = tensors.target
+    if _has_no_values(tensors):  # also while torch.export traces
         found = fused_statistics(options._replace(reduction=None), tensors, group)
         losses, metrics = loss_results.called(function, found.view((target.numel(),)), flat)
         ignored = as_int64(target).reshape(-1) == options.ignore_index
@@ -80,11 +79,16 @@ def fused_token_loss(
     return result, {name: metric.view(call.shape) for name, metric in function.metrics.items()}
 
 
+def _has_no_values(tensors: Tensors) -> bool:
+    """In a compiled graph, and of meta and fake tensors."""
+    weight = tensors.linear_weight
+    return torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight))
+
+
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):
     """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph, and for tensors without
     values, an operator runs the call."""
-    weight = tensors.linear_weight
-    if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight)):
+    if _has_no_values(tensors):
         tensors = autocasted(tensors)
         options, layout, shape = check(options, tensors, group, None, main_grad)
         return ops.call(options, tensors, layout, main_grad), shape

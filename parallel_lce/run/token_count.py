@@ -47,6 +47,11 @@ class TokenCount:
                 self._copied = stream.record_event()
             self._source = total  # lives as long as the copy may read it
 
+    @property
+    def unknown(self) -> bool:
+        """Whether nobody could read the mask."""
+        return self._total is None
+
     def plus(self, more: int) -> TokenCount:
         """The same number, as a bound: up to ``more`` further tokens may count."""
         other = copy.copy(self)
@@ -98,10 +103,9 @@ def count_labels(labels: Tensor, mask: Tensor | None = None) -> TokenCount | Non
     counted."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
-    counted = as_int64(labels) != NO_LABEL if mask is None else mask
-    if not _can_be_read(counted):
+    count = TokenCount(as_int64(labels) != NO_LABEL if mask is None else mask)
+    if count.unknown:
         return None
-    count = TokenCount(counted)
     _counts[labels] = count, None if labels.is_inference() else version(labels)
     return count
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.features.filter.kernels.tiles import TILE, new_masses
-from parallel_lce.kernels.arithmetic import at_max, exponential_from, finite_base, scale_of
+from parallel_lce.kernels.arithmetic import exponential_from, finite_base, to_base
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.token_gradients import Targets
@@ -94,8 +94,7 @@ def lce_backward_window_masses(
     bound = exponential_from(top, base) / sum_exp
     p = tl.load(sums + here, mask=valid, other=0.0).to(tl.float32)
     # A window of only -inf has mass 0. If it also has NaN, its sum is NaN and must reach the result.
-    slope, reference = scale_of(top)
-    p = tl.where(p == 0.0, 0.0, p * tl.exp2(at_max(base, slope, reference)) / sum_exp)
+    p = tl.where(p == 0.0, 0.0, p * to_base(top, base) / sum_exp)
     # A maximum may ignore NaN, a sum does not.
     bound = tl.where(p == p, bound, float("inf"))
     unit = tl.load(units + r, mask=valid, other=0.0)

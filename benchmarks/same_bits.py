@@ -118,3 +118,7 @@ def shards(entries: int, ranks: int) -> dict[str, list[int]]:
 def count(found: TokenStatistics, base: TokenStatistics, tokens: slice | Tensor = slice(None)) -> list[int]:
     pairs = [(getattr(found, name), getattr(base, name)[tokens]) for name in COLUMNS.values()]
     return [int((value != expected).reshape(len(value), -1).any(1).sum()) for value, expected in pairs]
+
+
+if __name__ == "__main__":
+    main()

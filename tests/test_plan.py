@@ -54,7 +54,7 @@ def calls(draw):
         gradients=gradients,
         savable=draw(st.booleans()),
         accumulable=draw(st.booleans()),
-        smallest_accumulated=draw(st.sampled_from([1, 1, 128, 1024])),
+        flops_per_byte=draw(st.sampled_from([0, 8, 230])),
         reuses_saved=draw(st.booleans()),
     )
 
@@ -102,7 +102,6 @@ def test_a_plan_keeps_to_its_budget(call):
     assert not found.saves_hidden
     if found.accumulate:
         assert savable and call["accumulable"] and saved == whole
-        assert max(sizes) * call["sp_size"] >= call["smallest_accumulated"] or len(blocks) == 1
         # The next block is projected while the last one waits for the other ranks' partials. Neither they, nor an fp32
         # dW, take more than saving everything and dW would.
         alive = (2 if call["ranks"] > 1 else 1) * max(sizes) * row
@@ -134,23 +133,23 @@ FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients
 EVALUATED = FEW | dict(gradients=None)
 # Each has a call, what changes of it, and whether the plan then is so.
 CHOICES = {
-    # The axis with the smaller accumulator; but one rank sums dX if that takes no more than the budget.
     "by vocabulary": [
         (AXIS, {}, True),
         (AXIS, dict(tokens=65536, shard_rows=4096), False),
-        (AXIS, dict(tokens=8192, gradients=MAIN_GRAD), False),  # an fp32 main_grad takes dW for nothing
-        # Neither needs one: the first in the list, on several ranks blocks of rows.
-        (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32, ranks=1), True),
-        (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32), False),
+        # Blocks of 64 MiB would add to dW every 256 tokens.
+        (AXIS, dict(tokens=1024, gradients=MAIN_GRAD), True),
+        (AXIS, dict(tokens=8192, gradients=MAIN_GRAD), True),
+        (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32), True),
+        # Blocks of 8192 tokens take as long, and less memory where an fp32 dW, or main_grad, costs nothing.
+        (AXIS, dict(tokens=16384, gradients=MAIN_GRAD), False),
+        (AXIS, dict(tokens=128256 + 8192), True),
+        (AXIS, dict(tokens=128256 + 8193), False),
         (AXIS, dict(tokens=1500, budget=340 * MiB), True),  # three quarters of it are saved
-        # Blocks of 5792 rows sum dX too.
-        (AXIS, dict(tokens=128255 + 5792), True),
-        (AXIS, dict(tokens=128257 + 5792), False),
         # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
         (ONE, {}, True),
-        (ONE, dict(ranks=2), False),
-        (ONE, dict(tokens=32768), True),  # as much as the budget
-        (ONE, dict(tokens=33024), False),
+        (ONE, dict(ranks=2), True),
+        (ONE, dict(tokens=1 << 17), False),  # few entries of so many tokens are saved
+        (ONE, dict(tokens=16384, shard_rows=32768), False),  # as fast, without an fp32 dX
     ],
     # Where it keeps no more than saving.
     "accumulate": [
@@ -162,10 +161,10 @@ CHOICES = {
         (SMALL, {}, True),
         (SMALL, dict(hidden_size=4800), False),  # an fp32 dW alone is larger than all logits
         # Adding to an fp32 dW costs the same whatever the rows of a block are.
-        (LONG, dict(smallest_accumulated=512), True),
-        (LONG, dict(smallest_accumulated=513), False),
+        (LONG, dict(flops_per_byte=100), True),
+        (LONG, dict(flops_per_byte=200), False),
         # A whole of fewer rows is as good.
-        (LONG, dict(smallest_accumulated=513, tokens=200, hidden_size=64), True),
+        (LONG, dict(flops_per_byte=200, tokens=200, hidden_size=64), True),
     ],
     # Small problems save logits that fit the budget.
     "dense": [

@@ -97,7 +97,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
             patch.setattr(plan, "SMALLEST_BLOCK", block_bytes)
             patch.setattr(plan, "GATHERED_BYTES", block_bytes)
             for name in ("torch", *["triton"] * _TRITON):
-                patch.setattr(backends.named(name), "SMALLEST_ACCUMULATED", 1)
+                patch.setattr(backends.named(name), "FLOPS_PER_BYTE", 0)
             prepare.KNOWN.clear()
         if tile is not None:
             patch.setattr(torch_tiles, "_TILE_ROWS", tile[0])

@@ -32,8 +32,8 @@ class BlockBackward(Protocol):
 class Backend(Protocol):
     # In PARALLEL_LCE_BACKEND.
     NAME: str
-    # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
-    SMALLEST_ACCUMULATED: int
+    # Flops of a matrix product that take as long as reading or writing a byte.
+    FLOPS_PER_BYTE: float
     # Whether a token's statistics have the same bits whatever surrounds it. Partials of ranks then have second rows.
     SAME_BITS: bool
     # Whether the backward recomputes logits in the memory of saved exponentials.

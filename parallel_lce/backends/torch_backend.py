@@ -64,10 +64,10 @@ from parallel_lce.core.partials import (
 
 __all__ = [
     "DENSE_FLOPS",
+    "FLOPS_PER_BYTE",
     "NAME",
     "REUSES_SAVED",
     "SAME_BITS",
-    "SMALLEST_ACCUMULATED",
     "Dense",
     "Saved",
     "allocate_saved",
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 NAME: str = "torch"
-SMALLEST_ACCUMULATED: int = 1
+FLOPS_PER_BYTE: float = 8  # of a CPU
 DENSE_FLOPS: float = 0
 Dense: None = None
 SAME_BITS: bool = False

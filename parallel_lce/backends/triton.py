@@ -31,10 +31,10 @@ from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
     "DENSE_FLOPS",
+    "FLOPS_PER_BYTE",
     "NAME",
     "REUSES_SAVED",
     "SAME_BITS",
-    "SMALLEST_ACCUMULATED",
     "Dense",
     "Saved",
     "allocate_saved",
@@ -57,7 +57,7 @@ __all__ = [
 
 NAME: str = "triton"
 DENSE_FLOPS: float = MEASURED.dense_flops
-SMALLEST_ACCUMULATED: int = MEASURED.smallest_accumulated
+FLOPS_PER_BYTE: float = MEASURED.flops_per_byte
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
 

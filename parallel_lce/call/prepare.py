@@ -287,7 +287,7 @@ def _plan(
         gradients=gradients,
         savable=_savable(options, tensors),
         accumulable=accumulable,
-        smallest_accumulated=backend.SMALLEST_ACCUMULATED,
+        flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
         dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, kinds, gradients and main_grad) else 0,
     )

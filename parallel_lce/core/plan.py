@@ -1,13 +1,13 @@
 """How one call spends its memory: which logits are saved or recomputed, and whether gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
-how many collectives a call makes. :func:`plan` takes the cheapest possible candidate; each candidate's function states
-its condition. "Exponentials" are exp of the logits, which a call may save for backward.
+how many collectives a call makes. Each candidate's function states when it is possible. :func:`plan` takes the fastest
+possible one, by an estimate from its products and from what it adds to sums in memory (:func:`_time`). "Exponentials"
+are exp of the logits, which a call may save for backward.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,12 @@ FORWARD_COLUMNS = 656
 
 DENSE_BYTES = 256 << 20
 """Most bytes of fp32 logits of a small problem, whatever the budget: its memory stays small."""
+
+LONG_SLICE = 4096
+"""Fewest entries of a recomputed slice of many rows. The backend cuts the rows, too, where its memory holds fewer."""
+
+NEARLY = 1.01
+"""Candidates within this factor of the fastest one's time are equal: the one with the smallest accumulator is taken."""
 
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow, since matrix products are tiled so."""
@@ -140,16 +146,10 @@ class GradientTraits:
 class _Candidate:
     plan: Plan
     possible: bool
-    # Matrix products of 2 N V D flops each. Recomputing logits counts as one, even if only some are recomputed.
-    products: int
+    # From :func:`_time`
+    time: float
     # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
     accumulator: int = 0
-    # Preferred among candidates of equally many products.
-    preferred: bool = False
-
-    @property
-    def cost(self) -> tuple[int, bool, int]:
-        return self.products, not self.preferred, self.accumulator
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,8 @@ class Problem:
     savable: bool = True
     # Whether the loss is a sum over tokens whose weights are known in forward.
     accumulable: bool = False
-    # Fewest tokens of a block for which accumulating is faster than recomputing. Adding to an fp32 dW takes the same
-    # time for few tokens as for many.
-    smallest_accumulated: int = 1
+    # Flops of a matrix product that take as long as reading or writing a byte.
+    flops_per_byte: float = 230
     # Whether the backend recomputes logits in the memory of the saved exponentials.
     reuses_saved: bool = False
     # Most flops of the three products for which fp32 logits are made; an eighth of it for forward alone.
@@ -235,16 +234,32 @@ class Problem:
         return Plan(**usual | fields)
 
 
-def _dense(p: Problem) -> _Candidate:
+def _time(p: Problem, gradients: GradientTraits, recomputed: float, pieces: int, slices: int) -> float:
+    """Estimated time of a call, in flops of its matrix products.
+
+    ``recomputed``: the share of the logits that is projected again. ``pieces``: how many parts of the rows are added to
+    dW one after another. ``slices``: how many parts of the vocabulary are added to dX. Each but the first reads and
+    writes an fp32 sum. A sum that is not the result itself is then read and rounded.
+    """
+
+    def traffic(elements: int, parts: int, is_result: bool) -> int:
+        return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6))
+
+    products = 2 * p.tokens * p.shard_rows * p.hidden_size * (1 + gradients.hidden + gradients.weight + recomputed)
+    of_dw = traffic(p.shard_rows * p.hidden_size, pieces, gradients.weight_fp32) if gradients.weight else 0
+    of_dx = traffic(p.tokens * p.hidden_size, slices, gradients.hidden_fp32) if gradients.hidden else 0
+    return products + p.flops_per_byte * (of_dw + of_dx)
+
+
+def _dense(p: Problem) -> tuple[Plan, bool]:
     """Make the fp32 logits of a small problem. For a backward they are saved; their gradient is formed in their memory.
 
     For so few flops the host needs longer to launch a fused projection than the GPU to run it. Dense logits need fewer
     launches, though the GPU must write and read them. Forward alone has a limit of its own, and gathers hidden states
     as it does without dense logits. A rank whose shard cannot have dense logits runs the same collectives. It saves
-    exponentials if its backward can work from them, else nothing.
+    exponentials if its backward can work from them, else nothing. Also whether that is possible.
     """
-    saved = _save(p)
-    planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
+    planned = replace(_saving(p), dense=True, saved=p.shard_rows if p.savable else 0)
     logits = p.tokens * p.shard_rows
     if p.gradients is None:
         planned = replace(planned, hidden_bytes=0)
@@ -253,22 +268,24 @@ def _dense(p: Problem) -> _Candidate:
     else:
         small = 6 * logits * (p.hidden_size + LOGIT_COLUMNS) <= p.dense_flops
     fits = 4 * logits <= DENSE_BYTES and 4 * logits + planned.hidden_bytes <= p.budget
-    return replace(saved, plan=planned, possible=small and fits)
+    return planned, small and fits
 
 
-def _save(p: Problem) -> _Candidate:
+def _saving(p: Problem) -> Plan:
+    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - p.tokens * p.row_bytes else 0
+    rows = p.part_rows
+    return p.plan(first_rows=rows, block_rows=max(1, rows), saved=p.shard_rows, hidden_bytes=hidden_bytes)
+
+
+def _save(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Save every exponential; and the gathered hidden states, if they fit beside them."""
-    whole = p.tokens * p.row_bytes
-    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
-    planned = p.plan(
-        first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=p.shard_rows, hidden_bytes=hidden_bytes
-    )
-    return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
+    possible = p.savable and p.tokens * p.row_bytes <= p.budget
+    return _Candidate(_saving(p), possible, _time(p, gradients, 0, 1, 1))
 
 
 def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
-    """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving everything,
-    and if blocks are large enough to be worth it."""
+    """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
+    everything."""
     whole = p.tokens * p.row_bytes
     # On several ranks the next block is projected while the partials of a block are gathered.
     alive = 2 if p.ranks > 1 else 1
@@ -277,7 +294,6 @@ def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
     block_tokens = p.sp_size * min(balanced(p.part_rows, block_rows), p.part_rows)
     dw_new = p.shard_rows * p.hidden_size * p.itemsize if gradients.weight and gradients.weight_new else 0
     fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
-    worthwhile = block_tokens >= p.smallest_accumulated or block_tokens == p.tokens
     planned = p.plan(
         first_rows=0,
         block_rows=block_rows,
@@ -286,65 +302,68 @@ def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
         block_bytes=block_bytes,
         scratch_bytes=SMALLEST_BLOCK,
     )
-    return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
+    time = _time(p, gradients, 0, len(planned.blocks), 1)
+    return _Candidate(planned, p.accumulable and p.savable and fits, time, p.dw_sum)
 
 
 def _recompute_by_rows(p: Problem, gradients: GradientTraits) -> _Candidate:
-    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
-
-    A block of few tokens reads and writes the whole fp32 dW for little work. So if blocks would have too few, nothing
-    is saved, and a block has as many tokens as a recomputed slice has entries: the fewest bytes of sums for each logit.
-    dX is then summed over slices. Let s be that number of tokens. A block is too small below s / 4; on one rank with
-    nothing saved, below s. Not for so few tokens that they would be one block: recomputing by vocabulary then does the
-    same, and saves what fits. Measured: docs/benchmarks.md, "Blocks of few tokens".
-    """
-    first_rows = p.rows_in(p.room)
-    whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
-    square = max(1, math.isqrt(SMALLEST_BLOCK // p.itemsize) // p.sp_size)
-    enough = square if p.ranks == 1 and not first_rows else square / 4
-    squared = gradients.weight and whole_rows < enough and p.part_rows > square
-    block_rows, first_rows = (square, 0) if squared else (whole_rows, first_rows)
-    several = first_rows > 0 or p.part_rows > block_rows
-    sums = p.dw_sum if several and not gradients.weight_fp32 else 0
-    if squared and gradients.hidden and not gradients.hidden_fp32:
-        sums += min(p.tokens, p.sp_size * block_rows) * p.hidden_size * 4
+    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
+    first_rows = min(p.part_rows, p.rows_in(p.room))
+    block_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
     planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows > 0 else 0)
-    return _Candidate(planned, True, products=4, accumulator=sums)
+    several = first_rows > 0 or p.part_rows > block_rows
+    time = _time(p, gradients, 1 - first_rows / max(1, p.part_rows), len(planned.blocks), 1)
+    return _Candidate(planned, True, time, p.dw_sum if several and not gradients.weight_fp32 else 0)
+
+
+def _recompute_by_squares(p: Problem, gradients: GradientTraits) -> _Candidate:
+    """Save nothing. Blocks are so large that a recomputed slice has :data:`LONG_SLICE` entries: where neither all
+    entries of many tokens fit the working memory, nor many entries of all tokens, this adds the fewest bytes to sums
+    for each logit."""
+    rows = max(1, SMALLEST_BLOCK // (LONG_SLICE * p.itemsize * p.sp_size))
+    planned = p.plan(first_rows=0, block_rows=rows, saved=0)
+    slices = -(-p.shard_rows // LONG_SLICE)
+    sums = p.dw_sum if len(planned.blocks) > 1 and not gradients.weight_fp32 else 0
+    if gradients.hidden and not gradients.hidden_fp32:
+        sums += min(p.tokens, p.sp_size * rows) * p.hidden_size * 4
+    time = _time(p, gradients, 1, len(planned.blocks), slices)
+    return _Candidate(planned, p.part_rows > rows, time, sums)
 
 
 def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidate:
-    """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
-
-    On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
-    once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
-    """
+    """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX."""
     # An fp32 sum of dX. If dX is reduced in fp32, the reduction's buffer is that sum.
     dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
         dx_sum += 2 * p.gathered_bytes
-    planned = p.plan(
-        first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=p.room // max(1, p.tokens * p.itemsize)
-    )
-    by_rows = _recompute_by_rows(p, gradients).plan
-    several = by_rows.first_rows > 0 or p.part_rows > by_rows.block_rows
-    affordable = gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
-    return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
+    row = max(1, p.tokens * p.itemsize)
+    saved = p.room // row
+    planned = p.plan(first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved)
+    entries, pieces = max(saved, SMALLEST_BLOCK // row), 1
+    if not saved and entries < LONG_SLICE:
+        entries, pieces = LONG_SLICE, -(-row * LONG_SLICE // SMALLEST_BLOCK)
+    slices = -(-p.shard_rows // max(1, entries))
+    time = _time(p, gradients, 1 - min(1, saved / p.shard_rows), pieces, slices)
+    return _Candidate(planned, True, time, dx_sum)
 
 
 def plan(problem: Problem) -> Plan:
-    """The plan of the possible candidate with the fewest matrix products. Among equals: a preferred candidate (saving
-    all; recomputing by vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first
-    in the list. Without gradients: dense logits if possible, else nothing is kept."""
-    dense = _dense(problem)
+    """The plan of the fastest possible candidate. Of those that take nearly as long (:data:`NEARLY`), the one with the
+    smallest fp32 accumulator, then the first in the list. Dense logits if possible. Without gradients nothing else is
+    kept."""
+    dense, possible = _dense(problem)
+    if possible:
+        return dense
     if (gradients := problem.gradients) is None:
-        return dense.plan if dense.possible else problem.plan(first_rows=0, block_rows=0, saved=0)
+        return problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
-    recomputations = _recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)
+    makers = [_save, _accumulate, _recompute_by_vocabulary, _recompute_by_rows, _recompute_by_squares]
     if problem.ranks > 1:
-        recomputations = recomputations[::-1]
-    candidates = dense, _save(problem), _accumulate(problem, gradients), *recomputations
-    return min((c for c in candidates if c.possible), key=lambda c: c.cost).plan
+        makers[2:4] = makers[3:1:-1]
+    candidates = [c for make in makers if (c := make(problem, gradients)).possible]
+    fastest = min([c.time for c in candidates])
+    return min([c for c in candidates if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan
 
 
 def balanced(rows: int, most: int) -> int:

@@ -38,9 +38,8 @@ class Measured:
     most_row_blocks: int = 33
     most_waves: int = 32
     most_hidden_bytes: int = 36 << 20
-    # Fewest tokens of a block for which adding to an fp32 dW costs less than projecting again. It moves 8 D bytes per
-    # vocabulary row.
-    smallest_accumulated: int = 1024
+    # Flops of a matrix product that take as long as reading or writing a byte.
+    flops_per_byte: float = 230
     # Three products of fewer flops take the GPU less time (about 1.4 ms) than the host needs to start the launches of a
     # fused projection. So does one product, of forward alone, of an eighth (about 0.2 ms).
     dense_flops: float = 1e12

@@ -1,5 +1,5 @@
-"""The repository: what its pages name exists: links, files, commands, options, settings, tests, variables; ruff is content; the wheel holds all of the code, kernels
-included, and imports where nothing of the repository is."""
+"""The repository: its pages are short, and what they name and link exists; ruff is content; the wheel
+holds all of the code, kernels included, and imports where nothing of the repository is."""
 
 import importlib.metadata
 import importlib.util
@@ -48,7 +48,7 @@ SOURCES = {
 }
 PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\.py")
 # Of pytest, Megatron-LM and torchtitan.
-OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--cross-entropy-loss-fusion", "--deterministic-mode"}
+OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode", "--override"}
 # Names that stand for others.
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
 
@@ -68,8 +68,16 @@ def _links(page: Path) -> list[tuple[Path, str]]:
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
 
 
+def test_readme_and_pages_are_short():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert len(pages[0].read_text().splitlines()) <= 140
+    assert sum(len(page.read_text().split()) for page in pages) <= 20_000
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
+    for text, name in re.findall(r"\[([\w/]+\.py)\]\(([^)\s]+)\)", _prose(page)):
+        assert f"/{name}".endswith(f"/{text}"), f"{text} is the text of a link to {name}"
     for target, anchor in _links(page):
         assert target.exists() and target.is_relative_to(ROOT), target
         if anchor:  # those that GitHub gives to headings

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
     parser.add_argument("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
     parser.add_argument("--dtype", choices=DTYPES)
-    options = parse(parser, arguments)
+    options = parse(parser, arguments, processes=1)  # ranks may share a GPU
     team, dtype = Team.here(options.device), getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
     say = speaker(team.rank == 0)
     say(", ".join(f"{name} {value}" for name, value in machine(team.device).items()))

@@ -1,6 +1,8 @@
 """The fields of ``token_statistics``, the order of the largest entries, tokens that do not count, and odd selections.
 test_functional.py and the fuzz compare every value and gradient with float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,6 +11,11 @@ from blocks import counted_forwards
 from cases import make, normal, part
 from measures import relative_error
 from parallel_lce.backends import backend_of
+from parallel_lce.backends import statistics_formula as formula
+from parallel_lce.core.options import Options
+from parallel_lce.core.partials import Columns
+from parallel_lce.kernels import statistics as kernels
+from parallel_lce.run.statistics import DIFFERENTIABLE
 from tools import fields, on_ranks, shrunk, small, statistics
 
 N, V, D, K = 12, 90, 24, 5
@@ -35,6 +42,45 @@ def test_fields_that_were_not_asked_for_are_none(backend, device):
         parallel_lce.entropy(lean)
     with pytest.raises(ValueError, match="log_prob needs statistics computed with a target, got target=None"):
         parallel_lce.log_prob(lean)
+
+
+@pytest.mark.parametrize("ignore_index", [None, -100])
+@pytest.mark.parametrize("columns", [Columns(), Columns(*[True] * 5), Columns(weighted=True)], ids=str)
+def test_kernels_of_statistics_are_their_formulas(columns, ignore_index, device):
+    """Values, and coefficients of the gradient from all pairs of upstream gradients; targets outside the vocabulary and
+    without a label, tokens without a finite logit, and gradients of one number for all tokens."""
+    options = Options("test", ignore_index=ignore_index)
+    partial = torch.rand(columns.count, 131, device=device) + 1
+    partial[3 : columns["argmax"]] *= -1
+    partial[0, 3], partial[0, 4] = torch.nan, -torch.inf
+    if columns.argmax:
+        partial[columns["argmax"]] = torch.arange(131, dtype=torch.int32, device=device).view(torch.float32)
+    target = torch.arange(131, device=device) - 5
+    target[7] = -100
+    for vocab_size in (120, torch.tensor(120, device=device)):
+        given = partial, vocab_size, target, columns, options
+        found, formulas = (dict(module.token_statistics(*given)) for module in (kernels, formula))
+        for name, value in found.items():
+            other = formulas.get(name)
+            assert (value is None) == (other is None), name
+            if value is not None:
+                torch.testing.assert_close(value, other, rtol=3e-7, atol=3e-7, equal_nan=True)
+    assert not formulas.keys() - found.keys()
+    names = [name for name in DIFFERENTIABLE if found.get(name) is not None]
+    for some in [(), *itertools.combinations(names, 1), *itertools.combinations(names, 2)]:
+        upstream = {name: torch.randn(131, device=device) for name in some}
+        for name in some[1:]:
+            upstream[name] = torch.randn((), device=device).expand(131)
+        if some:
+            upstream[some[0]][:3] = 0
+        found, formulas = (
+            module.statistics_gradient(upstream, partial, vocab_size, target, columns, options)
+            for module in (kernels, formula)
+        )
+        for one, other in zip(found, formulas):
+            assert (one is None) == (other is None), some
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 def test_features_keep_no_tensors_of_forward(device):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Picked, PickedGradient, Projection, Saved
 from parallel_lce.core.options import Options
-from parallel_lce.core.partials import Columns
+from parallel_lce.core.partials import Coefficients, Columns
 
 
 class BlockBackward(Protocol):
@@ -70,6 +70,24 @@ class Backend(Protocol):
         self, partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """:func:`parallel_lce.backends.loss_formula.token_losses`"""
+        ...
+
+    def token_statistics(
+        self, partial: Tensor, vocab_size: Tensor | int, target: Tensor | None, columns: Columns, options: Options
+    ) -> dict[str, Tensor | None]:
+        """:func:`parallel_lce.backends.statistics_formula.token_statistics`"""
+        ...
+
+    def statistics_gradient(
+        self,
+        upstream: dict[str, Tensor | None],
+        partial: Tensor,
+        vocab_size: Tensor,
+        target: Tensor | None,
+        columns: Columns,
+        options: Options,
+    ) -> Coefficients:
+        """:func:`parallel_lce.backends.statistics_formula.statistics_gradient`"""
         ...
 
     def mean_loss(

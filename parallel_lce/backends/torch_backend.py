@@ -23,6 +23,7 @@ from parallel_lce.backends.fp16_scale import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch
 from parallel_lce.backends.loss_formula import mean_loss, token_losses
+from parallel_lce.backends.statistics_formula import statistics_gradient, token_statistics
 from parallel_lce.backends.torch_logits import (
     gradient_of_sets,
     log_softmax_of_sets,
@@ -82,7 +83,9 @@ __all__ = [
     "picked_logits",
     "picked_weight_gradient",
     "scaled",
+    "statistics_gradient",
     "token_losses",
+    "token_statistics",
 ]
 
 NAME: str = "torch"

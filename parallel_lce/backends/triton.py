@@ -24,6 +24,7 @@ from parallel_lce.kernels.loss_kernels import mean_loss, token_losses
 from parallel_lce.kernels.partials import WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_hidden_gradient
 from parallel_lce.kernels.product import new_window_partials
+from parallel_lce.kernels.statistics import statistics_gradient, token_statistics
 from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
@@ -49,7 +50,9 @@ __all__ = [
     "picked_logits",
     "picked_weight_gradient",
     "scaled",
+    "statistics_gradient",
     "token_losses",
+    "token_statistics",
 ]
 
 NAME: str = "triton"

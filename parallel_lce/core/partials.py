@@ -109,6 +109,11 @@ class Columns:
     def count(self) -> int:
         return len(self.names)
 
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """The row of each requestable column, by its name in capitals, as kernels take them."""
+        return {name.upper(): self[name] for name in _REQUESTABLE}
+
     def __getitem__(self, name: str) -> int:
         before = _REQUESTABLE[: _REQUESTABLE.index(name)]
         return 3 + len([other for other in before if getattr(self, other)])

@@ -281,18 +281,21 @@ def _merge_kernel(
 
 
 @functools.cache
-def _column_indices(columns, low: bool) -> list[int | None]:
-    """The row of each of the ``PartialColumns`` in a partial, or of its second row; None: absent."""
-    names = columns.names
-    wanted = [f"{name}_low" if low else name for name in PartialColumns._fields]
-    return [names.index(name) if name in names else None for name in wanted]
+def _column_indices(columns) -> tuple[list[int | None], list[int | None]]:
+    """The row of each of the ``PartialColumns`` in a partial, and of its second row; None: absent."""
+    rows = {name: row for row, name in enumerate(columns.names)}
+    fields = PartialColumns._fields
+    return [rows.get(name) for name in fields], [rows.get(f"{name}_low") for name in fields]
 
 
-def columns_of(partial: torch.Tensor, columns, low: bool = False) -> PartialColumns:
-    """The columns of a ``partial [C, R]``, or the second rows of its sums. ``columns``:
+def columns_of(partial: torch.Tensor, columns) -> tuple[PartialColumns, PartialColumns]:
+    """The columns of a ``partial [C, R]``, and the second rows of its sums, which a merged one lacks. ``columns``:
     ``parallel_lce.core.partials.Columns``."""
-    rows = partial.unbind(0)
-    return PartialColumns(*[None if row is None else rows[row] for row in _column_indices(columns, low)])
+    rows, (first, second) = partial.unbind(0), _column_indices(columns)
+    low = _NO_LOW
+    if len(rows) > columns.merged:
+        low = PartialColumns(*[None if n is None else rows[n] for n in second])
+    return PartialColumns(*[None if n is None else rows[n] for n in first]), low
 
 
 _NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
@@ -322,8 +325,7 @@ def merge_windows(
         (-(-rows // _MERGE_ROWS),),
         windows,
         _NO_LOW,
-        columns_of(merged, columns),
-        columns_of(merged, columns, low=True),
+        *columns_of(merged, columns),
         plain,
         target,
         None,
@@ -355,10 +357,8 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
         # At least one program: it writes V.
         _merge_kernel.launch(
             (max(1, -(-rows // block_r)),),
-            columns_of(own, columns),
-            columns_of(own, columns, low=True),
-            columns_of(merged, columns),
-            _NO_LOW,
+            *columns_of(own, columns),
+            *columns_of(merged, columns),
             None,
             None,
             trailers,

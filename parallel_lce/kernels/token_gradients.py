@@ -73,8 +73,9 @@ from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16 for x down to 2^-36. Its inverse is the largest c.
 _LEAST_COEFFICIENT, _LARGEST_COEFFICIENT = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
-# Tokens per program, whose rows are rewritten one by one; tokens per step of the search for shared targets.
-_TOKENS, _COMPARED = tl.constexpr(16), tl.constexpr(512)
+# Most tokens per program, whose rows are rewritten one by one, and fewest programs that have several; tokens per step
+# of the search for shared targets.
+_TOKENS, _PROGRAMS, _COMPARED = 16, 128, tl.constexpr(512)
 # Rewriting: entries per program, and per step.
 _SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(2048)
 # Tokens per program: where targets are placed (one per thread), and where their terms are added to dW.
@@ -412,17 +413,18 @@ def lce_backward_token_gradients(
     first,
     FIND_SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    lane = tl.arange(0, _TOKENS)
-    row = tl.program_id(0) * _TOKENS + lane
+    lane = tl.arange(0, TOKENS)
+    row = tl.program_id(0) * TOKENS + lane
     valid = row < rows
     coefficients, partial, fp16_scale = terms.coefficients, terms.partial, terms.fp16_scale
-    upstream = tl.full((_TOKENS,), 1.0, tl.float32)
+    upstream = tl.full((TOKENS,), 1.0, tl.float32)
     if coefficients.factor is not None:
         upstream = tl.load(coefficients.factor + row * terms.factor_stride, mask=valid, other=0.0)
     alpha = tl.load(coefficients.alpha + row, mask=valid, other=0.0) * upstream
     grad_scale = scales_of(terms.logit_map, row, valid)
-    t = tl.zeros((_TOKENS,), tl.float32)
+    t = tl.zeros((TOKENS,), tl.float32)
     if target is not None:
         target_id = _local_ids(target, row, rows, entries)
         hit = target_id >= 0
@@ -430,7 +432,7 @@ def lce_backward_token_gradients(
         unshared = hit
         if FIND_SHARED:
             # In fp32: Triton compiles an integer maximum of bits to arrays on the stack.
-            shared = tl.zeros((_TOKENS,), tl.float32)
+            shared = tl.zeros((TOKENS,), tl.float32)
             for start in range(0, rows, _COMPARED):
                 other = start + tl.arange(0, _COMPARED)
                 same = _local_ids(target, other, rows, entries)[None, :] == target_id[:, None]
@@ -439,7 +441,7 @@ def lce_backward_token_gradients(
             unshared &= shared == 0.0
     if fp16_scale is not None:
         grad_scale *= tl.load(fp16_scale)
-    c = tl.full((_TOKENS,), 1.0, tl.float32)
+    c = tl.full((TOKENS,), 1.0, tl.float32)
     if maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
@@ -447,14 +449,14 @@ def lce_backward_token_gradients(
         coefficient = alpha_over_sum * exponential(-base)
         # Comparisons with NaN are false, so rows with NaN are rewritten.
         keeps = tl.load(plain + row, mask=valid, other=1) != 0
-        is_flat = tl.zeros((_TOKENS,), tl.float32)
+        is_flat = tl.zeros((TOKENS,), tl.float32)
         if flat is not None:
             is_flat = tl.load(flat + row, mask=valid, other=0.0)
             keeps &= is_flat == 0.0
         size = tl.abs(coefficient)
         in_range = (size >= _LEAST_COEFFICIENT) & (size <= _LARGEST_COEFFICIENT)
         keeps &= in_range | ((coefficient == 0.0) & (t == 0.0))
-        logit = tl.full((_TOKENS,), -float("inf"), tl.float32)
+        logit = tl.full((TOKENS,), -float("inf"), tl.float32)
         if target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (coefficient == 0.0)
@@ -462,9 +464,9 @@ def lce_backward_token_gradients(
         rewritten = valid & (keeps == 0)
         # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
-            for number in range(_TOKENS):
+            for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
-                    token = tl.program_id(0) * _TOKENS + number
+                    token = tl.program_id(0) * TOKENS + number
                     rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
@@ -540,8 +542,9 @@ def token_gradients(
         dx_factor if keeps_rows else None,
         None if target is None or not keeps_rows else dw_factor,
     )
+    tokens = max(1, min(_TOKENS, next_power_of_2(rows) // _PROGRAMS))
     lce_backward_token_gradients.launch(
-        (-(-rows // _TOKENS.value),),
+        (-(-rows // tokens),),
         gradient,
         maxima,
         plain,
@@ -556,5 +559,6 @@ def token_gradients(
         first,
         FIND_SHARED=find_shared,
         WINDOW=window,
+        TOKENS=tokens,
     )
     return outputs._replace(dw_factor=outputs.dx_factor) if target is None else outputs

@@ -67,8 +67,6 @@ class _Kept(NamedTuple):
     epsilon: Tensor | None
     divisor: Tensor | None
     vocab_size: Tensor | None
-    inside: Tensor | None
-    elsewhere: Tensor | None
 
 
 _NUM_KEPT = len(_Kept._fields)

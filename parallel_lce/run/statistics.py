@@ -1,17 +1,7 @@
 """Per-token statistics of the logits: from merged partials, and back to the gradient of the logits.
 
 Any loss is plain PyTorch on the ``[N]`` statistics. Upstream gradients of the statistics are folded into five per-token
-coefficients of the gradient of the logits (:func:`coefficients_of`). With the maximum M, p = softmax(z) and the columns
-of :mod:`parallel_lce.core.partials`:
-
-    lse               = M + log s                        d/dz_j = p_j
-    target_logit      = t                                d/dz_j = [j = y]
-    target_log_prob   = (t - M) - log s                  d/dz_j = [j = y] - p_j
-    mean_logit        = zt / V                           d/dz_j = 1 / V
-    mean_log_prob     = zs / V - log s                   d/dz_j = 1 / V - p_j
-    expected_logit E  = M + ez / s                       d/dz_j = p_j (1 + z_j - E)
-    entropy           = log s - ez / s                   d/dz_j = -p_j (z_j - E)
-    sum_p_squared Q   = sq / s^2                         d/dz_j = 2 p_j (p_j - Q)
+coefficients of the gradient of the logits. The formulas: :mod:`parallel_lce.backends.statistics_formula`.
 """
 
 from __future__ import annotations
@@ -19,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.call.call import Call
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.options import Options, Tensors
-from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
+from parallel_lce.core.partials import Merged
 
 FEATURE = {"column": "feature"}
 
@@ -78,6 +67,8 @@ class TokenStatistics:
 
     def view(self, shape: tuple[int, ...]) -> TokenStatistics:
         """The same with every per-token field in this shape."""
+        if shape == self.lse.shape:
+            return self
         values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
         for name, value in values.items():
             if value is not None and value.dim() == 2:
@@ -105,9 +96,6 @@ class Residuals(NamedTuple):
     divisor: Tensor | None = None
     # For statistics: V, 0-dimensional int64.
     vocab_size: Tensor | None = None
-    # [N]: which targets are ids; the value of a target's statistics elsewhere, 0 without a label, else NaN.
-    inside: Tensor | None = None
-    elsewhere: Tensor | None = None
 
 
 def present(options: Options, tensors: Tensors) -> list[str]:
@@ -119,19 +107,12 @@ def present(options: Options, tensors: Tensors) -> list[str]:
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:
     """The statistics in the order of ``NAMES``, and the residuals of their backward."""
-    partial, vocab_size = merged
-    if isinstance(vocab_size, int):
-        vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
-    inside = elsewhere = None
-    if call.target is not None and call.options.ignore_index is not None:
-        inside = (call.target >= 0) & (call.target < vocab_size)
-        elsewhere = torch.full_like(partial[TARGET], torch.nan)
-        elsewhere.masked_fill_(call.target == call.options.ignore_index, 0.0)
-    values = finish_statistics(call, partial, vocab_size, inside, elsewhere)
+    values = call.backend.token_statistics(*merged, call.target, call.columns, call.options)
+    vocab_size = values["vocab_size"]
+    assert vocab_size is not None
     for feature in call.features:
-        values |= feature.outputs(call, Merged(partial, vocab_size), values)
-    residuals = Residuals(vocab_size=vocab_size, inside=inside, elsewhere=elsewhere)
-    return [values[name] for name in NAMES], residuals
+        values |= feature.outputs(call, Merged(merged.partial, vocab_size), values)
+    return [values.get(name) for name in NAMES], Residuals(vocab_size=vocab_size)
 
 
 def coefficients(
@@ -139,75 +120,10 @@ def coefficients(
 ) -> Coefficients:
     """Coefficients of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics, in the
     order of ``DIFFERENTIABLE``."""
-    given = dict(zip(DIFFERENTIABLE, upstream))
-    vocab_size = residuals.vocab_size
+    given, vocab_size = dict(zip(DIFFERENTIABLE, upstream)), residuals.vocab_size
     assert vocab_size is not None
-    of_target, of_logit = given["target_log_prob"], given["target_logit"]
-    if residuals.inside is not None and residuals.elsewhere is not None:
-        # NaN from a target outside the vocabulary, unless the caller has masked it.
-        if of_target is not None:
-            elsewhere = residuals.elsewhere.masked_fill(of_target == 0, 0.0)
-            given["target_log_prob"] = of_target.where(residuals.inside, elsewhere)
-        if of_logit is not None:  # through lse: no rank has the logit of such a target
-            elsewhere = residuals.elsewhere.masked_fill(residuals.inside | (of_logit == 0), 0.0)
-            given["lse"] = elsewhere if given["lse"] is None else given["lse"] + elsewhere
-    result = coefficients_of(given, partial, vocab_size, call.columns)
+    backend, columns = call.backend, call.columns
+    result = backend.statistics_gradient(given, partial, vocab_size, call.target, columns, call.options)
     for feature in call.features:
         result = feature.coefficients(call, Merged(partial, vocab_size), given, result)
     return result
-
-
-def finish_statistics(
-    call: Call, partial: Tensor, vocab_size: Tensor, inside: Tensor | None, elsewhere: Tensor | None
-) -> dict[str, Any]:
-    """Statistics from a merged partial ``[C, N]``, by name; None if the partial lacks the column. ``inside``,
-    ``elsewhere``: as in :class:`Residuals`."""
-    top, sum_exp, logit, columns = partial[MAX], partial[SUM_EXP], partial[TARGET], call.columns
-    log_sum = sum_exp.log()
-    # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
-    values: dict[str, Any] = dict.fromkeys(NAMES)
-    values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
-    if call.target is not None:
-        log_prob = (logit - top) - log_sum
-        if inside is None or elsewhere is None:
-            logit = logit.clone()
-        else:
-            logit, log_prob = logit.where(inside, elsewhere), log_prob.where(inside, elsewhere)
-        values.update(target_logit=logit, target_log_prob=log_prob)
-    if columns.total:
-        values.update(mean_logit=partial[columns["total"]] / vocab_size)
-    if columns.shifted:
-        values.update(mean_log_prob=partial[columns["shifted"]] / vocab_size - log_sum)
-    if columns.weighted:
-        expected = partial[columns["weighted"]] / sum_exp
-        values.update(expected_logit=top + expected, entropy=log_sum - expected)
-    if columns.squared:
-        values["sum_p_squared"] = partial[columns["squared"]] / sum_exp.square()
-    if columns.argmax:
-        # A NaN's own id would depend on the windows of the backend.
-        values["argmax"] = integer_view(partial[columns["argmax"]]).long().masked_fill(top.isnan(), -1)
-    return values
-
-
-def coefficients_of(
-    upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns
-) -> Coefficients:
-    """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the gradient of the logits."""
-
-    def total(*terms: tuple[int, str]) -> Tensor | None:
-        signed = [sign * value for sign, name in terms if (value := upstream.get(name)) is not None]
-        return sum(signed[1:], start=signed[0]) if signed else None
-
-    alpha = total((1, "lse"), (-1, "target_log_prob"), (-1, "mean_log_prob"), (1, "expected_logit"))
-    beta = total((-1, "target_logit"), (-1, "target_log_prob"))
-    gamma = total((-1, "mean_logit"), (-1, "mean_log_prob"))
-    delta = total((1, "expected_logit"), (-1, "entropy"))
-    epsilon = total((2, "sum_p_squared"))
-    if alpha is None:
-        alpha = torch.zeros_like(partial[MAX])
-    if delta is not None:
-        # delta multiplies z - M, so the expected logit is taken relative to M, too.
-        alpha = alpha - delta * (partial[columns["weighted"]] / partial[SUM_EXP])
-    if epsilon is not None:
-        alpha = alpha - epsilon * (partial[columns["squared"]] / partial[SUM_EXP].square())
-    return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta, epsilon)

@@ -1,5 +1,4 @@
-"""Faults, made on purpose, and what is rare without being one. docs/faults.md has the table of all of them, with the
-tests of other files.
+"""Faults, made on purpose, and what is rare without being one. docs/faults.md has the table of all of them.
 
 A rank that is killed or stopped, or that differs from the others, would take the shared processes of other tests with
 it. So these tests start processes of their own, with a group of a short timeout. The last rank is the faulty one.

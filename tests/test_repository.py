@@ -1,5 +1,5 @@
-"""The repository: its pages' links, files and commands exist; ruff is content; the wheel holds all of the code, kernels
-included, and imports where nothing of the repository is."""
+"""The repository: its pages are short, and what they name and link exists; ruff is content; the wheel
+holds all of the code, kernels included, and imports where nothing of the repository is."""
 
 import importlib.metadata
 import importlib.util
@@ -14,8 +14,13 @@ import pytest
 import torch
 
 import parallel_lce
+import parallel_lce.megatron.__main__ as megatron_launcher
+from benchmarks.options import SUITES
+from benchmarks.peers import ONE, RANKS, named
+from parallel_lce.core.options import _SUFFIXES
 from releases import ROOT
 from tools import ran
+from training.config import settings
 
 
 def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -28,8 +33,29 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = "benchmarks|configs|docs|examples|kernels|launch|parallel_lce|tests"
 FILE = re.compile(rf"(?<![\w/.-])(?:\./)?((?:{FOLDERS})/[\w./-]*\w)")
 MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
+TEST = re.compile(r"(?<![\w/])test_\w+(?:\.py)?")
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|compare|snapshots)\.\w+)=(?! )")
+# The files in which the options of a program stand. REPORT: the options that all benchmarks have.
+CONFIG, REPORT = "launch/training/config.py", "benchmarks/report.py"
+SOURCES = {
+    **{f"benchmarks.{file.stem}": [f"benchmarks/{file.name}", REPORT] for file in (ROOT / "benchmarks").glob("*.py")},
+    **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/options.py", REPORT]),
+    **{name: [f"benchmarks/{name}.py", REPORT, CONFIG] for name in ("parity", "gradient_filter")},
+    **dict.fromkeys(["demo", "train", "compare", "snapshots"], [CONFIG]),
+    **{name: [f"tests/{name}.py"] for name in ("fuzz", "sanitize")},
+    "test": ["tests/conftest.py"],
+}
+PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\.py")
+# Of pytest, Megatron-LM and torchtitan.
+OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode", "--override"}
 # Names that stand for others.
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
+
+
+def _options(program: str) -> set[str]:
+    text = "".join((ROOT / name).read_text() for name in SOURCES[program])
+    return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *OPTIONS_OF_OTHERS}
 
 
 def _prose(page: Path) -> str:
@@ -42,8 +68,16 @@ def _links(page: Path) -> list[tuple[Path, str]]:
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
 
 
+def test_readme_and_pages_are_short():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert len(pages[0].read_text().splitlines()) <= 140
+    assert sum(len(page.read_text().split()) for page in pages) <= 20_000
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
+    for text, name in re.findall(r"\[([\w/]+\.py)\]\(([^)\s]+)\)", _prose(page)):
+        assert f"/{name}".endswith(f"/{text}"), f"{text} is the text of a link to {name}"
     for target, anchor in _links(page):
         assert target.exists() and target.is_relative_to(ROOT), target
         if anchor:  # those that GitHub gives to headings
@@ -59,6 +93,34 @@ def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
     for module in MODULE.findall(code):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{module} cannot be started"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_settings_tests_and_variables_of_a_page_exist(page):
+    blocks = [code for language, code in FENCED.findall(page.read_text()) if language != "python"]
+    lines = [line.partition(" #")[0] for code in blocks for line in code.replace("\\\n", " ").splitlines()]
+    spans = re.findall(r"`([^`]+)`", " ".join(_prose(page).split()))
+    of_launcher = {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
+    for command in [*lines, *spans]:
+        given = set(OPTION.findall(command))
+        assert {option for option in given if option.startswith("--parallel-lce-")} <= of_launcher, command
+        if program := PROGRAM.search(command):
+            name = next(filter(None, program.groups()))
+            command = command[program.end() :]
+            if name not in ("parity", "gradient_filter"):  # in front of the -- are torchrun's
+                command = command.rpartition(" -- ")[2]
+            assert set(OPTION.findall(command)) <= _options(name), command
+            for peers in re.findall(r"--peers((?: (?!-)\S+)+)", command):
+                assert [named(peer, RANKS if name == "bench" else ONE) for peer in peers.split()]
+            assert set(re.findall(r"--suite (\w+)", command)) <= {*SUITES}, command
+        elif command.startswith("--"):
+            assert given <= set().union(of_launcher, *map(_options, SOURCES)), command
+    assert set(SETTING.findall("\n".join([*lines, *spans]))) <= {*settings()}
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+    defined = set(re.findall(r"def (test_\w+)", "\n".join(tests.values())))
+    assert set(TEST.findall(page.read_text())) <= defined | {*tests} | {name.removesuffix(".py") for name in tests}
+    variables = set(re.findall(r"PARALLEL_LCE_(\w*[A-Z])", page.read_text())) - set(_SUFFIXES)
+    assert not {name for name in variables if not any(f'"PARALLEL_LCE_{name}"' in text for text in tests.values())}
 
 
 def test_every_page_is_linked_and_every_example_and_configuration_named():

@@ -34,7 +34,7 @@ DENSE_BYTES = 256 << 20
 """Most bytes of fp32 logits of a small problem, whatever the budget: its memory stays small."""
 
 LONG_SLICE = 4096
-"""Fewest entries of a recomputed slice of many rows. The backend cuts the rows, too, where its memory holds fewer."""
+"""Entries of a recomputed slice of many rows. The backend cuts the rows, too, where its memory holds fewer."""
 
 NEARLY = 1.01
 """Candidates within this factor of the fastest one's time are equal: the one with the smallest accumulator is taken."""
@@ -306,28 +306,22 @@ def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
     return _Candidate(planned, p.accumulable and p.savable and fits, time, p.dw_sum)
 
 
-def _recompute_by_rows(p: Problem, gradients: GradientTraits) -> _Candidate:
-    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
-    first_rows = min(p.part_rows, p.rows_in(p.room))
+def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False) -> _Candidate:
+    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
+
+    ``long``: save nothing. Blocks have so many tokens that only :data:`LONG_SLICE` entries of them fit the working
+    memory, slice by slice: where both few tokens and few entries would be added to sums too often."""
+    first_rows, slices = 0 if long else min(p.part_rows, p.rows_in(p.room)), 1
     block_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
-    planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows > 0 else 0)
-    several = first_rows > 0 or p.part_rows > block_rows
-    time = _time(p, gradients, 1 - first_rows / max(1, p.part_rows), len(planned.blocks), 1)
-    return _Candidate(planned, True, time, p.dw_sum if several and not gradients.weight_fp32 else 0)
-
-
-def _recompute_by_squares(p: Problem, gradients: GradientTraits) -> _Candidate:
-    """Save nothing. Blocks are so large that a recomputed slice has :data:`LONG_SLICE` entries: where neither all
-    entries of many tokens fit the working memory, nor many entries of all tokens, this adds the fewest bytes to sums
-    for each logit."""
-    rows = max(1, SMALLEST_BLOCK // (LONG_SLICE * p.itemsize * p.sp_size))
-    planned = p.plan(first_rows=0, block_rows=rows, saved=0)
-    slices = -(-p.shard_rows // LONG_SLICE)
+    if long:
+        block_rows = max(1, SMALLEST_BLOCK // (LONG_SLICE * p.itemsize * p.sp_size))
+        slices = -(-p.shard_rows // LONG_SLICE)
+    planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows else 0)
     sums = p.dw_sum if len(planned.blocks) > 1 and not gradients.weight_fp32 else 0
-    if gradients.hidden and not gradients.hidden_fp32:
-        sums += min(p.tokens, p.sp_size * rows) * p.hidden_size * 4
-    time = _time(p, gradients, 1, len(planned.blocks), slices)
-    return _Candidate(planned, p.part_rows > rows, time, sums)
+    if slices > 1 and gradients.hidden and not gradients.hidden_fp32:
+        sums += min(p.tokens, p.sp_size * block_rows) * p.hidden_size * 4
+    time = _time(p, gradients, 1 - first_rows / max(1, p.part_rows), len(planned.blocks), slices)
+    return _Candidate(planned, not long or p.part_rows > block_rows, time, sums)
 
 
 def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidate:
@@ -357,11 +351,11 @@ def plan(problem: Problem) -> Plan:
         return dense
     if (gradients := problem.gradients) is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
-    # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
-    makers = [_save, _accumulate, _recompute_by_vocabulary, _recompute_by_rows, _recompute_by_squares]
-    if problem.ranks > 1:
-        makers[2:4] = makers[3:1:-1]
-    candidates = [c for make in makers if (c := make(problem, gradients)).possible]
+    recomputed = [_recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)]
+    if problem.ranks > 1:  # dX of one block of rows is reduced while the next is computed
+        recomputed.reverse()
+    recomputed.append(_recompute_by_rows(problem, gradients, long=True))
+    candidates = [c for c in (_save(problem, gradients), _accumulate(problem, gradients), *recomputed) if c.possible]
     fastest = min([c.time for c in candidates])
     return min([c for c in candidates if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan
 

@@ -55,7 +55,7 @@ def main_grad(budget, group, sequence_parallel):
 
     def loss(x, weight, target):
         buffer = getattr(weight, "main_grad", None)
-        main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
+        main_grad = None if buffer is None else MainGrad(buffer, lambda memory: None)
         return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
 
     return loss

@@ -376,7 +376,7 @@ def test_samplers_refuse_what_is_no_id(odd):
 def test_a_main_grad_of_another_shape_is_refused(device):
     tensors = good(device)
     tensors["linear_weight"].requires_grad_()
-    main_grad = MainGrad(torch.zeros(V, D + 1, device=device), lambda: None)
+    main_grad = MainGrad(torch.zeros(V, D + 1, device=device), lambda memory: None)
     with pytest.raises(ValueError, match=r"main_grad must have linear_weight's shape \[10, 4\], got \[10, 5\]"):
         fused_loss(*given(**tensors, reduction="none"), None, main_grad=main_grad)
 

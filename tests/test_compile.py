@@ -287,7 +287,7 @@ def test_refusals(device):
 
 def test_main_grad_is_refused_in_words(device):
     """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
-    t, main_grad = operands(24, device), MainGrad(torch.empty(V, D), lambda: None)
+    t, main_grad = operands(24, device), MainGrad(torch.empty(V, D), lambda memory: None)
     with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
         ops.call(*given(t.x, t.weight, t.target, reduction="none"), Layout(), main_grad)
 

@@ -83,10 +83,10 @@ def test_a_main_grad_is_added_to(dtype, device):
     [expected] = torch.autograd.grad(fused_loss(options, tensors, None).sum(), [t.weight])
     total = torch.ones(208, 32, device=device, dtype=dtype)
     for _ in range(2):
-        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None)).sum().backward()
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda memory: None)).sum().backward()
     assert saved_logits() == (dtype == torch.float32)
     with torch.no_grad():  # nothing is added
-        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None))
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda memory: None))
     assert saved_logits()
     torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
 

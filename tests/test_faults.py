@@ -304,7 +304,7 @@ def _main_grad_step(t, main_grad: torch.Tensor, group, backward, **options) -> l
     t.x.grad = None
     main_grad.zero_()
     where = given(t.x, t.weight, t.target, **options)
-    loss = fused_loss(*where, group, main_grad=MainGrad(main_grad, lambda: None)).sum()
+    loss = fused_loss(*where, group, main_grad=MainGrad(main_grad, lambda memory: None)).sum()
     backward(loss)
     return [loss.detach(), t.x.grad, main_grad.clone()]
 

@@ -18,8 +18,9 @@ class MainGrad:
 
     # [V/P, D], the weight's shape, which ``prepare`` checks.
     tensor: Tensor
-    # Called once dW has been added. Returns the gradient for autograd, whose values do not matter, or None.
-    placeholder: Callable[[], Tensor | None]
+    # Called once dW has been added. Returns the gradient for autograd, whose values do not matter, or None. Its
+    # argument is memory that the backward no longer reads, or None: a new tensor would add to the peak.
+    placeholder: Callable[[Tensor | None], Tensor | None]
     # Called when a backward begins, with the node of autograd's graph to which the weight's gradient would go. Returns
     # the buffer for this backward; None: dW goes to that node. By default the buffer is ``tensor``.
     in_backward: Callable[[Any], Tensor | None] | None = None

@@ -298,6 +298,17 @@ def _called(
     return result
 
 
+def _within(memory: Tensor | None, like: Tensor) -> Tensor:
+    """An uninitialised tensor like this one, in the ``memory`` if that is large enough, else in new memory."""
+    if memory is None or not memory.is_contiguous() or not like.is_contiguous():
+        return torch.empty_like(like)
+    elements = memory.detach().view(-1).view(torch.uint8)
+    size = like.numel() * like.element_size()
+    if len(elements) < size or memory.data_ptr() % 16:
+        return torch.empty_like(like)
+    return elements[:size].view(like.dtype).view(like.shape)
+
+
 def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     """The ``main_grad`` of Megatron's DistributedDataParallel (DDP), to which dW is added. None: autograd delivers dW.
 
@@ -323,10 +334,10 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
             return None
         return weight.main_grad
 
-    def placeholder() -> Tensor:
+    def placeholder(memory: Tensor | None) -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
         weight.grad_added_to_main_grad = True
-        added = getattr(weight, "zero_out_wgrad", False)
-        return torch.zeros_like(weight) if added else torch.empty_like(weight)
+        gradient = _within(memory, weight)
+        return gradient.zero_() if getattr(weight, "zero_out_wgrad", False) else gradient
 
     return MainGrad(tensor, placeholder, in_backward)

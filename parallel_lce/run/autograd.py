@@ -111,7 +111,8 @@ class Fused(torch.autograd.Function):
             call, *kept[:3], kept.partial, kept.gathered, saved, coefficients, needs, consumed
         )
         if call.main_grad is not None and needs.weight:
-            dweight = call.main_grad.placeholder()
+            memory = call.backend.Saved(*saved).exponentials if saved else None
+            dweight = call.main_grad.placeholder(memory)
         return dx, dweight, dbias, None
 
 
@@ -213,7 +214,7 @@ class DenseLoss(torch.autograd.Function):
             main_grad = call.main_grad and call.main_grad.now(ctx.next_functions[1][0])
             if needs_weight and main_grad is not None:
                 accumulate_nt(main_grad.tensor[:real], gradient.t(), x.t(), overwrite=False)
-                dweight = main_grad.placeholder()
+                dweight = main_grad.placeholder(products)
             elif needs_weight and real == rows:
                 dweight = product(gradient.t(), x, weight.dtype)
             elif needs_weight:

@@ -122,21 +122,31 @@ def torchtitan(new_loss, group, sequence_parallel):
     return loss
 
 
-def megatron(fused, group, sequence_parallel):
-    """Megatron's output layer, which overlaps the reduction of dX with dW, and its native or `fused` loss."""
+class Apex:
+    """In place of Apex, which is seldom installed: the product of its kernel, in cuBLAS."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x, gradient, main_grad):
+        torch.addmm(main_grad, gradient.t(), x, out_dtype=torch.float32, out=main_grad)
+
+
+def megatron(fused, group, sequence_parallel, main_grad=False):
+    """Megatron's output layer, which overlaps the reduction of dX with dW, and its native or `fused` loss. With
+    `main_grad` dW is added to the weight's, as with gradient_accumulation_fusion."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+    from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
     group = group or group_of_one()
     # The native loss reads the group from this global, and hidden states are gathered into this buffer.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     parallel_state._GLOBAL_MEMORY_BUFFER = None
     parallel_state._set_global_memory_buffer()
+    if main_grad and not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = Apex
     options = {
         "bias": None,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": main_grad,
         "allreduce_dgrad": not sequence_parallel and dist.get_world_size(group) > 1,
         "sequence_parallel": sequence_parallel,
         "tp_group": group,
@@ -146,7 +156,7 @@ def megatron(fused, group, sequence_parallel):
         """Megatron's losses have no ignore_index. As in its training loop, losses are multiplied by a mask."""
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0).unsqueeze(1)
-        logits = linear_with_grad_accumulation_and_async_allreduce(x, weight, **options).unsqueeze(1)
+        logits = layers.linear_with_grad_accumulation_and_async_allreduce(x, weight, **options).unsqueeze(1)
         if fused:
             per_token = fused_vocab_parallel_cross_entropy(logits, labels, group)
         else:

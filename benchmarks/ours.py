@@ -40,7 +40,7 @@ def loss(reduction, budget, group, sequence_parallel):
 
 def main_grad(budget, group, sequence_parallel):
     """The fused loss as Megatron's output layer calls it. dW is added to the parameter's fp32 `main_grad`."""
-    from parallel_lce.core.grad_buffers import MainGrad
+    from parallel_lce.core.grad_buffers import MainGrad, within
     from parallel_lce.core.options import Options, Tensors
     from parallel_lce.run.entry import fused_loss
 
@@ -55,7 +55,7 @@ def main_grad(budget, group, sequence_parallel):
 
     def loss(x, weight, target):
         buffer = getattr(weight, "main_grad", None)
-        main_grad = None if buffer is None else MainGrad(buffer, lambda memory: None)
+        main_grad = None if buffer is None else MainGrad(buffer, lambda memory: within(memory, weight))
         return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
 
     return loss

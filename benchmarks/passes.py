@@ -34,7 +34,7 @@ def _loss_calls(loss, problem, peer):
     def forward_backward():
         leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         if buffer is not None:
-            leaf_weight.main_grad = buffer
+            leaf_weight.main_grad, leaf_weight.grad_added_to_main_grad = buffer, False
         with peer.context():
             value = loss(leaf_x, leaf_weight, target)
             value.backward()

@@ -84,6 +84,18 @@ OTHERS = (
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
+    *[
+        Peer(
+            f"{name}-main-grad",
+            ANY,
+            CUDA,
+            partial(libraries.megatron, fused, main_grad=True),
+            main_grad=True,
+            settings=BOTH,
+            needs="megatron.core",
+        )
+        for name, fused in (("megatron-fused", True), ("megatron", False))
+    ],
     Peer("liger-tp", ANY, CUDA, libraries.liger_tp, settings=(RANKS,), needs=":".join(libraries.LIGER_TP)),
     Peer(
         "torch-loss-parallel",

@@ -37,6 +37,17 @@ class MainGrad:
         return replace(self, tensor=tensor)
 
 
+def within(memory: Tensor | None, like: Tensor) -> Tensor:
+    """An uninitialised tensor like this one, in the ``memory`` if that is large enough, else in new memory."""
+    if memory is None or not memory.is_contiguous() or not like.is_contiguous():
+        return torch.empty_like(like)
+    elements = memory.detach().view(-1).view(torch.uint8)
+    size = like.numel() * like.element_size()
+    if len(elements) < size or memory.data_ptr() % 16:
+        return torch.empty_like(like)
+    return elements[:size].view(like.dtype).view(like.shape)
+
+
 class GradBuffer:
     """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
 

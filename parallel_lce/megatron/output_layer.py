@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
-from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
 from parallel_lce.lazy_logits import LogitsTensor
@@ -298,17 +298,6 @@ def _called(
     return result
 
 
-def _within(memory: Tensor | None, like: Tensor) -> Tensor:
-    """An uninitialised tensor like this one, in the ``memory`` if that is large enough, else in new memory."""
-    if memory is None or not memory.is_contiguous() or not like.is_contiguous():
-        return torch.empty_like(like)
-    elements = memory.detach().view(-1).view(torch.uint8)
-    size = like.numel() * like.element_size()
-    if len(elements) < size or memory.data_ptr() % 16:
-        return torch.empty_like(like)
-    return elements[:size].view(like.dtype).view(like.shape)
-
-
 def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     """The ``main_grad`` of Megatron's DistributedDataParallel (DDP), to which dW is added. None: autograd delivers dW.
 
@@ -337,7 +326,7 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     def placeholder(memory: Tensor | None) -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
         weight.grad_added_to_main_grad = True
-        gradient = _within(memory, weight)
+        gradient = within(memory, weight)
         return gradient.zero_() if getattr(weight, "zero_out_wgrad", False) else gradient
 
     return MainGrad(tensor, placeholder, in_backward)

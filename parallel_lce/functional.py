@@ -121,7 +121,8 @@ def linear_cross_entropy(
 
     Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
     B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for each of ``label_smoothing`` and
-    ``max_logit_penalty``; SP: ``sequence_parallel``.
+    ``max_logit_penalty``; in the Triton backend, whose sums take two numbers each, another 1, and 1 more for
+    ``label_smoothing``; SP: ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps
@@ -261,7 +262,8 @@ def token_statistics(
 
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 3
     elements per rank: C = 3, plus 1 for each of ``entropy``, ``argmax`` and ``sum_p_squared``, plus 2 for
-    ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
+    ``mean_logit``; in the Triton backend, whose sums take two numbers each, another 1, plus 1 for each of ``entropy``
+    and ``sum_p_squared``, plus 2 for ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
     for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one
     all-reduce of N int64.
     """

@@ -106,12 +106,13 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
         assert {option for option in given if option.startswith("--parallel-lce-")} <= of_launcher, command
         if program := PROGRAM.search(command):
             name = next(filter(None, program.groups()))
+            setting = RANKS if name == "bench" or command.startswith("torchrun") else ONE
             command = command[program.end() :]
             if name not in ("parity", "gradient_filter"):  # in front of the -- are torchrun's
                 command = command.rpartition(" -- ")[2]
             assert set(OPTION.findall(command)) <= _options(name), command
             for peers in re.findall(r"--peers((?: (?!-)\S+)+)", command):
-                assert [named(peer, RANKS if name == "bench" else ONE) for peer in peers.split()]
+                assert [named(peer, setting) for peer in peers.split()]
             assert set(re.findall(r"--suite (\w+)", command)) <= {*SUITES}, command
         elif command.startswith("--"):
             assert given <= set().union(of_launcher, *map(_options, SOURCES)), command

@@ -201,7 +201,7 @@ def test_layouts(member, kind, sequence_parallel):
     if turned:
         dx = dx.transpose(0, 1)
         dx = dx.chunk(member.ranks, 0)[member.rank] if sequence_parallel else dx
-    assert_near(again, total, 1e-6)
+    assert_near(again, total, 3e-6)  # fp32 sums of other blocks
     assert_near(its_dx, dx, 1e-5)
     assert_near(its_dweight, dweight, 1e-5)
     for name, metric in metrics.items():

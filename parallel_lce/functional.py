@@ -263,9 +263,9 @@ def token_statistics(
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 3
     elements per rank: C = 3, plus 1 for each of ``entropy``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``; in the Triton backend, whose sums take two numbers each, another 1, plus 1 for each of ``entropy``
-    and ``sum_p_squared``, plus 2 for ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
-    for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden states again (SP), then one
-    all-reduce of N int64.
+    and ``sum_p_squared``, plus 2 for ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for
+    ids ``[..., K]``), and 2 * N * K for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden
+    states again (SP), then one all-reduce of N int64.
     """
     ids, offsets = ids_and_offsets(selected)
     one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)

@@ -55,17 +55,10 @@ def token_losses(
     return loss, alpha, weight * target_coefficient, gamma
 
 
-def counted(target: Tensor, ignore_index: int | None) -> Tensor:
-    """Which tokens are not ignored, ``[R]`` bool."""
-    if ignore_index is None:
-        return torch.ones_like(target, dtype=torch.bool)
-    return target != ignore_index
-
-
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:
     """Divisor of a mean: the sum of the counted tokens' weights, 0-dimensional. If that sum is 0, the divisor is
     infinity, or 1 without weights, so that the mean and its gradients are 0."""
-    counts = counted(target, ignore_index)
+    counts = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
     if token_weight is None:
         return counts.sum(dtype=dtype).clamp(min=1)
     total = torch.where(counts, token_weight, 0.0).sum()

@@ -147,15 +147,9 @@ def _signature(
             return None
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
-    key += _group_traits(layout, tensors.input)
+    if layout.ranks > 1:
+        key += layout.ranks, layout.rank, None if tensors.input.is_cuda else dist.get_backend(layout.group)
     return tuple(key)
-
-
-def _group_traits(layout: Layout, input: Tensor) -> tuple:
-    """The signature's entries for a process group."""
-    if layout.ranks == 1:
-        return ()
-    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
 
 
 def _planned(

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.core.partials import accumulation_dtype
-
 
 @dataclass(frozen=True)
 class MainGrad:
@@ -49,7 +47,7 @@ def within(memory: Tensor | None, like: Tensor) -> Tensor:
 
 
 class GradBuffer:
-    """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
+    """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in ``sum_dtype``: fp32 (fp64 for fp64).
 
     ``num_accumulations``: blocks of tokens that will be added; 0 without tokens. With one
     accumulation a low-precision gradient is summed window by window, in an fp32 buffer of one window; with several, in
@@ -63,6 +61,7 @@ class GradBuffer:
         parameter: Tensor,
         real_rows: int,
         num_accumulations: int,
+        sum_dtype: torch.dtype,
         *,
         dtype: torch.dtype | None = None,
         main_grad: MainGrad | None = None,
@@ -76,7 +75,7 @@ class GradBuffer:
                 self._target[padding:].zero_()
         else:
             self._target = main_grad.tensor
-        self._sum_dtype = accumulation_dtype(parameter.dtype)
+        self._sum_dtype = sum_dtype
         self._sum: Tensor | None = None
         if self._target.dtype == self._sum_dtype:
             self._sum = self._target

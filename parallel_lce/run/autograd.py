@@ -158,7 +158,7 @@ class DenseLoss(torch.autograd.Function):
             if layout.ranks == 1:
                 value, stacked = dense.losses(products, (target, weights, bias, logit_map))
             else:
-                gather = PartialsGather(x, len(x), call.shard, call.columns, layout)
+                gather = PartialsGather(x, len(x), call.shard, call.columns, layout, call.dtype)
                 # A rank without entries has no dense logits, and sends second rows.
                 sums, second = gather.local.tensor_split([call.columns.merged])
                 second.zero_()

@@ -123,13 +123,11 @@ def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any]
             )
 
 
-def finish(call: Call, metrics: dict[str, Tensor]) -> None:
+def finish(call: Call, function: LossFunction, metrics: dict[str, Tensor]) -> None:
     """After the collectives of a forward: keep the ``metrics`` of a caller's function, and raise what it raised. In
     debug mode every rank raises if one does. Collectives: in debug mode, those of
     :func:`parallel_lce.call.debug.agree`."""
-    function, layout = call.loss_function, call.layout
-    if function is None:
-        return
+    layout = call.layout
     function.metrics, failure, function.failure = metrics, function.failure, None
     if failure is not None:
         debug.report_refusal(layout, RuntimeError(f"loss raised {type(failure).__name__}: {failure}"))
@@ -147,7 +145,8 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     """The call's loss, of each token ``[N]`` or 0-dimensional, and the residuals of its backward."""
     target, weight, reduction = call.target, call.token_weight, call.options.reduction
     losses, coefficients, metrics = of_tokens(call, merged)
-    finish(call, metrics)
+    if call.loss_function is not None:
+        finish(call, call.loss_function, metrics)
     residuals = Residuals(*coefficients[:5])
     if reduction == "none":
         return [losses], residuals

@@ -88,7 +88,7 @@ def forward(
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets, tokens = call.local_targets(), call.shape.numel()
         sizes = [feature.message_size(call) for feature in features] if features else []
-        partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, sum(sizes))
+        partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, call.dtype, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
             feature.begin(call, message)
         gathered: Tensor | None = None
@@ -147,9 +147,11 @@ class GradientSums:
         if needs.hidden:
             self.reduction = call.hidden_reduction(hidden)
         if needs.weight:
-            self.dweight = GradBuffer(projection.weight, real, blocks, dtype=dtype, main_grad=call.main_grad)
+            self.dweight = GradBuffer(
+                projection.weight, real, blocks, call.dtype, dtype=dtype, main_grad=call.main_grad
+            )
         if needs.bias and projection.bias is not None:
-            self.dbias = GradBuffer(projection.bias, real, blocks, dtype=dtype)
+            self.dbias = GradBuffer(projection.bias, real, blocks, call.dtype, dtype=dtype)
 
     def deliver(self, shape: torch.Size) -> Gradients:
         """The finished gradients, dX in this ``shape [..., D]``."""
@@ -322,7 +324,7 @@ def accumulate(
         for block in blocks:
             x = gathers.ready()
             buffers.rotate(1)
-            partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
+            partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout, dtype)
             task = ForwardTask(
                 call.of_block(projection, block),
                 x.tensor,
@@ -340,6 +342,7 @@ def accumulate(
         while waiting:
             complete(waiting.popleft())
         gradients = sums.deliver(shape)
-        loss_results.finish(call, metrics)
+        if call.loss_function is not None:
+            loss_results.finish(call, call.loss_function, metrics)
         total = per_token.sum()
         return total if divisor is None else total / divisor, gradients

@@ -96,7 +96,7 @@ def first_order(run: Callable, dependencies: Sequence[Tensor], *given: Tensor | 
 def batched(run: Callable, upstream: Sequence[Tensor | None]) -> tuple:
     """``run(*upstream)``, the gradients of a backward; of a batch of upstream gradients, once for each.
     ``is_grads_batched`` batches them by an older vmap than ``torch.func``'s."""
-    if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, upstream)):
+    if torch.compiler.is_dynamo_compiling() or not any(map(private.is_batch, filter(torch.is_tensor, upstream))):
         return run(*upstream)
     # A backward on a GPU has a thread of its own, which does not know the level of the vmap. At another level a tensor
     # is no batch, and gets an empty one.

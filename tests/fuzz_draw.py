@@ -122,6 +122,12 @@ class Configuration:
         return self.values if self.kind == "statistics" and self.values % 3 == 0 else None
 
     @property
+    def own(self) -> bool:
+        """Whether the loss is written as a function for ``token_loss``: half of those that can be."""
+        plain = self.reduction != "none" and not self.label_smoothing and not self.token_weight
+        return self.kind == "loss" and plain and self.values % 2 == 0
+
+    @property
     def N(self) -> int:
         return math.prod(self.shape)
 

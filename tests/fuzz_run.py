@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -138,13 +139,24 @@ def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[st
         given["selected"] = tensors["selected"], tensors["offsets"]
     for name, others in _ARGUMENTS.items():
         given |= dict.fromkeys(others, given[name])
-    parameters = inspect.signature(_FUNCTIONS[c.kind]).parameters.values()
+    function = parallel_lce.token_loss if c.own else _FUNCTIONS[c.kind]
+    parameters = inspect.signature(function).parameters.values()
     given |= {"teacher_logit_scale": None, "teacher_logit_softcap": None}  # the student's
     given |= {"max_logit_penalty": 0.0, "weight": None, "options": None}  # a feature with a test of its own; torch's
-    found = _FUNCTIONS[c.kind](**{p.name: given[p.name] for p in parameters if p.kind != p.VAR_KEYWORD})
+    given["loss"] = partial(_written_out, c.z_loss)
+    found = function(**{p.name: given[p.name] for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)})
+    if c.own:
+        found, metrics = found
+        require(metrics == {}, f"metrics {metrics}")
     if isinstance(found, Tensor):
         return {"log_probs" if c.kind == "selected" else "loss": found}
     return {name: value for name, value in vars(found).items() if value is not None}
+
+
+def _written_out(z_loss: float, statistics: parallel_lce.TokenStatistics) -> Tensor:
+    """The cross-entropy of each token, as a function for ``token_loss``."""
+    losses = -statistics.target_log_prob
+    return losses + z_loss * statistics.lse.square() if z_loss else losses
 
 
 def _once(member: Member, c: Configuration) -> dict[str, Tensor]:

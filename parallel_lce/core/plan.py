@@ -338,7 +338,7 @@ def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidat
     if not saved and entries < LONG_SLICE:
         entries, pieces = LONG_SLICE, -(-row * LONG_SLICE // SMALLEST_BLOCK)
     slices = -(-p.shard_rows // max(1, entries))
-    time = _time(p, gradients, 1 - min(1, saved / p.shard_rows), pieces, slices)
+    time = _time(p, gradients, 1 - min(1, saved / max(1, p.shard_rows)), pieces, slices)
     return _Candidate(planned, True, time, dx_sum)
 
 

@@ -88,7 +88,8 @@ def statistics_gradient(
             given["target_log_prob"] = of_target.where(inside, elsewhere.masked_fill(of_target == 0, 0.0))
         if of_logit is not None:  # through lse: no rank has the logit of such a target
             elsewhere = elsewhere.masked_fill(inside | (of_logit == 0), 0.0)
-            given["lse"] = elsewhere if given.get("lse") is None else given["lse"] + elsewhere
+            of_lse = given.get("lse")
+            given["lse"] = elsewhere if of_lse is None else of_lse + elsewhere
 
     def total(*terms: tuple[int, str]) -> Tensor | None:
         signed = [sign * value for sign, name in terms if (value := given.get(name)) is not None]

@@ -329,6 +329,19 @@ def test_ours_equals_an_fp32_head_on_random_inputs(deviation, device):
         assert edges == [(0.1, 1.0), (1e-2, 0.1), (1e-3, 1e-2), (1e-4, 1e-3), (1e-5, 1e-4), (0.0, 1e-5)]
 
 
+def test_the_report_on_log_probabilities(tmp_path, capsys):
+    """A file that cannot be read does not end it."""
+    bad, good = written(tmp_path / "bad [x]", weight=None), written(tmp_path / "good", 40, 300, 64)
+    figures = tmp_path / "figures.json"
+    assert parity.main([bad, good, *f"--device cpu --random 40,90,16 --json {figures}".split()]) == 2
+    said = capsys.readouterr()
+    assert "bad [x] has no tensor weight" in said.err
+    case, *random = json.loads(figures.read_text())["cases"]
+    assert len(random) == len(parity.DEVIATIONS) and case["name"] == good and case["holds"]
+    assert f"{case['deviations'][OURS]['largest']:.1e}" in said.out
+
+
+@pytest.mark.slow
 def test_parity_of_a_trained_model(tmp_path):
     """A file that cannot be read does not end it."""
     pytest.importorskip("tokenizers", reason="needs the training program's packages")

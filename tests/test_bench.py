@@ -377,7 +377,7 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
 
 def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):
     """Lines go through the snapshots in the order of their steps, whatever the order of the files."""
-    drawn, N, V = [], 300, 700
+    drawn, N, V = [], 150, 300
     monkeypatch.setattr(pyplot, "close", drawn.append)
     monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
     paths = [written(tmp_path / f"{name}.safetensors", N, V, 32) for name in ("step-20", "step-9", "other [x]")]

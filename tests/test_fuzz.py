@@ -39,7 +39,7 @@ def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
 
 @pytest.mark.parametrize("kind", ["loss", "statistics", "logits", "selected", "divergence"])
 def test_configurations_of_one_process_hold(kind, of):
-    _hold(of(24, 12), lambda c: c.kind == kind, _run)
+    _hold(of(24, 8), lambda c: c.kind == kind, _run)
 
 
 WANTED = {
@@ -58,7 +58,7 @@ WANTED = {
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "number", "fewer"),
-    [("any", 2, 30, 12), ("any", 3, 30, 12), ("batch first", 2, 20, 8), ("flat", 2, 6, 3)],
+    [("any", 2, 30, 8), ("any", 3, 30, 8), ("batch first", 2, 20, 5), ("flat", 2, 6, 3)],
 )
 def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of):
     run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731

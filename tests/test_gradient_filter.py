@@ -386,7 +386,7 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, mon
 @on_ranks(2)
 def test_ranks(member, sequence_parallel):
     """Shards of whole windows have the windows of the whole."""
-    x, weight, target = given = wide_problem(N=256, V=1024, device=member.device)
+    x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
     t = part(Tensors(x, weight, target), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
     with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(form, "list_active_windows") as lists:

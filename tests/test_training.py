@@ -154,24 +154,6 @@ def start(work):
     return run
 
 
-@pytest.fixture
-def train(start, tmp_path):
-    """``train(*overrides)``: the metrics of a training."""
-
-    def run(*overrides: str) -> dict:
-        start("program.py train", "train.steps=4", "model.tie_embeddings=true", f"output={tmp_path}", *overrides)
-        return json.loads((tmp_path / "metrics.json").read_text())
-
-    return run
-
-
-def test_losses_are_those_of_one_process_with_the_stock_loss(train):
-    alone = train("train.micro_batches=4", "loss.impl=stock")["losses"]
-    assert alone[-1] < alone[0] - 0.1  # it learns
-    layout = ["parallel.data=2", "train.micro_batches=2", "parallel.distributed_optimizer=true"]
-    assert train(*layout)["losses"] == pytest.approx(alone, abs=1e-5)
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.args")), ids=lambda path: path.stem)
 def test_megatrons_arguments_describe_the_configuration_beside_them(path):
     """One flag on a line, and whole lines of comments, which `grep -v '^#'` takes away."""
@@ -219,15 +201,21 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
-def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work):
-    own = "train.steps=30 train.sequence=24 train.micro_batch=8 snapshots.steps=[4,8,40] snapshots.tokens=120".split()
+def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work, tmp_path, monkeypatch):
+    """And losses of one process are those of two with the stock loss."""
+    sizes = "train.steps=20 train.sequence=24 train.micro_batch=4".split()
+    two = "parallel.data=2 train.micro_batches=2 parallel.distributed_optimizer=true loss.impl=stock".split()
+    two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
+    start(f"program.py train --config={CPU}", *sizes, *two)
+    own = [*sizes, "train.micro_batches=4", "snapshots.steps=[4,8,40]", "snapshots.tokens=120"]
     own.append(f"output={work / 'snapshots'}")
     said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
     own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
     config = load_config(CPU, own)
     metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
-    assert [path.stem for path in files] == ["step-4", "step-8", "step-30"] and len(metrics.losses) == 30
+    assert metrics.losses == pytest.approx(read_metrics(tmp_path).losses, abs=1e-5)
+    assert [path.stem for path in files] == ["step-4", "step-8", "step-20"] and len(metrics.losses) == 20
     held_out, _ = split(load_text(config.text), 24, 5)
     losses = []
     for path in files:
@@ -242,8 +230,15 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, wor
     assert is_trained(config) and is_trained(load_config(CPU, [*own, "text.cache=elsewhere"]))
     with pytest.raises(Refusal, match="has snapshots of another configuration: give another output="):
         is_trained(load_config(CPU, [*own, "train.seed=7"]))
+    # A report on them does not train again.
+    became, given = [], ["--config", str(CPU), *own, "--", "--json", str(work / "report.json")]
+    monkeypatch.setattr(program, "_become", lambda command, environment: became.append(command))
+    program.run("parity", given)
+    assert became[0][-6:] == ["benchmarks.parity", *map(str, files), *given[-2:]]
     files[1].unlink()
     assert not is_trained(config)
+    monkeypatch.setattr(subprocess, "run", lambda command, env: subprocess.CompletedProcess(command, 3))
+    assert program.run("parity", given) == 3 and len(became) == 1
 
 
 # --- the comparison -----------------------------------------------------------------------------------

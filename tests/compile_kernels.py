@@ -1,8 +1,9 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
-``compile_kernels.py CAPABILITY [few]``, since Triton must not be in its interpreter's mode; ``few`` compiles each
-kernel for some calls. Prints, in JSON, the version of Triton, which PYTHONPATH may choose, and what each kernel takes:
-bytes of stack, which are registers spilled, and of shared memory. ``plain``: as kernel_calls.py has it. Every launch
-must say whether a product and a sum are fused, since Triton 3.10 changes the default.
+``compile_kernels.py CAPABILITY [few|once]``, since Triton must not be in its interpreter's mode; ``few`` compiles each
+kernel for some calls, ``once`` for the first of them. Prints, in JSON, the version of Triton, which PYTHONPATH may
+choose, and what each kernel takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: as
+kernel_calls.py has it. Every launch must say whether a product and a sum are fused, since Triton 3.10 changes the
+default.
 """
 
 import functools
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-CAPABILITY, FEW = int(sys.argv[1]), sys.argv[2:] == ["few"]
+CAPABILITY, FEW, ONCE = int(sys.argv[1]), sys.argv[2:] != [], sys.argv[2:] == ["once"]
 
 driver.set_active(
     SimpleNamespace(
@@ -33,6 +34,7 @@ driver.set_active(
     )
 )
 compiled: list[dict] = []
+met: set[str] = set()
 plain = True
 _run = JITFunction.run
 _OBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -40,6 +42,10 @@ _OBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", 
 
 def _compile_alone(self, *arguments, grid, warmup, **options):
     assert options["enable_fp_fusion"]
+    name = self.repr(SimpleNamespace(constants=options))
+    if ONCE and name in met:
+        return
+    met.add(name)
     kernel = _run(self, *arguments, grid=grid, warmup=True, **options)
     shared, name, stack = kernel.metadata.shared, kernel.metadata.name, _stack(kernel.asm["cubin"])
     compiled.append(dict(name=name, hopper=self.is_gluon(), plain=plain, stack=stack, shared=shared))

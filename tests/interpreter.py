@@ -6,6 +6,7 @@ By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and its maximu
 
 import dataclasses
 import functools
+import inspect
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
 
 _convert = interpreter._convert_float
 
@@ -32,6 +34,9 @@ def round_as_gpus_do() -> None:
 
 _patch_lang = interpreter._patch_lang
 _broadcast = TritonSemantic.broadcast_impl_value
+_check, _constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
+_numpy_type, _equal, _unwrap = interpreter._get_np_dtype, tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+_create_splat, _create_dot = interpreter.InterpreterBuilder.create_splat, interpreter.InterpreterBuilder.create_dot
 
 
 @functools.cache
@@ -50,13 +55,21 @@ def _constants(shape: tuple[int, ...]):
 
 @functools.cache
 def _block(shape: tuple[int, ...]):
-    return tl.tuple(shape), validate_block_shape(shape), _constants(shape)
+    """And types of the shape, by the element's."""
+    return tl.tuple(shape), shape, validate_block_shape(shape), _constants(shape), {}
 
 
 def _init_block_type(self, element_ty, shape) -> None:
     self.element_ty = element_ty
-    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-    self.shape, self.numel, self.constants = _block(sizes)
+    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    self.shape, self.sizes, self.numel, self.constants, self.others = _block(sizes)
+
+
+def _with_element_ty(self, element_ty):
+    name = element_ty.name
+    if name not in self.others:
+        self.others[name] = tl.block_type(element_ty, self.shape)
+    return self.others[name]
 
 
 def _init_tensor(self, handle, type) -> None:
@@ -65,13 +78,97 @@ def _init_tensor(self, handle, type) -> None:
 
 
 def _spared_broadcast(self, lhs, rhs):
-    """Equal shapes are one object."""
-    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
+    """Equal shapes are one object. A constant is made a block of each shape once."""
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    if rhs.__class__ is _Constant and lhs.type.is_block():
+        if lhs.type.sizes not in rhs.blocks:
+            rhs.blocks[lhs.type.sizes] = _broadcast(self, lhs, rhs)[1]
+        return lhs, rhs.blocks[lhs.type.sizes]
+    return _broadcast(self, lhs, rhs)
+
+
+class _Constant(tl.tensor):
+    """A number, and blocks of it by their shape."""
+
+
+def _spared_check(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+    """Numbers of one type stay what they are, and Python's take the type of the tensor, unless fp16 is divided."""
+    if isinstance(lhs, tl.tensor) and not div_or_mod and not lhs.dtype.is_ptr():
+        dtype, type = lhs.dtype, rhs.__class__
+        if isinstance(rhs, tl.tensor) and rhs.dtype is dtype:
+            return self.broadcast_impl_value(lhs, rhs)
+        if type in (int, float) and dtype.is_floating() or type is int and 0 <= rhs < 128 and dtype in _INTEGERS:
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype))
+    return _check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+_INTEGERS = tl.int32, tl.int64
+_known_constants = {}
+
+
+def _known_constant(self, value, dtype):
+    key = repr(value), dtype.name
+    if key not in _known_constants:
+        made = _Constant(_constant(self, value, dtype).handle, dtype)
+        _known_constants[key], made.blocks = made, {}
+    return _known_constants[key]
+
+
+_numpy_types = {}
+
+
+def _known_numpy_type(type):
+    name = type.scalar.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _numpy_type(type)
+    return _numpy_types[name]
+
+
+def _patch_attr(owner, name, member, builder, scope) -> None:
+    """With one call, not three, around what is called."""
+    function = inspect.unwrap(member)
+
+    def call(*arguments, **options):
+        options["_semantic"] = interpreter.interpreter_semantic
+        return function(*arguments, **options)
+
+    scope.set_attr(owner, name, call)
+
+
+def _splat(self, type, value):
+    if value.dtype.is_block():
+        return _create_splat(self, type, value)
+    return TensorHandle(np.full(type.sizes, value.data, value.data.dtype), value.dtype)
+
+
+def _spared_unwrap(value):
+    """Most are no constants."""
+    return value if isinstance(value, _PLAIN) else _unwrap(value)
+
+
+_PLAIN = tl.tensor, tl.dtype, int, float
+
+
+def _dot(self, a, b, d, *precision):
+    """Operands of the sum's type go to BLAS."""
+    a, b = (TensorHandle(x.data.astype(d.data.dtype, copy=False), d.dtype) for x in (a, b))
+    return _create_dot(self, a, b, d, *precision)
 
 
 def spare_work() -> None:
-    interpreter._patch_lang = _patched
+    interpreter._patch_lang, interpreter._patch_attr = _patched, _patch_attr
+    interpreter._get_np_dtype = _known_numpy_type
+    interpreter._validate_np_data_size = lambda data, type: data.itemsize <= _known_numpy_type(type).itemsize
+    interpreter.InterpreterBuilder.create_splat = _splat
+    interpreter.InterpreterBuilder.create_dot = _dot
+    tl.core._unwrap_if_constexpr = _spared_unwrap
+    tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
+    tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _init_tensor
+    TritonSemantic.binary_op_type_checking_impl = _spared_check
+    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
+    TritonSemantic.scalar_constant = _known_constant
     tl.dtype.constants = _constants(())
     tl.block_type.__init__ = _init_block_type
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")

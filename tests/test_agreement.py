@@ -157,6 +157,7 @@ def _numbers(found) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", EXPOSED)
+@pytest.mark.thinned
 @on_ranks(2)
 def test_calls_that_differ_give_nan(member, name, backend):
     """On every rank, without debug mode. The next calls, which agree, are right."""

@@ -329,6 +329,19 @@ def test_ours_equals_an_fp32_head_on_random_inputs(deviation, device):
         assert edges == [(0.1, 1.0), (1e-2, 0.1), (1e-3, 1e-2), (1e-4, 1e-3), (1e-5, 1e-4), (0.0, 1e-5)]
 
 
+def test_the_report_on_log_probabilities(tmp_path, capsys):
+    """A file that cannot be read does not end it."""
+    bad, good = written(tmp_path / "bad [x]", weight=None), written(tmp_path / "good", 40, 300, 64)
+    figures = tmp_path / "figures.json"
+    assert parity.main([bad, good, *f"--device cpu --random 40,90,16 --json {figures}".split()]) == 2
+    said = capsys.readouterr()
+    assert "bad [x] has no tensor weight" in said.err
+    case, *random = json.loads(figures.read_text())["cases"]
+    assert len(random) == len(parity.DEVIATIONS) and case["name"] == good and case["holds"]
+    assert f"{case['deviations'][OURS]['largest']:.1e}" in said.out
+
+
+@pytest.mark.slow
 def test_parity_of_a_trained_model(tmp_path):
     """A file that cannot be read does not end it."""
     pytest.importorskip("tokenizers", reason="needs the training program's packages")
@@ -364,7 +377,7 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
 
 def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):
     """Lines go through the snapshots in the order of their steps, whatever the order of the files."""
-    drawn, N, V = [], 300, 700
+    drawn, N, V = [], 150, 300
     monkeypatch.setattr(pyplot, "close", drawn.append)
     monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
     paths = [written(tmp_path / f"{name}.safetensors", N, V, 32) for name in ("step-20", "step-9", "other [x]")]

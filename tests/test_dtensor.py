@@ -100,6 +100,7 @@ RUNS += [(name, "sum", True) for name in ("replicated", "uneven vocabulary")]
 
 
 @pytest.mark.parametrize(("ranks", "name", "reduction", "compiled"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
+@pytest.mark.thinned("name", "reduction", "compiled")
 @on_ranks()
 def test_placements(member, name, reduction, compiled):
     shape, names, weight, x, target, sizes, tokens, of_weight = CASES[name]

@@ -25,6 +25,12 @@ def _drawn(wanted, ranks=1, settings=SETTINGS):
     return ((index, c) for index, c in drawn if wanted(c))
 
 
+@pytest.fixture
+def of(request):
+    """``of(number, fewer)``: how many configurations a test draws, fewer without ``--all``."""
+    return lambda number, fewer: number if request.config.option.all else fewer
+
+
 def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
     for index, c in islice(_drawn(wanted, ranks, settings), number):
         _, finding = fuzz.examine(c, run)
@@ -32,8 +38,8 @@ def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
 
 
 @pytest.mark.parametrize("kind", ["loss", "statistics", "logits", "selected", "divergence"])
-def test_configurations_of_one_process_hold(kind):
-    _hold(24, lambda c: c.kind == kind, _run)
+def test_configurations_of_one_process_hold(kind, of):
+    _hold(of(24, 12), lambda c: c.kind == kind, _run)
 
 
 WANTED = {
@@ -51,21 +57,24 @@ WANTED = {
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ranks", "number"), [("any", 2, 30), ("any", 3, 30), ("batch first", 2, 20), ("flat", 2, 6)]
+    ("wanted", "ranks", "number", "fewer"),
+    [("any", 2, 30, 12), ("any", 3, 30, 12), ("batch first", 2, 20, 8), ("flat", 2, 6, 3)],
 )
-def test_configurations_over_ranks_hold(wanted, ranks, number, worlds):
+def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of):
     run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731
-    _hold(number, WANTED[wanted], run, ranks)
+    _hold(of(number, fewer), WANTED[wanted], run, ranks)
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, 6), (2, 3), pytest.param(4, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "number", "fewer"), [(1, 6, 2), (2, 3, 1), pytest.param(4, 5, 5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
-def test_configurations_of_kernels_hold(wanted, kind, ranks, number, kernels, worlds, device):
+def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kernels, worlds, device, of):
     """More of what few draws have."""
     settings = fuzz.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
-    _hold(number, lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
+    _hold(of(number, fewer), lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
 
 
 CANCELLING = {
@@ -120,7 +129,7 @@ TRAINED = dict(mode=("train",), frozen=((),), autocast=("",))
 @pytest.mark.parametrize("precision", FAULTS)
 @pytest.mark.parametrize("where", ["dinput", "dweight", "dbias"])
 @pytest.mark.thinned
-def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
+def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch, of):
     dtypes, by, share = FAULTS[precision]
     # Logits that are alike are rounded alike, and their gradient's terms cancel.
     wanted = dict(
@@ -136,12 +145,12 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
         gradient[int(rows.argmax())] *= 1 + by
 
     said = []
-    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, 24, **wanted):
+    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(24, 12), **wanted):
         assert not finding or where in finding
         # What is 0, lies beneath fp16's numbers or sums to nearly nothing has no percent.
         if max([v.truth for v in verdicts if v.name.removesuffix(" again") == where], default=0.0) >= 1e-3:
             said.append(where in finding)
-    assert len(said) >= 12
+    assert len(said) >= of(12, 6)
     assert sum(said) >= share * len(said), said
 
 
@@ -159,7 +168,7 @@ FAULTY_RESULTS = {
 
 @pytest.mark.parametrize("name", FAULTY_RESULTS)
 @pytest.mark.thinned
-def test_one_wrong_result_is_found(name, monkeypatch):
+def test_one_wrong_result_is_found(name, monkeypatch, of):
     def largest_off(c, value):
         """The finite element that is largest in magnitude, a thousandth off; ids in another order."""
         if c.counted == "wrong":
@@ -173,8 +182,8 @@ def test_one_wrong_result_is_found(name, monkeypatch):
     modest = dict.fromkeys(("bias", "teacher_bias"), ("", "plain", "masked"))
     modest |= dict(dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0), offset=(0.0,))
     wanted = dict(repeat=(False,), walk=("backward",), **modest, **FAULTY_RESULTS[name])
-    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, 20, **wanted)]
-    assert len(found) >= 4
+    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, of(20, 10), **wanted)]
+    assert len(found) >= of(4, 2)
     assert all(right for _, right in found), [c for c, right in found if not right][0]
 
 

@@ -29,6 +29,7 @@ def _plain(x, w, y, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.thinned
 def test_beside_plain_torch(worlds, ranks, options, dtype, backend, device):
     everywhere(worlds, device, ranks, _body, options, getattr(torch, dtype))
 

@@ -339,6 +339,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("how", GRADIENTS)
+@pytest.mark.thinned
 @on_ranks(2)
 def test_main_grad_gets_what_autograd_gives(member, how, budget, tied):
     """Under Megatron's DDP without gradient_accumulation_fusion, in three microbatches."""

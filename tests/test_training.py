@@ -219,15 +219,15 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
-def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work):
-    own = "train.steps=30 train.sequence=24 train.micro_batch=8 snapshots.steps=[4,8,40] snapshots.tokens=120".split()
+def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work, monkeypatch):
+    own = "train.steps=20 train.sequence=24 train.micro_batch=8 snapshots.steps=[4,8,40] snapshots.tokens=120".split()
     own.append(f"output={work / 'snapshots'}")
     said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
     own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
     config = load_config(CPU, own)
     metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
-    assert [path.stem for path in files] == ["step-4", "step-8", "step-30"] and len(metrics.losses) == 30
+    assert [path.stem for path in files] == ["step-4", "step-8", "step-20"] and len(metrics.losses) == 20
     held_out, _ = split(load_text(config.text), 24, 5)
     losses = []
     for path in files:
@@ -242,8 +242,15 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, wor
     assert is_trained(config) and is_trained(load_config(CPU, [*own, "text.cache=elsewhere"]))
     with pytest.raises(Refusal, match="has snapshots of another configuration: give another output="):
         is_trained(load_config(CPU, [*own, "train.seed=7"]))
+    # A report on them does not train again.
+    became, given = [], ["--config", str(CPU), *own, "--", "--json", str(work / "report.json")]
+    monkeypatch.setattr(program, "_become", lambda command, environment: became.append(command))
+    program.run("parity", given)
+    assert became[0][-6:] == ["benchmarks.parity", *map(str, files), *given[-2:]]
     files[1].unlink()
     assert not is_trained(config)
+    monkeypatch.setattr(subprocess, "run", lambda command, env: subprocess.CompletedProcess(command, 3))
+    assert program.run("parity", given) == 3 and len(became) == 1
 
 
 # --- the comparison -----------------------------------------------------------------------------------

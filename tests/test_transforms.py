@@ -173,6 +173,7 @@ FORWARD_MODE = {
 
 
 @pytest.mark.parametrize("asked", SECOND)
+@pytest.mark.thinned
 def test_second_derivatives_are_refused(asked, problem):
     function, x, w = problem
     x, w = (v.double().requires_grad_() for v in (x, w))

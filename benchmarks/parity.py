@@ -25,10 +25,10 @@ from torch import Tensor
 
 from parallel_lce import entropy, log_prob, token_statistics
 
-from . import snapshots
-from .problem import Problem, Shape
-from .report import machine, new_parser, new_table, parse, parse_shape, speaker
-from .team import Team
+from .engine import snapshots
+from .engine.problem import Problem, Shape
+from .engine.report import SHAPE, new_parser, new_table, parse, session
+from .engine.team import Team
 
 DEVIATIONS = (0.01, 1.0, 5.0, 20.0)  # standard deviations of random logits; the first ones are nearly flat
 DEFAULT_SHAPE = {"cpu": Shape(512, 8192, 512), "cuda": Shape(8192, 131072, 4096)}
@@ -163,10 +163,10 @@ def _deviation(found: Found, truth: Found) -> dict[str, float]:
 
 
 @torch.no_grad()
-def random_problem(shape: Shape, deviation: float, team: Team, seed: int = 0) -> Problem:
+def random_problem(shape: Shape, deviation: float, team: Team) -> Problem:
     """bf16 inputs whose logits are normal with standard deviation `deviation`: x ~ N(0, 1), W ~ N(0, deviation^2 / D).
     Targets are drawn from the softmax, as tokens are sampled from a policy."""
-    options = {"generator": torch.Generator(team.device).manual_seed(seed), "device": team.device}
+    options = {"generator": torch.Generator(team.device).manual_seed(0), "device": team.device}
     hidden = torch.randn(shape.n, shape.d, **options).bfloat16()
     weight = torch.randn(shape.v, shape.d, **options).mul_(deviation * shape.d**-0.5).bfloat16()
     target = torch.empty(shape.n, dtype=torch.int64, device=team.device)
@@ -216,10 +216,9 @@ def verdict(case: dict) -> str:
 
 def parse_arguments(arguments: list[str] | None, program: str = "python -m benchmarks.parity") -> Namespace:
     """Parses the command line. A wrong one ends the program with status 2."""
-    parser = new_parser(program, __doc__)
+    parser = new_parser(program, __doc__, "--json")
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
-    words = "tokens, vocabulary and hidden size of random inputs; may be repeated"
-    parser.add_argument("--random", action="append", metavar="N,V,D", type=parse_shape, help=words)
+    parser.add_argument("--random", help="size of random inputs; may be repeated", **SHAPE)
     options = parse(parser, arguments)
     options.random = options.random or [DEFAULT_SHAPE[options.device]]
     return options
@@ -228,21 +227,19 @@ def parse_arguments(arguments: list[str] | None, program: str = "python -m bench
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    team = Team(torch.device(options.device))
-    say, content = speaker(), {"machine": machine(team.device), "cases": []}
-    say("; ".join(f"{name}: {text}" for name, text in content["machine"].items()))
+    with session(options) as run:
 
-    def case_of(read: Callable, *arguments) -> dict:
-        return measure(read(*arguments, team))
+        def case_of(read: Callable, *arguments) -> dict:
+            return measure(read(*arguments, run.team))
 
-    def show(case: dict) -> None:
-        print(f"measured {case['name']}", file=sys.stderr, flush=True)
+        def show(case: dict) -> None:
+            print(f"measured {case['name']}", file=sys.stderr, flush=True)
 
-    sources = [partial(case_of, snapshots.read, path) for path in options.files]
-    sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
-    status, cases = snapshots.report_on(sources, options, content, show), content["cases"]
-    for part in (*tables(cases), *map(verdict, cases)):
-        say(part)
+        sources = [partial(case_of, snapshots.read, path) for path in options.files]
+        sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
+        status, cases = snapshots.report_on(sources, run, show), run.content["cases"]
+        for part in (*tables(cases), *map(verdict, cases)):
+            run.say(part)
     return status or int(not all(case["holds"] for case in cases))
 
 

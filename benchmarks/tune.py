@@ -18,13 +18,13 @@ from parallel_lce import log_prob, token_statistics
 from parallel_lce.kernels import product
 from parallel_lce.kernels.tuning import Tile
 
-from .options import SUITES
-from .passes import calls_of
-from .peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
-from .problem import Problem, make_problem
-from .report import parse_shape
-from .team import NotMeasured, Team
-from .timing import ratios, timer
+from .engine.options import SUITES
+from .engine.passes import calls_of
+from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .engine.problem import Problem, make_problem
+from .engine.report import parse_shape
+from .engine.team import NotMeasured, Team
+from .engine.timing import ratios, timer
 
 # Tile(rows, entries, elements of the K dimension per step, warps, stages)
 SPECIALIZED = [

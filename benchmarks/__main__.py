@@ -22,7 +22,7 @@ from .engine.options import parse_arguments
 from .engine.peers import OVERLAPPED
 from .engine.problem import Problem, make_problem
 from .engine.report import machine, speaker, write_json
-from .engine.tables import cell_table, host_output, overview
+from .engine.tables import cell_table, host_output
 from .engine.team import Team, join, release
 
 
@@ -57,12 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
                     write_json(options.json, content)
         if ranks:
             dist.barrier()  # the ranks outside the team wait here
-    cells = content["cells"]
-    if cells:
-        say(overview(cells))
     if dist.is_initialized():
         dist.destroy_process_group()
-    return int(any(entry["refused"] for cell in cells for entry in cell["peers"] if entry["family"] == "ours"))
+    ours = [entry for cell in content["cells"] for entry in cell["peers"] if entry["family"] == "ours"]
+    return int(any(entry["refused"] for entry in ours))
 
 
 def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]) -> Iterator[dict]:

@@ -309,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
             build, names, size = CASES[name]
             size = replace(size if options.device == "cuda" else TINY, counted=share)
             calls = {way: in_turn(partial(step_of, build, way, size, where)) for way in names.split()}
-            rows = ways.measure(calls, run.team, options.rounds, new_judge())
+            rows = ways.measure(calls, run.team, options.rounds, ways.like_first(compared))
             del calls
             release(run.team.device)
             cases.append({"name": name, **asdict(size), "ways": rows})
@@ -325,21 +325,14 @@ def in_turn(build: Callable[[], Step]) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: step()()
 
 
-def new_judge() -> Callable[[str, tuple[Tensor, Tensor]], dict]:
-    """A judge that compares losses, and gradients of the output layer's weight, with the first way's."""
-    truth: list[tuple[Tensor, Tensor]] = []
-
-    def judge(way: str, found: tuple[Tensor, Tensor]) -> dict:
-        if not truth:
-            truth.append(found)
-        (loss, gradient), (right, of_right) = found, truth[0]
-        ways.same_loss(loss, right)
-        off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
-        if not off <= GRADIENT_LIMIT:
-            raise NotMeasured(f"refused: the gradient of the output layer's weight differs by {off:.1e}")
-        return {"loss": loss.item(), "gradient_off": off}
-
-    return judge
+def compared(found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """The loss, and the relative difference of the gradients of the output layer's weight."""
+    (loss, gradient), (right, of_right) = found, first
+    row = ways.same_loss(loss, right)
+    off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
+    if not off <= GRADIENT_LIMIT:
+        raise NotMeasured(f"refused: the gradient of the output layer's weight differs by {off:.1e}")
+    return row | {"gradient_off": off}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Under torchrun each of the P ranks has V / P entries. In the snapshot's own orde
 order the entries are dealt to the ranks in turn. The bare matrix products have the size of one rank's products, and no
 collectives.
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype, as
+A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
 launch/snapshots.py writes them. `./launch/gradient_filter.sh` trains a model, then runs this report on its snapshots.
 
 Exit status: 0; 2 for a file that cannot be measured.

@@ -1,13 +1,11 @@
-"""`python -m benchmarks.papers`: figures that a paper and three articles published, and the same measured here.
+"""`python -m benchmarks.papers`: published figures, and the same measured here.
 
-table2    the paper's Table 2: forward without gradients; memory counts the inputs; figures 4 and 5 as pictures
-chunks    an article's table: forward + backward with two small budgets, relative to plain torch
-peak      an article's figure: peak memory of forward + backward; inputs and gradients count
+table2    Table 2 of the paper: forward without gradients; memory counts the inputs; figures 4 and 5 as pictures
 gemma2    an article's example: 328 GB of logits
 
-The published figures are of the hardware that the table names. Plain torch is measured here beside ours: logits in the
-dtype of the input, cross-entropy in float32. On a CPU all sizes are tiny. Exit status: 1 if a loss of ours differs from
-plain torch's or runs out of memory. A loss is not compared where torch's does not fit the GPU, as in gemma2.
+The paper's figures are of a GB200. Plain torch is measured here beside ours: logits in the dtype of the input,
+cross-entropy in float32. On a CPU all sizes are tiny. Exit status: 1 if a loss of ours differs from plain torch's or
+runs out of memory. A loss is not compared where torch's does not fit the GPU, as in gemma2.
 """
 
 import sys
@@ -17,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .engine import ways
-from .engine.measure import gradient_bytes
 from .engine.passes import calls_of
-from .engine.peers import FORWARD, FORWARD_BACKWARD, ONE, PASSES, named
+from .engine.peers import FORWARD, ONE, PASSES, named
 from .engine.problem import Problem, Shape, make_problem
 from .engine.report import MIB, NONE, RATIO, milliseconds, new_parser, new_table, parse, session, spread_text
 from .engine.team import Team, release
@@ -61,17 +58,6 @@ class Setting(NamedTuple):
         tiny = self.team.device.type == "cpu"
         return make_problem(Shape(n // 256, v // 256, 32) if tiny else Shape(n, v, d), self.dtype, self.team)
 
-    def rows(self, problem: Problem, kind: str, names: list[str]) -> list[dict]:
-        """A row for each peer. Its loss must be the first one's."""
-        losses: list[torch.Tensor] = []
-
-        def judge(way: str, found: Any) -> dict:
-            losses.append(found if kind == FORWARD else found[0])
-            ways.same_loss(losses[-1], losses[0])
-            return {"loss": losses[-1].item()}
-
-        return ways.measure({name: call_of(name, problem, kind) for name in names}, self.team, self.rounds, judge)
-
 
 def call_of(name: str, problem: Problem, kind: str):
     peer = named(name, ONE)
@@ -93,14 +79,15 @@ def table_2(setting: Setting) -> tuple[Any, list[dict]]:
     for n, published in TABLE_2.items():
         for v, of_paper in zip(VOCABULARIES, published):
             problem = setting.problem(n, v, 4096)
-            rows = setting.rows(problem, FORWARD, [TORCH, OURS])
+            calls = {name: call_of(name, problem, FORWARD) for name in (TORCH, OURS)}
+            rows = ways.measure(calls, setting.team, setting.rounds, ways.like_first())
             held = bytes_of(problem)
             for row in rows:
                 row |= dict(n=n, v=v, peak=held + row["peak"]) if not row["refused"] else dict(n=n, v=v)
             ms, mib = ([text(row) for row in rows] for text in (_ms, _mib))
             table.add_row(str(n), str(v), *ms, *_compared(*rows), *mib, *map(str, of_paper))
             found += rows
-            del problem
+            del problem, calls
             release(setting.team.device)
     return table, found
 
@@ -121,38 +108,6 @@ def _compared(of_torch: dict, ours: dict) -> list[str]:
     return [ratio, f"{100 * (1 - ours['peak'] / of_torch['peak']):.1f} %"]
 
 
-def chunks(setting: Setting) -> tuple[Any, list[dict]]:
-    """The blog post *Fused Linear Cross-Entropy*: N = 8192, D = 4096, V = 128000. A chunk of C tokens holds C * V fp32
-    logits."""
-    problem = setting.problem(8192, 128000, 4096)
-    published = {TORCH: (8.4, 1.00), "ours@512MiB": (0.50, 1.04), "ours@128MiB": (0.13, 1.11), "ours": (NONE, NONE)}
-    gradients = gradient_bytes(named(TORCH, ONE), problem)
-    rows = setting.rows(problem, FORWARD_BACKWARD, [*published])
-    caption = "GiB beyond dX and dW. time: relative to torch. Published: one H100, chunks of 1024 and of 256 tokens."
-    columns = {
-        "GiB": lambda row: f"{(row['peak'] - gradients) / GIB:.2f}",
-        "time": lambda row: spread_text(ratios(row["seconds"], rows[0].get("seconds", row["seconds"])), RATIO),
-        "published GiB": lambda row: str(published[row["way"]][0]),
-        "published time": lambda row: str(published[row["way"]][1]),
-    }
-    return ways.table(f"{problem}, forward + backward", caption, rows, "×", columns), rows
-
-
-def peak(setting: Setting) -> tuple[Any, list[dict]]:
-    """The article on a fused linear cross-entropy kernel in Triton, part of a series on Triton: N = 16384, D = 4096,
-    V = 128256."""
-    problem = setting.problem(16384, 128256, 4096)
-    published = {TORCH: "36.02", "ours@0": "5.04"}
-    rows = setting.rows(problem, FORWARD_BACKWARD, [TORCH, "ours@0", "ours"])
-    held = bytes_of(problem)
-    columns = {
-        "GB": lambda row: f"{(held + row['peak']) / GB:.2f}",
-        "published GB": lambda row: published.get(row["way"], NONE),
-    }
-    caption = "Inputs and gradients count. Published: one A100."
-    return ways.table(f"{problem}, forward + backward", caption, rows, "×", columns), rows
-
-
 def gemma2(setting: Setting) -> tuple[Any, list[dict]]:
     """The article *Cut Cross Entropy: 20x Memory reduction in LLM Pre-training*: eight sequences of 80,000 tokens,
     V = 256128; Gemma 2 9B's D = 3584. A call takes seconds: there is one round."""
@@ -165,7 +120,7 @@ def gemma2(setting: Setting) -> tuple[Any, list[dict]]:
     return ways.table(f"{problem}, logits_budget=0", caption, rows, "×", columns), rows
 
 
-PARTS = {"table2": table_2, "chunks": chunks, "peak": peak, "gemma2": gemma2}
+PARTS = {"table2": table_2, "gemma2": gemma2}
 
 
 PICTURES = {  # of table2: the label, a row's value, and which published figures, canonical and proposed

@@ -161,7 +161,7 @@ def test_a_run_of_two_processes(tmp_path):
     arguments = "--standalone --nproc-per-node 2 -- --device cpu --rounds 3 --shape 64,256,16 --json new/r.json"
     done = ran("bash", ROOT / "launch" / "bench.sh", *arguments.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Ours over all problems") == 1  # not once per rank
+    assert done.stdout.count("TP 2, N=64, V=256, D=16, SP") == 1  # not once per rank
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert [(c["tp"], c["sequence_parallel"]) for c in found["cells"]] == [(1, False), (2, False), (2, True)]
     for cell in found["cells"]:
@@ -238,8 +238,10 @@ def test_tiles_are_measured_on_the_interpreter(short):
     tiles = [tune.Tile(64, 64, 32, 4, 2), tune.Tile(64, 128, 32, 4, 2)]
     with chosen_backend("triton"):
         found = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ALONE), 1, tiles, (2,))
-    assert [*found] == [(tile, 2, use) for tile in tiles for use in ("forward", "saving forward", "forward + backward")]
-    assert all(speed > 0 for speed in found.values())
+    assert [*found] == ["forward", "saving forward", "forward + backward"]
+    for bare, *rows in found.values():
+        names = [f"{tile}, 2 row blocks a launch" for tile in tiles]
+        assert bare["way"] == GEMM_ONLY and [(row["way"], row["refused"]) for row in rows] == [(n, None) for n in names]
 
 
 @pytest.mark.slow
@@ -248,7 +250,7 @@ def test_published_figures_stand_beside_ours(short, tmp_path, capsys):
     path = tmp_path / "found.json"
     assert papers.main(["--device", "cpu", "--rounds", "1", "--json", str(path), "--plot", str(tmp_path / "new")]) == 0
     parts = json.loads(path.read_text())["parts"]
-    assert {name: len(rows) for name, rows in parts.items()} == dict(table2=40, chunks=4, peak=3, gemma2=2)
+    assert {name: len(rows) for name, rows in parts.items()} == dict(table2=40, gemma2=2)
     assert "| 32768 | 262144 | " in capsys.readouterr().out
     assert all((tmp_path / "new" / f"{name}.png").stat().st_size > 10_000 for name in ("latency", "memory"))
 
@@ -273,7 +275,6 @@ def assert_parity(case: dict) -> None:
     much = 100 if case["max_abs_logit"] > 1 else 10
     assert its["largest"] <= 2 * head["largest"] + slack and much * its["largest"] < rounded["largest"]
     assert its["outside"] == 0 and 0.999 < its["smallest_ratio"] <= its["largest_ratio"] < 1.001
-    assert much * its["mean"] < rounded["mean"] and much * head["mean"] < rounded["mean"]
     assert its["entropy_largest"] <= 2 * head["entropy_largest"] + slack
     assert much / 10 * its["entropy_largest"] < rounded["entropy_largest"]
     assert case["holds"] and sum(group["tokens"] for group in case["groups"]) == case["n"]
@@ -291,7 +292,6 @@ def test_gradients_of_nearly_flat_logits_are_no_worse_than_those_of_rounded_ones
 def test_ours_equals_an_fp32_head_on_random_inputs(deviation, device):
     case = parity.measure(random_problem(Shape(200, 3000, 256), deviation, Team(torch.device(device))))
     assert_parity(case)
-    assert case["mean_log_prob"] > 0.3 - math.log(3000)  # targets are drawn from the softmax
     if deviation >= 5:
         assert case["deviations"][BF16]["outside"] > 0.1
     if deviation == 20:
@@ -334,15 +334,15 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
     """Gradients of sure tokens that are lost beside those of the other tokens."""
     right = parity.ours
 
-    def lost(inputs, entry):
-        sure, found = parity.dense(inputs, entry, torch.float64).values[2] > -1e-3, right(inputs, entry)
-        return found._replace(gradients=[dx.masked_fill(sure[:, None], 0.0) for dx in found.gradients])
+    def lost(inputs):
+        tops = torch.cat([log_p.amax(1) for _, log_p, _ in snapshots.log_softmax(inputs, torch.float64)])
+        found = right(inputs)
+        return found._replace(gradients=[dx.masked_fill(tops[:, None] > -1e-3, 0.0) for dx in found.gradients])
 
     monkeypatch.setattr(parity, "ours", lost)
     assert parity.main(["--device", "cpu", "--random", "256,512,64"]) == 1
-    words = "; its dX by more than twice those of bf16 logits, where 1 - p"
     said = capsys.readouterr().out
-    assert said.count("FAILED") == said.count(words) == 1
+    assert said.count("FAILED") == 1 and "; dX is off where 1 - p is at most" in said
 
 
 def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):

@@ -28,16 +28,6 @@ SUITES = {
         ("torch", "torch-compile"),
         host=True,
     ),
-    # Sizes of small models, with the default budget.
-    "small": Suite(
-        tuple(
-            Shape(n, v, d)
-            for d, v in ((1024, 32768), (2048, 50304), (2048, 65536), (4096, 128256))
-            for n in (256, 1024, 2048, 4096, 8192)
-        ),
-        ("ours-per-token",),
-        ("torch", "torch-compile", "megatron-fused"),
-    ),
     # The statistics of post-training, with saved and with recomputed logits.
     "post": Suite(
         (Shape(8192, 128256, 4096),),

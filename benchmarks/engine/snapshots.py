@@ -1,7 +1,7 @@
 """Snapshots of a training: reading them, and functions of the reports on them.
 
 A snapshot is a safetensors file with the operands of an output layer, as launch/snapshots.py writes it: `hidden [N, D]`
-and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype.
+and `weight [V, D]`, bf16, and `target [N]` of an integer dtype.
 """
 
 import sys
@@ -32,8 +32,8 @@ def read(path: str, team: Team) -> Problem:
     n, d, v = len(hidden), hidden.shape[-1], len(weight)
     given = [f"{name} {list(t.shape)} {t.dtype}" for name, t in zip(TENSORS, (hidden, weight, target))]
     fits = hidden.shape == (n, d) and weight.shape == (v, d) and target.shape == (n,) and 0 not in (n, v, d)
-    if not fits or hidden.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != hidden.dtype:
-        words = "expected hidden [N, D] and weight [V, D], both bf16 or both fp16, and target [N]"
+    if not fits or not hidden.dtype == weight.dtype == torch.bfloat16:
+        words = "expected hidden [N, D] and weight [V, D], both bf16, and target [N]"
         raise NotMeasured(f"{path}: {words}, got {', '.join(given)}")
     if target.min() < 0 or target.max() >= v:
         raise NotMeasured(f"{path}: targets must lie in [0, {v}), got {target.min()} to {target.max()}")

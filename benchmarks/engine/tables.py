@@ -4,17 +4,14 @@ from collections.abc import Iterator
 
 from .measure import ratio
 from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES
-from .report import NONE, mebibytes, milliseconds, new_table, spread_ms, spread_text
+from .report import NONE, RATIO, mebibytes, milliseconds, new_table, spread_ms, spread_text
 
 ERRORS = ("loss", "dX", "dW")  # JSON also has the errors of the worst rows
 SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
 CAPTION = (
     " Milliseconds of the slowest rank. of GEMM-only: speed relative to the bare products in the same round; of "
     "overlapped: relative to the products with collectives. MiB: peak above the inputs, largest of the ranks; beyond: "
-    "peak above the inputs, dX and dW."
-)
-OVERVIEW_CAPTION = (
-    "Forward + backward of the first peer of ours: speed relative to other peers in the same round (min–max)."
+    "peak above the inputs, dX and dW. ours ×: how often as fast ours, its first row, is in forward + backward."
 )
 HOST_CAPTION = (
     "host ms: from call to return, with the GPU idle before the call; medians (min–max over the rounds). GPU "
@@ -31,7 +28,8 @@ def cell_table(cell: dict):
     caption = f"Errors relative to float64, in units of plain {cell['dtype']} torch's ({yardstick})." + CAPTION
     speeds = {"of GEMM-only": GEMM_ONLY} | ({"of overlapped": OVERLAPPED} if cell["tp"] > 1 else {})
     columns = [name for kind in PASSES for name in (f"{SHORT[kind]} ms", *speeds, "MiB", "beyond")]
-    table = new_table(title, caption, ["peer", "upstream"], columns + [f"{name} err" for name in ERRORS])
+    table = new_table(title, caption, ["peer", "upstream"], [*columns, "ours ×", *(f"{name} err" for name in ERRORS)])
+    ours = next((entry for entry in cell["peers"] if entry["family"] == "ours"), {})
     for entry in cell["peers"]:
         row = [entry["name"], entry["upstream"]]
         if entry["refused"]:
@@ -43,6 +41,7 @@ def cell_table(cell: dict):
             row += [spread_ms(entry[kind]["seconds"])]
             row += [spread_text(ratio(cell, entry, other, kind)) for other in speeds.values()]
             row += [mebibytes(entry[kind][size]) for size in ("peak_bytes", "beyond_gradients_bytes")]
+        row += [spread_text(ratio(cell, ours, entry["name"], FORWARD_BACKWARD), RATIO)]
         row += [f"{entry['errors'][e] / unit[e]:.2f}" if e in entry["errors"] and unit[e] else NONE for e in ERRORS]
         table.add_row(*row, style=_style(entry))
     return table
@@ -61,18 +60,6 @@ def host_output(cell: dict) -> Iterator:
             row = entry["name"], SHORT[kind], spread_ms(entry[kind]["host_seconds"]), *on_gpu
             table.add_row(*row, style=_style(entry))
         yield table
-
-
-def overview(cells: list[dict]):
-    """A row per cell: the first peer of ours, relative to every other peer."""
-    others = dict.fromkeys(entry["name"] for cell in cells for entry in cell["peers"] if entry["family"] != "ours")
-    title = "Ours over all problems"
-    table = new_table(title, OVERVIEW_CAPTION, ["problem"], [f"{name} ×" for name in others])
-    for cell in cells:
-        ours = next((entry for entry in cell["peers"] if entry["family"] == "ours"), {})
-        speeds = (ratio(cell, ours, name, FORWARD_BACKWARD) for name in others)
-        table.add_row(cell["problem"], *(spread_text(speed, "{:.2f} ({:.2f}–{:.2f})") for speed in speeds))
-    return table
 
 
 def _style(entry: dict) -> str | None:

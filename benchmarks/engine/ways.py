@@ -36,10 +36,23 @@ def measure(calls: dict[str, Callable], team: Team, rounds: int, judge: Callable
     return [*rows.values()]
 
 
-def same_loss(loss: Tensor, right: Tensor) -> None:
+def same_loss(loss: Tensor, right: Tensor) -> dict[str, float]:
     """Raises NotMeasured for a loss that is not the first way's, to the rounding of bf16 logits."""
     if not (loss - right).abs() <= LOSS_LIMIT * right.abs().clamp(min=1):  # NaN is wrong too
         raise NotMeasured(f"refused: loss {loss.item():.6g}, not {right.item():.6g}")
+    return {"loss": loss.item()}
+
+
+def like_first(judge: Callable[[Any, Any], dict] = same_loss) -> Callable[[str, Any], dict]:
+    """A judge of `measure`: `judge(result, the first way's result)`."""
+    first: list[Any] = []
+
+    def compare(way: str, found: Any) -> dict:
+        if not first:
+            first.append(found)
+        return judge(found, first[0])
+
+    return compare
 
 
 def against(truths: dict[str, Tensor]) -> Callable[[str, Any], dict]:

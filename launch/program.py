@@ -34,7 +34,7 @@ REPORT = "Trains a small GPT, unless its snapshots are in the output folder, and
 REPORT += "training, as of snapshots.py, may come first, ended by `--`; the others go to the report."
 DESCRIPTIONS = {
     "train": f"Trains stock Megatron-core's GPTModel with either loss. {ARGUMENTS}",
-    "demo": "Trains the same model from one seed with Megatron's stock loss and with parallel_lce, and compares the "
+    "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce, and compares the "
     f"two. Exits with 1 if a run fails or the loss curves part. {ARGUMENTS}",
     "compare": "Compares runs that the demo left in the output folder, perhaps on another machine. Takes the demo's "
     "arguments. Exits with 1 if the loss curves part.",

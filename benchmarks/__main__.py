@@ -16,16 +16,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from .accuracy import Judge, answers
-from .measure import measure, release
-from .options import parse_arguments
-from .peers import OVERLAPPED, Peer
-from .plots import plot_over_ranks
-from .problem import Problem, make_problem
-from .profiles import write_trace
-from .report import machine, speaker, with_folder, write_json
-from .tables import cell_table, energy_output, host_output, overview
-from .team import Team, join
+from .engine.accuracy import Judge, answers
+from .engine.measure import measure
+from .engine.options import parse_arguments
+from .engine.peers import OVERLAPPED
+from .engine.problem import Problem, make_problem
+from .engine.report import machine, speaker, write_json
+from .engine.tables import cell_table, host_output
+from .engine.team import Team, join, release
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,44 +51,35 @@ def main(arguments: list[str] | None = None) -> int:
             for cell in _cells(make_problem(shape, options.dtype, team), options, progress):
                 content["cells"].append(cell)
                 refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                for output in (cell_table(cell), *refused, *host_output(cell), *energy_output(cell)):
+                for output in (cell_table(cell), *refused, *host_output(cell)):
                     say(output)
                 if options.json and speaks:  # after each cell: a later cell may fail
                     write_json(options.json, content)
         if ranks:
             dist.barrier()  # the ranks outside the team wait here
-    cells = content["cells"]
-    if cells:
-        say(overview(cells))
-    if options.plot and speaks and not plot_over_ranks(with_folder(options.plot), facts, cells):
-        say(f"nothing was timed: no {options.plot}")
     if dist.is_initialized():
         dist.destroy_process_group()
-    return int(any(entry["refused"] for cell in cells for entry in cell["peers"] if entry["family"] == "ours"))
+    ours = [entry for cell in content["cells"] for entry in cell["peers"] if entry["family"] == "ours"]
+    return int(any(entry["refused"] for entry in ours))
 
 
 def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]) -> Iterator[dict]:
-    """The measurements of the problem, one cell per layout: without and with sequence parallelism."""
+    """The measurements of the problem, one cell per layout: without and, over ranks, with sequence parallelism."""
     team = problem.team
     # A single rank has no collectives to overlap.
     peers = [peer for peer in options.chosen if team.ranks > 1 or peer.name != OVERLAPPED]
-    traced = [peer for peer in peers if peer.family == "ours"][:1] + [p for p in peers if p.name == OVERLAPPED]
     progress(f"{problem}: float64 truth")
     truth, torch_answers = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
     release(team.device)
-    layouts = options.sequence_parallel if team.ranks > 1 else [False]
+    layouts = [False, True] if team.ranks > 1 else [False]
     judges = [Judge(replace(problem, sequence_parallel=layout), truth, torch_answers) for layout in layouts]
     del truth, torch_answers  # the judges alone hold the truth now
     for judge in judges:
 
-        def after(peer: Peer, call: Callable) -> None:
-            if options.trace and peer in traced:
-                write_trace(options.trace, judge.problem, peer.name, call)
-
         def say(text: str) -> None:
             progress(f"{judge.problem}: {text}")
 
-        yield measure(peers, judge, options.rounds, options.host, options.energy, say, after)
+        yield measure(peers, judge, options.rounds, options.host, say)
     release(team.device)
 
 

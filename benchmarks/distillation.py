@@ -7,82 +7,58 @@ the logits, and their softmax in float32, as trainers do. Under torchrun all ran
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_lce.distillation import divergence
 
-from .options import DEFAULT_DTYPE
-from .peak_memory import peak_memory
-from .problem import IGNORE_INDEX, Shape, make_problem
-from .report import DTYPES, machine, mebibytes, milliseconds, new_parser, new_table, parse, parse_shape, speaker
-from .team import Team
-from .timing import interleaved, ratios
+from .engine import ways
+from .engine.problem import IGNORE_INDEX, Shape, make_problem
+from .engine.report import new_parser, parse, session
+from .engine.team import Team
 
 PRODUCTS = "products"
 CHECKED = 256  # tokens whose dX is compared with float64
+USUAL = {"cuda": [Shape(8192, 128256, 4096)], "cpu": [Shape(256, 4096, 256)]}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("python -m benchmarks.distillation", __doc__)
-    usual = Shape(8192, 128256, 4096) if torch.cuda.is_available() else Shape(256, 4096, 256)
-    parser.add_argument("--shape", type=parse_shape, default=usual, metavar="N,V,D", help="of the student")
+    parser = new_parser("python -m benchmarks.distillation", __doc__, "--shape", "--dtype", "--rounds")
     parser.add_argument("--teacher", type=int, metavar="D", help="hidden size of the teacher; the student's by default")
     parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.5, 1.0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=DTYPES)
     options = parse(parser, arguments)
-    team, dtype = Team.here(options.device), getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
-    teacher = options.teacher or options.shape.d
-    rows = measure(team, options.shape, teacher, dtype, options.beta, options.rounds)
-    say = speaker(team.rank == 0)
-    say(", ".join(f"{name} {value}" for name, value in machine(team.device).items()))
-    caption = (
-        "Forward + backward. of products: speed relative to the four bare matrix products. MiB: peak beyond the "
-        f"gradients. dX error: relative to float64, over the first {CHECKED} tokens."
-    )
-    title = f"{options.shape}, teacher D={teacher}, TP {team.ranks}, {dtype}"
-    table = new_table(title, caption, ["way"], ["ms", "of products", "MiB", "dX error"])
-    for name, seconds, memory, error in rows:
-        speed = ratios(rows[0][1], seconds)[0]
-        shown = "–" if error is None else f"{error:.1e}"
-        table.add_row(name, milliseconds(median(seconds)), f"{speed:.3f}", mebibytes(memory), shown)
-    say(table)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    caption = f"of products: speed relative to the four bare matrix products. {ways.GRADIENT_CAPTION}"
+    with session(options) as run:
+        for shape in options.shape or USUAL[options.device]:
+            teacher = options.teacher or shape.d
+            rows = measure(run.team, shape, teacher, options.dtype, options.beta, options.rounds)
+            title = f"{shape}, teacher D={teacher}, TP {run.team.ranks}, {options.dtype}, forward + backward"
+            run.say(ways.table(title, caption, rows, "of products", ways.GRADIENT_COLUMNS))
 
 
 def measure(team: Team, shape: Shape, teacher_size: int, dtype: torch.dtype, betas: list[float], rounds: int) -> list:
-    """`[(name, seconds per round, bytes beyond the results, relative error of dX or None)]`"""
+    """A row for the products and for each way and beta."""
     student = make_problem(shape, dtype, team, seed=0)
     teacher = make_problem(Shape(shape.n, shape.v, teacher_size), dtype, team, seed=1000)
     x, w = (t.requires_grad_() for t in (student.hidden, student.weight))
     y, u, target = teacher.hidden, teacher.weight, student.target
     calls: dict[str, Callable] = {PRODUCTS: partial(_products, x.detach(), w.detach(), y, u)}
-    errors: dict[str, float] = {}
+    truths: dict[str, Tensor] = {}
     checked, count = slice(0, CHECKED), int(student.counted.sum())
     for beta in betas:
-        ways: dict[str, Callable] = {}
-        if team.group is None:
-            ways["dense"] = partial(_dense, x, w, y, u, target, beta, count)
         loss = partial(divergence, x, w, y, u, beta=beta, target=target, process_group=team.group)
         for reduction in ("mean", "none"):
-            ways[f"ours, {reduction}"] = partial(_ours, partial(loss, reduction=reduction), x, w, count)
-        calls |= {f"{way}, beta {beta:g}": call for way, call in ways.items()}
+            call = partial(_ours, partial(loss, reduction=reduction), x, w, count)
+            calls[f"ours, {reduction}, beta {beta:g}"] = call
         if team.group is None:
+            calls[f"dense, beta {beta:g}"] = partial(_dense, x, w, y, u, target, beta, count)
             wide = [t.detach().double() for t in (x[checked], w, y[checked], u)]
             truth = _dense(*wide, target=target[checked], beta=beta, count=count)[1]
             del wide
-            for way, call in ways.items():
-                off = call()[1][checked].double() - truth
-                errors[f"{way}, beta {beta:g}"] = (off.norm() / truth.norm()).item()
-    memory = {name: peak_memory(call, team.device) for name, call in calls.items()}
-    seconds = interleaved(calls, team, rounds)
-    return [(name, seconds[name], memory[name][0] - memory[name][1], errors.get(name)) for name in calls]
+            truths |= {f"{way}, beta {beta:g}": truth for way in ("dense", "ours, mean", "ours, none")}
+    return ways.measure(calls, team, rounds, ways.against(truths))
 
 
 def _ours(loss: Callable, x: Tensor, w: Tensor, count: int) -> tuple[Tensor, ...]:

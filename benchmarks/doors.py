@@ -5,8 +5,8 @@ A step is forward and backward, without an optimizer. Weights and tokens are ran
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
-…-loss             the same without layers: little more than the loss
-megatron-…         Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
+qwen2-loss         the same without layers: little more than the loss
+megatron           Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -37,27 +37,11 @@ from torch import Tensor
 from parallel_lce import count_tokens
 from parallel_lce.core.budget import BUDGET_VARIABLE
 
-from .libraries import group_of_one
-from .measure import release
-from .options import DEFAULT_DTYPE
-from .peak_memory import peak_memory
-from .report import (
-    NONE,
-    RATIO,
-    machine,
-    mebibytes,
-    milliseconds,
-    new_parser,
-    new_table,
-    parse,
-    speaker,
-    spread_text,
-    write_json,
-)
-from .team import NotMeasured, Team
-from .timing import interleaved, ratios, spread
+from .engine import ways
+from .engine.libraries import group_of_one
+from .engine.report import mebibytes, new_parser, parse, session
+from .engine.team import NotMeasured, release
 
-LOSS_LIMIT = 1e-3  # difference from the first way's loss, relative to the larger of it and 1
 GRADIENT_LIMIT = 0.1  # relative difference from the first way's gradient of the output layer's weight, by norms
 
 
@@ -131,8 +115,11 @@ def between(start: Callable[[], None], stop: Callable[[], None]) -> Iterator[Non
 
 
 def step_of(build: Callable[..., Step], way: str, size: Size, where: Where) -> Step:
-    way, _, budget = way.partition("@")
-    step = build(way, size, where)
+    kind, _, budget = way.partition("@")
+    try:
+        step = build(kind, size, where)
+    except ImportError as error:
+        raise NotMeasured(f"not installed: {error}") from None
     step.environment = {BUDGET_VARIABLE: budget} if budget else {}
     return step
 
@@ -286,106 +273,66 @@ def head_alone(value: Callable[..., Tensor], size: Size, where: Where, context: 
     return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
 
 
-QWEN = 151936  # entries of its vocabulary
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
-QWEN_1B5 = Size(1536, QWEN, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
-LOSS_ALONE = dict(num_hidden_layers=0)
+QWEN_1B5 = Size(1536, 151936, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
+QWEN_LOSS = replace(QWEN_1B5, num_hidden_layers=0)
 CASES = {
     "llama": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_1B),
     "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
-    "llama-loss": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", replace(LLAMA_1B, **LOSS_ALONE)),
-    "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", replace(QWEN_1B5, **LOSS_ALONE)),
-    "megatron-llama": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
-    "megatron-qwen2": (megatron_model, "Megatron ours ours@0", QWEN_1B5),
+    "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_LOSS),
+    "megatron": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
     "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
-    "trl": (trl_head, "TRL ours ours@0", Size(1536, QWEN)),
-    "verl": (verl_head, "verl ours ours@0", Size(1536, QWEN)),
+    "trl": (trl_head, "TRL ours ours@0", QWEN_LOSS),
+    "verl": (verl_head, "verl ours ours@0", QWEN_LOSS),
     "verl-wide": (verl_head, "verl ours ours@0", Size(4096, 131072)),
 }
 TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
+CAPTION = (
+    "×: speed relative to the first way. MiB: peak of a step beyond the model and the batch; gradients count. dW off: "
+    "relative difference from the first way's."
+)
+COLUMNS = {
+    "MiB": lambda row: mebibytes(row["peak"]),
+    "loss": lambda row: f"{row['loss']:.6f}",
+    "dW off": lambda row: f"{row['gradient_off']:.1e}",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = new_parser("python -m benchmarks.doors", __doc__)
+    parser = new_parser("python -m benchmarks.doors", __doc__, "--json", "--rounds")
     parser.add_argument("--cases", choices=CASES, nargs="+", default=[*CASES])
     parser.add_argument("--counted", type=float, nargs="+", default=[1.0], help="shares of the tokens that count")
-    parser.add_argument("--rounds", type=int, default=5)
     options = parse(parser, arguments)
-    team, say = Team.here(options.device), speaker()
-    where = Where(team.device, getattr(torch, DEFAULT_DTYPE[options.device]))
-    facts = machine(team.device)
-    say(", ".join(f"{name} {value}" for name, value in facts.items()))
-    content: dict[str, Any] = {"machine": facts, "rounds": options.rounds, "cases": []}
-    for name, share in product(options.cases, options.counted):
-        build, ways, size = CASES[name]
-        size = replace(size if options.device == "cuda" else TINY, counted=share)
-        rows = measure({way: partial(step_of, build, way, size, where) for way in ways.split()}, team, options.rounds)
-        release(team.device)
-        content["cases"].append({"name": name, **asdict(size), "ways": rows})
-        say(table(f"{name}: {size}, {where.dtype}", rows))
-        if options.json:
-            write_json(options.json, content)
-    refused = [row["refused"] for case in content["cases"] for row in case["ways"] if row["way"].startswith("ours")]
+    with session(options) as run:
+        where, cases = Where(run.team.device, options.dtype), run.content.setdefault("cases", [])
+        for name, share in product(options.cases, options.counted):
+            build, names, size = CASES[name]
+            size = replace(size if options.device == "cuda" else TINY, counted=share)
+            calls = {way: in_turn(partial(step_of, build, way, size, where)) for way in names.split()}
+            rows = ways.measure(calls, run.team, options.rounds, ways.like_first(compared))
+            del calls
+            release(run.team.device)
+            cases.append({"name": name, **asdict(size), "ways": rows})
+            run.say(ways.table(f"{name}: {size}, {where.dtype}", CAPTION, rows, "×", COLUMNS))
+            run.save()
+    refused = [row["refused"] for case in cases for row in case["ways"] if row["way"].startswith("ours")]
     return int(any(reason and not reason.startswith("not installed") for reason in refused))
 
 
-def measure(ways: dict[str, Callable[[], Step]], team: Team, rounds: int) -> list[dict]:
-    """A row for each way: `seconds` of each round, `bytes` at the peak, `loss`, `gradient_off`; or why it is `refused`.
-
-    First each way is checked and its memory measured. Then all ways are timed round by round."""
-    rows: dict[str, dict[str, Any]] = {way: {"way": way, "refused": None} for way in ways}
-    steps: dict[str, Step] = {}
-    truth = None
-    for way, build in ways.items():
-        try:
-            step = team.agree(partial(built, build))
-            found = team.agree(step)
-            truth = truth or found
-            rows[way] |= dict(loss=found[0].item(), gradient_off=compared(found, truth))
-            del found
-            rows[way]["bytes"] = team.agree(lambda: peak_memory(step, team.device)[0])
-            steps[way] = step
-        except NotMeasured as refusal:
-            rows[way]["refused"] = str(refusal)
-        release(team.device)
-    for way, seconds in interleaved(steps, team, rounds).items():
-        rows[way]["seconds"] = seconds
-    return [*rows.values()]
+def in_turn(build: Callable[[], Step]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A call of the step, which the first call builds: the ways before it are measured without it."""
+    step = cache(build)
+    return lambda: step()()
 
 
-def built(build: Callable[[], Step]) -> Step:
-    try:
-        return build()
-    except ImportError as error:
-        raise NotMeasured(f"not installed: {error}") from None
-
-
-def compared(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> float:
-    """The relative difference of the gradients. Raises NotMeasured if they or the losses differ."""
-    (loss, gradient), (right, of_right) = found, truth
-    if not (loss - right).abs() <= LOSS_LIMIT * right.abs().clamp(min=1):
-        raise NotMeasured(f"refused: loss {loss.item():.6g}, not {right.item():.6g}")
+def compared(found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """The loss, and the relative difference of the gradients of the output layer's weight."""
+    (loss, gradient), (right, of_right) = found, first
+    row = ways.same_loss(loss, right)
     off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
     if not off <= GRADIENT_LIMIT:
         raise NotMeasured(f"refused: the gradient of the output layer's weight differs by {off:.1e}")
-    return off
-
-
-def table(title: str, rows: list[dict]):
-    caption = (
-        "Medians (min–max over the rounds). ×: speed relative to the first way in the same round. MiB: peak of a step "
-        "beyond the model and the batch; gradients count. dW off: relative difference from the first way's."
-    )
-    made = new_table(title, caption, ["way"], ["ms", "×", "MiB", "loss", "dW off"])
-    first = rows[0].get("seconds")
-    for row in rows:
-        if row["refused"]:
-            made.add_row(f"{row['way']}, {row['refused']}", *[NONE] * 5)
-            continue
-        ms = "{} ({}–{})".format(*map(milliseconds, spread(row["seconds"])))
-        speed = spread_text(ratios(first, row["seconds"]) if first else None, RATIO)
-        made.add_row(row["way"], ms, speed, mebibytes(row["bytes"]), f"{row['loss']:.6f}", f"{row['gradient_off']:.1e}")
-    return made
+    return row | {"gradient_off": off}
 
 
 if __name__ == "__main__":

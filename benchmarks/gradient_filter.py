@@ -7,50 +7,34 @@ Under torchrun each of the P ranks has V / P entries. In the snapshot's own orde
 order the entries are dealt to the ranks in turn. The bare matrix products have the size of one rank's products, and no
 collectives.
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype, as
+A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
 launch/snapshots.py writes them. `./launch/gradient_filter.sh` trains a model, then runs this report on its snapshots.
 
 Exit status: 0; 2 for a file that cannot be measured.
 """
 
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import log2
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import linear_cross_entropy
 from parallel_lce.vocabulary import VocabularyOrder
 
-from . import snapshots
-from .accuracy import Answers, answers
-from .measure import release
-from .passes import calls_of
-from .peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, named
-from .plots import draw
-from .problem import Problem
-from .report import (
-    NONE,
-    machine,
-    milliseconds,
-    new_parser,
-    new_table,
-    parse,
-    picture,
-    speaker,
-    spread_text,
-    with_folder,
-)
-from .team import NotMeasured, Team
-from .timing import interleaved, ratios, spread
+from .engine import snapshots
+from .engine.accuracy import Answers, answers
+from .engine.passes import calls_of
+from .engine.peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, named
+from .engine.problem import Problem
+from .engine.report import NONE, milliseconds, new_parser, new_table, parse, session, spread_text
+from .engine.team import NotMeasured, Team, release
+from .engine.timing import interleaved, ratios, spread
 
 PROGRAM = "python -m benchmarks.gradient_filter"
 FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
@@ -78,11 +62,8 @@ def measure(path: str, rounds: int, team: Team) -> dict:
     references = {EXACT: _errors([truth.grad_x.to(dtype), truth.grad_weight.to(dtype)], truth)}
     for name, rounding in ROUNDINGS.items():
         rounded = answers(whole, torch.float64, **rounding)
-        gradients = rounded.grad_x, rounded.grad_weight
-        references[f"{name}, results not rounded"] = _errors(gradients, truth)
-        references[name] = _errors([gradient.to(dtype) for gradient in gradients], truth)
-    step = re.fullmatch(r"step-(\d+)\.safetensors", Path(path).name)
-    case = {"name": path, "step": int(step[1]) if step else None, **vars(whole.shape), "tp": team.ranks}
+        references[name] = _errors([rounded.grad_x.to(dtype), rounded.grad_weight.to(dtype)], truth)
+    case = {"name": path, **vars(whole.shape), "tp": team.ranks}
     case |= {"dtype": whole.dtype_name, "loss": truth.loss.item(), "reference_errors": references, "results": []}
     natural = torch.arange(whole.shape.v, device=team.device)
     for name, order in ((NATURAL, natural), (BY_PROBABILITY, by_probability(whole, team.ranks))):
@@ -156,11 +137,12 @@ def filter_table(case: dict):
         columns += [f"{memory}, ms", "of GEMM-only", "dX error", "dW error", "of rows"]
     table = new_table(title, CAPTION, ["vocabulary", "gradient_filter"], columns)
     for result in case["results"]:
-        row = [result["order"], filter_name(result["gradient_filter"])]
+        value = result["gradient_filter"]
+        row = [result["order"], "none" if value is None else f"2^{log2(value):g}"]
         for timed in (result[memory] for memory in BUDGETS):
             median = milliseconds(spread(timed["seconds"])[0])
             row += [median, spread_text(timed["of_gemm_only"]), *_texts(timed["errors"])]
-        table.add_row(*row, style="bold" if result["gradient_filter"] is None else None)
+        table.add_row(*row, style="bold" if value is None else None)
     for name, errors in case["reference_errors"].items():
         table.add_row(name, *[NONE] * 3, *_texts(errors), *[NONE] * 5)
     return table
@@ -170,44 +152,10 @@ def _texts(errors: Errors) -> list[str]:
     return [f"{errors[name]:.2e}" for name in ("dX", "dW", "dW rows")]
 
 
-def filter_name(gradient_filter: float | None) -> str:
-    """'2^-12' or 'none'."""
-    return "none" if gradient_filter is None else f"2^{log2(gradient_filter):g}"
-
-
-def plot_over_steps(path: Path, facts: dict[str, str], cases: list[dict]) -> bool:
-    """Draws speed relative to the bare products, and errors of dX and dW, against the training step. The vocabulary is
-    ordered by probability. Each training (folder of snapshots) has a row of two panels. If no case has a step, returns
-    False and writes nothing."""
-    panels = {}
-    for case in sorted((case for case in cases if case["step"] is not None), key=lambda case: case["step"]):
-        about = f"{Path(case['name']).parent}: " + "TP {tp}, N={n}, V={v}, D={d}, {dtype}".format_map(case)
-        speeds = panels.setdefault((about, "speed relative to the three bare products"), {})
-        errors = panels.setdefault((about, "error relative to float64"), {})
-
-        def add(lines: dict, name: str, y: float, low: float, high: float) -> None:
-            lines.setdefault(name, []).append((case["step"], (y, low, high)))
-
-        for result in case["results"]:
-            if result["order"] == BY_PROBABILITY:
-                name = f"gradient_filter {filter_name(result['gradient_filter'])}"
-                for memory in BUDGETS:
-                    add(speeds, f"{name}, {memory}", *result[memory]["of_gemm_only"])
-                for gradient in ("dX", "dW"):
-                    add(errors, f"{name}, {gradient}", *[result["saved"]["errors"][gradient]] * 3)
-        for gradient in ("dX", "dW"):
-            add(errors, f"{ROUNDED_LOGITS}, {gradient}", *[case["reference_errors"][ROUNDED_LOGITS][gradient]] * 3)
-    title = f"{facts['device']}, torch {facts['torch']}; vocabulary ordered by probability"
-    return draw(path, title, "training step", panels, 2)
-
-
 def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> Namespace:
     """Parses the command line. A wrong one ends the program with status 2."""
-    parser = new_parser(program, __doc__)
+    parser = new_parser(program, __doc__, "--json", "--rounds")
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each call is timed")
-    words = "write a picture of speed and errors against the training step; the suffix chooses the format"
-    parser.add_argument("--plot", metavar="PATH", type=picture, help=words)
     options = parse(parser, arguments)
     if program == PROGRAM and not options.files:  # the shell script adds the files of its training
         parser.error("no file is given, and at least one is needed")
@@ -216,17 +164,9 @@ def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> Name
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    team = Team.here(options.device)
-    speaks, facts = team.rank == 0, machine(team.device)
-    say, content = speaker(speaks), {"machine": facts, "settings": {"rounds": options.rounds}, "cases": []}
-    say("; ".join(f"{name}: {text}" for name, text in facts.items()))
-    sources = [partial(measure, path, options.rounds, team) for path in options.files]
-    status = snapshots.report_on(sources, options, content, lambda case: say(filter_table(case)), speaks)
-    if options.plot and speaks and not plot_over_steps(with_folder(options.plot), facts, content["cases"]):
-        say(f"no file that was measured is named step-STEP.safetensors: no {options.plot}")
-    if team.group is not None:
-        dist.destroy_process_group()
-    return status
+    with session(options) as run:
+        sources = [partial(measure, path, options.rounds, run.team) for path in options.files]
+        return snapshots.report_on(sources, run, lambda case: run.say(filter_table(case)))
 
 
 if __name__ == "__main__":

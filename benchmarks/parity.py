@@ -1,12 +1,12 @@
 """`python -m benchmarks.parity [FILE.safetensors ...]`: errors of log-probabilities, entropies and their gradients.
 
-Compares three ways to compute them with float64, all from the same hidden states and the same weight in bf16 or fp16:
+Compares three ways to compute them with float64, all from the same hidden states and the same weight in bf16:
 
 ours           `token_statistics`
-bf16 logits    logits in the inputs' dtype, converted to fp32 for the softmax, as trainers do
+bf16 logits    logits in bf16, converted to fp32 for the softmax, as trainers do
 fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype, as
+A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
 launch/snapshots.py writes them. `./launch/parity.sh` trains a model, then runs this report on its snapshots. The report
 also measures random inputs: normal logits with four standard deviations, and targets drawn from the softmax.
 
@@ -18,17 +18,17 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_lce import entropy, log_prob, token_statistics
 
-from . import snapshots
-from .problem import Problem, Shape
-from .report import machine, new_parser, new_table, parse, parse_shape, speaker
-from .team import Team
+from .engine import snapshots
+from .engine.problem import Problem, Shape
+from .engine.report import SHAPE, new_parser, new_table, parse, session
+from .engine.team import Team
 
 DEVIATIONS = (0.01, 1.0, 5.0, 20.0)  # standard deviations of random logits; the first ones are nearly flat
 DEFAULT_SHAPE = {"cpu": Shape(512, 8192, 512), "cuda": Shape(8192, 131072, 4096)}
@@ -36,11 +36,11 @@ BAND = 0.01  # ratios outside of 1 ± BAND are counted
 # Ours may differ by twice the fp32 head's error plus this number of fp32 roundings of the largest sum of magnitudes:
 # tensor cores truncate where an fp32 product rounds.
 ROUNDINGS = 4
-OURS, FP32_HEAD = "ours", "fp32 head"
+OURS, ROUNDED, FP32_HEAD = "ours", "bf16 logits", "fp32 head"
 # Edges of the groups of tokens, as 1 - p of a token's largest entry. Gradients are as small as 1 - p: in one group, the
 # gradients of other tokens would hide the errors of confident ones.
 EDGES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 0.0)
-OUTPUTS = "log-probability", "entropy", "log-probability of the largest"
+OUTPUTS = "log-probability", "entropy"
 FEWEST = 8  # smaller groups are not judged: the errors of few tokens may be small by luck
 CAPTION = (
     "Differences from float64, in nats, of the target's log-probability and of the entropy. ratio: exp(difference), "
@@ -48,8 +48,7 @@ CAPTION = (
     f"within 1 ± {BAND:g}."
 )
 GRADIENT_CAPTION = (
-    "Relative errors of dX over the tokens whose largest entry has this 1 - p: ours / logits in the inputs' dtype / "
-    "fp32 head."
+    "Relative errors of dX over the tokens whose largest entry has this 1 - p: ours / bf16 logits / fp32 head."
 )
 
 
@@ -60,25 +59,24 @@ class Found(NamedTuple):
     gradients: Sequence[Tensor]  # dX, [N, D] each
 
 
-def ours(problem: Problem, entry: Tensor) -> Found:
-    """The results of `token_statistics`. `entry [N]`: the id of each token's largest entry."""
+def ours(problem: Problem) -> Found:
+    """The results of `token_statistics`."""
     x = problem.hidden.detach().requires_grad_()
     statistics = token_statistics(x, problem.weight, problem.target, expected_logit=True)
-    selected = token_statistics(x, problem.weight, None, selected=entry[:, None]).selected_log_prob
-    values: list[Any] = [log_prob(statistics), entropy(statistics), selected]
+    values = log_prob(statistics), entropy(statistics)
     gradients = [torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in values]
-    return Found([value.detach().view(-1) for value in values], gradients)
+    return Found([value.detach() for value in values], gradients)
 
 
-def dense(problem: Problem, entry: Tensor, dtype: torch.dtype) -> Found:
+def dense(problem: Problem, dtype: torch.dtype) -> Found:
     """The results of plain torch, with logits in `dtype` and a softmax at least in fp32."""
     weight = problem.weight.to(dtype)
     values, gradients = [], []
     for tokens in problem.blocks:
         x = problem.hidden[tokens].to(dtype).requires_grad_()
         log_p = (x @ weight.T).to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
-        of_target, of_entry = (log_p.gather(1, ids[tokens, None]).squeeze(1) for ids in (problem.target, entry))
-        of_block = of_target, -(log_p.exp() * log_p).sum(1), of_entry
+        of_target = log_p.gather(1, problem.target[tokens, None]).squeeze(1)
+        of_block = of_target, -(log_p.exp() * log_p).sum(1)
         gradients.append([torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in of_block])
         values.append([value.detach() for value in of_block])
     return Found([torch.cat(blocks) for blocks in zip(*values)], [torch.cat(blocks) for blocks in zip(*gradients)])
@@ -86,19 +84,14 @@ def dense(problem: Problem, entry: Tensor, dtype: torch.dtype) -> Found:
 
 def measure(problem: Problem) -> dict:
     """The errors of all three ways relative to float64, as JSON has them."""
-    entries, largest_logit = [], 0.0
+    tops, largest_logit = [], 0.0  # tops: log-probabilities of the tokens' largest entries
     for _, log_p, in_block in snapshots.log_softmax(problem, torch.float64):
-        entries.append(log_p.argmax(1))
+        tops.append(log_p.amax(1))
         largest_logit = max(largest_logit, in_block)
-    entry = torch.cat(entries)
-    truth = dense(problem, entry, torch.float64)
-    groups = _groups(truth)
-    deviations = {}
-    dtype = problem.hidden.dtype
-    rounded = {torch.bfloat16: "bf16 logits", torch.float16: "fp16 logits"}[dtype]
-    ways = {OURS: ours, rounded: partial(dense, dtype=dtype), FP32_HEAD: partial(dense, dtype=torch.float32)}
+    truth, groups, deviations = dense(problem, torch.float64), _groups(torch.cat(tops)), {}
+    ways = {OURS: ours, ROUNDED: partial(dense, dtype=torch.bfloat16), FP32_HEAD: partial(dense, dtype=torch.float32)}
     for way, compute in ways.items():
-        found = compute(problem, entry)
+        found = compute(problem)
         deviations[way] = _deviation(found, truth)
         for name, dx, true in zip(OUTPUTS, found.gradients, truth.gradients):
             off, size = (dx - true).norm(dim=1), true.norm(dim=1)
@@ -111,15 +104,13 @@ def measure(problem: Problem) -> dict:
     )
     slack = ROUNDINGS * torch.finfo(torch.float32).eps * max(1.0, largest_sum)
     for group, _ in groups:
-        group["holds"] = group_holds(group, rounded, dtype)
+        group["holds"] = group_holds(group)
     allowed = {name: 2 * deviations[FP32_HEAD][name] + slack for name in ("largest", "entropy_largest")}
     return {
         "name": problem.name,
         **vars(problem.shape),
-        "dtype": problem.dtype_name,
         "max_abs_logit": largest_logit,
         "max_sum_of_magnitudes": largest_sum,
-        "mean_log_prob": truth.values[0].mean().item(),
         "allowed": allowed,
         "holds": all(deviations[OURS][name] <= allowed[name] for name in allowed)  # not for NaN
         and all(group["holds"] for group, _ in groups),
@@ -128,9 +119,9 @@ def measure(problem: Problem) -> dict:
     }
 
 
-def _groups(truth: Found) -> list[tuple[dict, Tensor]]:
+def _groups(tops: Tensor) -> list[tuple[dict, Tensor]]:
     """The groups that have tokens: each the report's entry, and a mask `[N]` of its tokens."""
-    miss = truth.values[2].expm1().neg().clamp(min=1e-300)
+    miss = tops.expm1().neg().clamp(min=1e-300)
     groups = []
     for high, low in zip(EDGES, EDGES[1:]):
         tokens = (miss > low) & (miss <= high)
@@ -139,34 +130,32 @@ def _groups(truth: Found) -> list[tuple[dict, Tensor]]:
     return groups
 
 
-def group_holds(group: dict, rounded: str, dtype: torch.dtype) -> bool:
+def group_holds(group: dict) -> bool:
     """Whether each error of ours is at most twice the error of rounded logits plus one rounding of the result."""
-    rounding = torch.finfo(dtype).eps / 2
+    rounding = torch.finfo(torch.bfloat16).eps / 2
     ways = group["errors"].values()
-    return group["tokens"] < FEWEST or all(way[OURS] <= 2 * way[rounded] + rounding for way in ways)  # not for NaN
+    return group["tokens"] < FEWEST or all(way[OURS] <= 2 * way[ROUNDED] + rounding for way in ways)  # not for NaN
 
 
 def _deviation(found: Found, truth: Found) -> dict[str, float]:
     """Absolute differences over the tokens. NaN in a value gives NaN."""
-    off, entropy_off = (value.double() - true for value, true in zip(found.values[:2], truth.values))
+    off, entropy_off = (value.double() - true for value, true in zip(found.values, truth.values))
     ratio = off.exp()
     within = (ratio >= 1 - BAND) & (ratio <= 1 + BAND)  # false for NaN
     return {
-        "mean": off.abs().mean().item(),
         "largest": off.abs().max().item(),
         "smallest_ratio": ratio.min().item(),
         "largest_ratio": ratio.max().item(),
         "outside": 1 - within.double().mean().item(),
-        "entropy_mean": entropy_off.abs().mean().item(),
         "entropy_largest": entropy_off.abs().max().item(),
     }
 
 
 @torch.no_grad()
-def random_problem(shape: Shape, deviation: float, team: Team, seed: int = 0) -> Problem:
+def random_problem(shape: Shape, deviation: float, team: Team) -> Problem:
     """bf16 inputs whose logits are normal with standard deviation `deviation`: x ~ N(0, 1), W ~ N(0, deviation^2 / D).
     Targets are drawn from the softmax, as tokens are sampled from a policy."""
-    options = {"generator": torch.Generator(team.device).manual_seed(seed), "device": team.device}
+    options = {"generator": torch.Generator(team.device).manual_seed(0), "device": team.device}
     hidden = torch.randn(shape.n, shape.d, **options).bfloat16()
     weight = torch.randn(shape.v, shape.d, **options).mul_(deviation * shape.d**-0.5).bfloat16()
     target = torch.empty(shape.n, dtype=torch.int64, device=team.device)
@@ -180,46 +169,35 @@ def random_problem(shape: Shape, deviation: float, team: Team, seed: int = 0) ->
 
 def tables(cases: list[dict]) -> list:
     """Two tables: the differences of each way, and the errors of dX by groups of tokens."""
-    columns = ["mean", "largest", "ratio, smallest–largest", "outside", "entropy mean", "entropy largest"]
+    columns = ["largest", "ratio, smallest–largest", "outside", "entropy, largest"]
     values = new_table("Log-probabilities against float64", CAPTION, ["inputs", "max |z|", "computed by"], columns)
     gradients = new_table("dX against float64", GRADIENT_CAPTION, ["inputs", "1 - p", "tokens"], [*OUTPUTS])
     for case in cases:
         title = "{name}: N={n}, V={v}, D={d}".format_map(case)
-        for way, deviation in case["deviations"].items():
-            ratio = f"{deviation['smallest_ratio']:.6f}–{deviation['largest_ratio']:.6f}"
-            row = [f"{deviation['mean']:.1e}", f"{deviation['largest']:.1e}", ratio, f"{deviation['outside']:.2%}"]
-            row += [f"{deviation['entropy_mean']:.1e}", f"{deviation['entropy_largest']:.1e}"]
-            about = [title, f"{case['max_abs_logit']:.1f}"] if way == OURS else ["", ""]
-            values.add_row(*about, way, *row, style="bold" if way == OURS else None)
+        for way, its in case["deviations"].items():
+            ratio = f"{its['smallest_ratio']:.6f}–{its['largest_ratio']:.6f}"
+            row = [f"{its['largest']:.1e}", ratio, f"{its['outside']:.2%}", f"{its['entropy_largest']:.1e}"]
+            values.add_row(title, f"{case['max_abs_logit']:.1f}", way, *row, style="bold" if way == OURS else None)
         for group in case["groups"]:
             errors = (" / ".join(f"{off:.1e}" for off in ways.values()) for ways in group["errors"].values())
             edges = f"{group['low']:.0e} to {group['high']:.0e}" if group["low"] else f"at most {group['high']:.0e}"
             gradients.add_row(title, edges, str(group["tokens"]), *errors)
-            title = ""
     return [values, gradients]
 
 
 def verdict(case: dict) -> str:
-    """Text that compares the largest differences, and names the limits that ours exceeds."""
-    (ours, rounded, head), (_, name, _) = (way["largest"] for way in case["deviations"].values()), case["deviations"]
-    head = max(head, torch.finfo(torch.float32).eps)
-    words = f"{case['name']}: the largest difference of ours is {ours / head:.2g} times the fp32 head's, "
-    words += f"that of {name} {rounded / head:.2g} times"
-    if not case["holds"]:
-        allowed = case["allowed"]
-        words += f". FAILED: ours is off by {ours:.1e}, allowed {allowed['largest']:.1e}; its entropies by "
-        words += f"{case['deviations'][OURS]['entropy_largest']:.1e}, allowed {allowed['entropy_largest']:.1e}"
-        if wrong := [f"{group['high']:.0e}" for group in case["groups"] if not group["holds"]]:
-            words += f"; its dX by more than twice those of {name}, where 1 - p is at most {', '.join(wrong)}"
-    return words
+    """Names the limits that ours exceeds."""
+    its, allowed = case["deviations"][OURS], case["allowed"]
+    words = [f"{name} is {its[name]:.1e}, allowed {allowed[name]:.1e}" for name in allowed]
+    words += [f"dX is off where 1 - p is at most {group['high']:.0e}" for group in case["groups"] if not group["holds"]]
+    return f"{case['name']}: {'ours holds' if case['holds'] else 'FAILED'}: {'; '.join(words)}"
 
 
 def parse_arguments(arguments: list[str] | None, program: str = "python -m benchmarks.parity") -> Namespace:
     """Parses the command line. A wrong one ends the program with status 2."""
-    parser = new_parser(program, __doc__)
+    parser = new_parser(program, __doc__, "--json")
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
-    words = "tokens, vocabulary and hidden size of random inputs; may be repeated"
-    parser.add_argument("--random", action="append", metavar="N,V,D", type=parse_shape, help=words)
+    parser.add_argument("--random", help="size of random inputs; may be repeated", **SHAPE)
     options = parse(parser, arguments)
     options.random = options.random or [DEFAULT_SHAPE[options.device]]
     return options
@@ -228,21 +206,19 @@ def parse_arguments(arguments: list[str] | None, program: str = "python -m bench
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    team = Team(torch.device(options.device))
-    say, content = speaker(), {"machine": machine(team.device), "cases": []}
-    say("; ".join(f"{name}: {text}" for name, text in content["machine"].items()))
+    with session(options) as run:
 
-    def case_of(read: Callable, *arguments) -> dict:
-        return measure(read(*arguments, team))
+        def case_of(read: Callable, *arguments) -> dict:
+            return measure(read(*arguments, run.team))
 
-    def show(case: dict) -> None:
-        print(f"measured {case['name']}", file=sys.stderr, flush=True)
+        def show(case: dict) -> None:
+            print(f"measured {case['name']}", file=sys.stderr, flush=True)
 
-    sources = [partial(case_of, snapshots.read, path) for path in options.files]
-    sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
-    status, cases = snapshots.report_on(sources, options, content, show), content["cases"]
-    for part in (*tables(cases), *map(verdict, cases)):
-        say(part)
+        sources = [partial(case_of, snapshots.read, path) for path in options.files]
+        sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
+        status, cases = snapshots.report_on(sources, run, show), run.content["cases"]
+        for part in (*tables(cases), *map(verdict, cases)):
+            run.say(part)
     return status or int(not all(case["holds"] for case in cases))
 
 

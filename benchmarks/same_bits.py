@@ -10,15 +10,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import TokenStatistics, token_statistics
 
-from .options import DEFAULT_DTYPE
-from .problem import Shape
-from .report import DTYPES, machine, new_parser, new_table, parse, parse_shape, speaker
-from .team import Team
+from .engine.problem import Shape
+from .engine.report import new_parser, new_table, parse, session
+from .engine.team import Team
 
 # Columns of the table: names of statistics.
 COLUMNS = {
@@ -36,21 +34,14 @@ USUAL = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("python -m benchmarks.same_bits", __doc__)
-    words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
-    parser.add_argument("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
-    parser.add_argument("--dtype", choices=DTYPES)
+    parser = new_parser("python -m benchmarks.same_bits", __doc__, "--shape", "--dtype")
     options = parse(parser, arguments, processes=1)  # ranks may share a GPU
-    team, dtype = Team.here(options.device), getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
-    say = speaker(team.rank == 0)
-    say(", ".join(f"{name} {value}" for name, value in machine(team.device).items()))
-    for shape in options.shape or USUAL[options.device]:
-        table = new_table(f"{shape}, {dtype}: tokens that differ", None, ["situation"], [*COLUMNS])
-        for situation, found in differing(shape, dtype, team):
-            table.add_row(situation, *map(str, found))
-        say(table)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with session(options) as run:
+        for shape in options.shape or USUAL[options.device]:
+            table = new_table(f"{shape}, {options.dtype}: tokens that differ", None, ["situation"], [*COLUMNS])
+            for situation, found in differing(shape, options.dtype, run.team):
+                table.add_row(situation, *map(str, found))
+            run.say(table)
 
 
 def differing(shape: Shape, dtype: torch.dtype, team: Team) -> Iterator[tuple[str, list[int]]]:

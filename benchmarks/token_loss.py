@@ -7,20 +7,15 @@ collectives, and with the mean cross-entropy. Under torchrun all ranks are one t
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from parallel_lce import linear_cross_entropy, token_loss, token_statistics
 
-from .options import DEFAULT_DTYPE
-from .peak_memory import peak_memory
-from .problem import IGNORE_INDEX, Problem, Shape, make_problem
-from .report import DTYPES, MIB, machine, mebibytes, milliseconds, new_parser, new_table, parse, parse_shape, speaker
-from .team import Team
-from .timing import interleaved, ratios
+from .engine import ways
+from .engine.problem import IGNORE_INDEX, Problem, Shape, make_problem
+from .engine.report import MIB, new_parser, parse, session
 
 PRODUCTS = "products"
 CHECKED = 128  # tokens whose dX is compared with float64
@@ -28,56 +23,35 @@ USUAL = {"cuda": [Shape(8192, 128256, 4096), Shape(4096, 152064, 3584)], "cpu": 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("python -m benchmarks.token_loss", __doc__)
-    words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
-    parser.add_argument("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
+    parser = new_parser("python -m benchmarks.token_loss", __doc__, "--shape", "--dtype", "--rounds")
     parser.add_argument("--budgets", type=int, nargs="*", default=[1024, 512, 0], metavar="MIB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=DTYPES)
     options = parse(parser, arguments)
-    team, dtype = Team.here(options.device), getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
-    say = speaker(team.rank == 0)
-    say(", ".join(f"{name} {value}" for name, value in machine(team.device).items()))
-    caption = (
-        "Forward + backward. of products: speed relative to the three bare matrix products, median (smallest to "
-        "largest). MiB: peak beyond the gradients. dX error: relative to float64, over the first "
-        f"{CHECKED} tokens."
-    )
-    for shape in options.shape or USUAL[options.device]:
-        rows = measure(make_problem(shape, dtype, team), [None, *options.budgets], options.rounds)
-        title = f"{shape}, TP {team.ranks}, {dtype}. An fp32 dW has {shape.v * shape.d * 4 / team.ranks / MIB:.0f} MiB"
-        table = new_table(title, caption, ["way"], ["ms", "of products", "MiB", "dX error"])
-        for name, seconds, memory, error in rows:
-            middle, least, most = ratios(rows[0][1], seconds)
-            speed = f"{middle:.3f} ({least:.3f} to {most:.3f})"
-            shown = "–" if error is None else f"{error:.1e}"
-            table.add_row(name, milliseconds(median(seconds)), speed, mebibytes(memory), shown)
-        say(table)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    caption = f"of products: speed relative to the three bare matrix products. {ways.GRADIENT_CAPTION}"
+    with session(options) as run:
+        for shape in options.shape or USUAL[options.device]:
+            problem = make_problem(shape, options.dtype, run.team)
+            rows = measure(problem, [None, *options.budgets], options.rounds)
+            size = problem.weight.numel() * 4 / MIB
+            title = f"{problem}, {options.dtype}, forward + backward. An fp32 dW has {size:.0f} MiB"
+            run.say(ways.table(title, caption, rows, "of products", ways.GRADIENT_COLUMNS))
 
 
-def measure(problem: Problem, budgets: list[int | None], rounds: int) -> list:
-    """`[(name, seconds per round, bytes beyond the results, relative error of dX or None)]`. `budgets`: in MiB."""
+def measure(problem: Problem, budgets: list[int | None], rounds: int) -> list[dict]:
+    """A row for the products and for each way and budget, in MiB."""
     team, target, x, w = problem.team, problem.target, problem.hidden, problem.weight
     generator = torch.Generator(team.device).manual_seed(1)
     old, advantage = torch.randn(2, len(target), device=team.device, generator=generator)
     given, values = (x.requires_grad_(), w.requires_grad_(), target), (old - 12, advantage)
+    losses = {"token_loss": _by_token_loss, "token_statistics": _by_statistics, "mean cross-entropy": _mean}
     calls: dict[str, Callable] = {PRODUCTS: partial(_products, x.detach(), w.detach())}
     for budget in budgets:
         options = dict(process_group=team.group, logits_budget=None if budget is None else budget * MIB)
-        named = "" if budget is None else f"@{budget}MiB"
-        calls[f"token_loss{named}"] = partial(_gradients, _by_token_loss, given, values, options)
-        calls[f"token_statistics{named}"] = partial(_gradients, _by_statistics, given, values, options)
-        calls[f"mean cross-entropy{named}"] = partial(_gradients, _mean, given, values, options)
-    truth, errors = _dense(*given, *values) if team.group is None else None, {}
-    for name, call in calls.items():
-        if truth is not None and name.startswith("token"):
-            off = call()[1][:CHECKED].double() - truth
-            errors[name] = (off.norm() / truth.norm()).item()
-    memory = {name: peak_memory(call, team.device) for name, call in calls.items()}
-    seconds = interleaved(calls, team, rounds)
-    return [(name, seconds[name], memory[name][0] - memory[name][1], errors.get(name)) for name in calls]
+        for name, loss in losses.items():
+            named = name if budget is None else f"{name}@{budget}MiB"
+            calls[named] = partial(_gradients, loss, given, values, options)
+    truth = _dense(*given, *values) if team.group is None else None
+    truths = {} if truth is None else {name: truth for name in calls if name.startswith("token")}
+    return ways.measure(calls, team, rounds, ways.against(truths))
 
 
 def ppo(statistics, old, advantage):

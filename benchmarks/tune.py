@@ -5,11 +5,12 @@ exponentials, and forward + backward with logits_budget=0. Speeds are relative t
 round: one product for a forward, three for forward + backward. `kernels/tuning.py` should have the fastest tile.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import inf
+from statistics import median
 from unittest import mock
 
 import torch
@@ -18,13 +19,12 @@ from parallel_lce import log_prob, token_statistics
 from parallel_lce.kernels import product
 from parallel_lce.kernels.tuning import Tile
 
-from .options import SUITES
-from .passes import calls_of
-from .peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
-from .problem import Problem, make_problem
-from .report import parse_shape
-from .team import NotMeasured, Team
-from .timing import ratios, timer
+from .engine import ways
+from .engine.options import SUITES
+from .engine.passes import calls_of
+from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .engine.problem import Problem, make_problem
+from .engine.report import new_parser, parse, session
 
 # Tile(rows, entries, elements of the K dimension per step, warps, stages)
 SPECIALIZED = [
@@ -62,41 +62,34 @@ def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
     }
 
 
-def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict:
-    """`{(tile, row blocks, use): speed relative to the bare products}`, medians over the rounds."""
-    team, readers, seconds, bare = problem.team, {}, {}, {}
-    products = calls_of(named(GEMM_ONLY, ONE), problem)
-    uses = uses_of(problem)
-    for tile, count, (name, (_, call)) in itertools.product(tiles, blocks, uses.items()):
+def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict[str, list[dict]]:
+    """`{use: rows of the bare products, then of each tile and number of row blocks}`."""
+    products, found = calls_of(named(GEMM_ONLY, ONE), problem), {}
+
+    def under(tile: Tile, count: int, call: Callable) -> None:
         with forced(tile, count):
-            try:
-                readers[tile, count, name] = timer(call, team)
-            except NotMeasured as reason:  # for example, a tile too large for the GPU
-                print(f"{tile} cannot run {name}: {reason}")
-    of_products = {kind: timer(call, team) for kind, call in products.items()}
-    for _ in range(rounds):
-        for key, read in readers.items():
-            bare.setdefault(key, []).append(of_products[uses[key[-1]][0]]())
-            with forced(*key[:2]):
-                seconds.setdefault(key, []).append(read())
-    return {key: ratios(bare[key], readings)[0] for key, readings in seconds.items()}
+            call()
+
+    for use, (kind, call) in uses_of(problem).items():
+        calls = {GEMM_ONLY: products[kind]}
+        for tile, count in itertools.product(tiles, blocks):
+            calls[f"{tile}, {count} row blocks a launch"] = partial(under, tile, count, call)
+        found[use] = ways.measure(calls, problem.team, rounds, lambda way, result: {})
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    form = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__, formatter_class=form)
-    parser.add_argument("--shape", metavar="N,V,D", action="append", type=parse_shape)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("tiles are tuned on a CUDA device, and there is none")
+    parser = new_parser("python -m benchmarks.tune", __doc__, "--shape", "--rounds")
+    options = parse(parser, arguments)
+    if options.device == "cpu":
+        parser.error("tiles are tuned on a CUDA device")
     tiles = SPECIALIZED if torch.cuda.get_device_capability()[0] == 9 else PORTABLE
-    for shape in options.shape or SUITES["bars"].shapes:
-        speeds = tune(make_problem(shape, torch.bfloat16, Team(torch.device("cuda"))), options.rounds, tiles)
-        for use in dict.fromkeys(name for _, _, name in speeds):
-            rows = [(speed, tile, count) for (tile, count, name), speed in speeds.items() if name == use]
-            for speed, tile, count in sorted(rows, key=lambda row: -row[0])[:SHOWN]:
-                print(f"{shape} {use}: {speed:.3f} of the bare products: {tile}, {count} row blocks a launch")
+    with session(options) as run:
+        for shape in options.shape or SUITES["bars"].shapes:
+            problem = make_problem(shape, torch.bfloat16, run.team)
+            for use, (bare, *rows) in tune(problem, options.rounds, tiles).items():
+                rows.sort(key=lambda row: median(row.get("seconds", [inf])))
+                run.say(ways.table(f"{shape}, {use}", "", [bare, *rows[:SHOWN]], "of the bare products", {}))
 
 
 if __name__ == "__main__":

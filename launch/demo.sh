@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small GPT twice, with Megatron's stock loss and with parallel_lce, and compares. See configs/demo.yaml.
+# Trains a small GPT twice, with Megatron's unfused loss and with parallel_lce, and compares. See configs/demo.yaml.
 #   ./launch/demo.sh [--config FILE] [--text PATH] [key=value ...]
 # On several hosts torchrun's own arguments come first, ended by --, on each host with its own --node-rank:
 #   ./launch/demo.sh --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --nproc-per-node=8 -- ...

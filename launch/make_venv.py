@@ -5,7 +5,6 @@ Needs the standard library alone. Exits with 2 if .venv cannot be made here, wit
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -29,12 +28,10 @@ def stamp() -> bytes:
 
 
 def is_made() -> bool:
-    try:  # not exists() first: another start may remove the stamp in between
+    try:  # not exists() first: another start, perhaps on another host, may remove the stamp in between
         made = STAMP.read_bytes()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # ESTALE: removed by another host, on NFS
-            return False
-        raise
+    except OSError:
+        return False
     return made == stamp() and os.access(PYTHON, os.X_OK)
 
 

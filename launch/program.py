@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
@@ -35,7 +34,7 @@ REPORT = "Trains a small GPT, unless its snapshots are in the output folder, and
 REPORT += "training, as of snapshots.py, may come first, ended by `--`; the others go to the report."
 DESCRIPTIONS = {
     "train": f"Trains stock Megatron-core's GPTModel with either loss. {ARGUMENTS}",
-    "demo": "Trains the same model from one seed with Megatron's stock loss and with parallel_lce, and compares the "
+    "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce, and compares the "
     f"two. Exits with 1 if a run fails or the loss curves part. {ARGUMENTS}",
     "compare": "Compares runs that the demo left in the output folder, perhaps on another machine. Takes the demo's "
     "arguments. Exits with 1 if the loss curves part.",
@@ -60,7 +59,7 @@ def run(name: str, argv: list[str]) -> int:
     if reports := name in ("parity", "gradient_filter"):
         torchrun, arguments = [], first or []
         report = f"benchmarks.{name}"
-        _check_written(importlib.import_module(report).parse_arguments(last, f"./launch/{name}.sh"))
+        check_file("--json", importlib.import_module(report).parse_arguments(last, f"./launch/{name}.sh").json)
     if reports or name == "snapshots":
         import torch
 
@@ -87,22 +86,13 @@ def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
     each GPU of this host, or two where there is none."""
     import torch
 
-    from benchmarks.options import parse_arguments
+    from benchmarks.engine.options import parse_arguments
 
     if torchrun is None:
         torchrun = ["--standalone", "--nproc-per-node", str(torch.cuda.device_count() or 2)]
     nodes, here = processes_of(torchrun)
-    _check_written(parse_arguments(arguments, nodes * here, here))
+    check_file("--json", parse_arguments(arguments, nodes * here, here).json)
     _become_module("torch.distributed.run", *torchrun, "-m", "benchmarks", *arguments)
-
-
-def _check_written(options: Namespace) -> None:
-    """Raises a Refusal for a report's files that cannot be written."""
-    for name in ("json", "plot"):
-        if path := getattr(options, name, None):
-            check_file(f"--{name}", path)
-    if folder := getattr(options, "trace", None):
-        check_folder("--trace", folder)
 
 
 def _demo(training: "Training") -> int:

@@ -1,7 +1,6 @@
 """The benchmarks on one device and over ranks: nothing wrong is timed, on whichever rank it is wrong; and each report's
 figures are what they are called."""
 
-import gzip
 import json
 import math
 from dataclasses import replace
@@ -14,37 +13,20 @@ import torch.distributed as dist
 
 pytest.importorskip("rich", reason="needs the benchmark's packages")
 pytest.importorskip("safetensors", reason="needs the benchmark's packages")
-pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
 
-from matplotlib import pyplot
 from safetensors.torch import save_file
 
 import torchtitan_training
 from benchmarks import __main__ as command
-from benchmarks import (
-    distillation,
-    energy,
-    gradient_filter,
-    measure,
-    options,
-    ours,
-    papers,
-    parity,
-    peers,
-    problem,
-    same_bits,
-    snapshots,
-    timing,
-    token_loss,
-    tune,
-)
-from benchmarks.accuracy import Judge, answers
+from benchmarks import distillation, gradient_filter, papers, parity, same_bits, token_loss, tune
+from benchmarks.engine import measure, options, ours, peers, problem, snapshots, timing
+from benchmarks.engine.accuracy import Judge, answers
+from benchmarks.engine.passes import calls_of
+from benchmarks.engine.peers import ANY, FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, named
+from benchmarks.engine.problem import Problem, Shape, make_problem
+from benchmarks.engine.team import Team
 from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDINGS
 from benchmarks.parity import FP32_HEAD, OURS, random_problem
-from benchmarks.passes import calls_of
-from benchmarks.peers import ANY, FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, named
-from benchmarks.problem import Problem, Shape, make_problem
-from benchmarks.team import Team
 from cases import normal
 from releases import ROOT
 from tools import chosen_backend, everywhere, on_ranks, ran
@@ -118,23 +100,22 @@ def _planted(fault: str, group, sequence_parallel: bool):
     return wrong
 
 
-def _measured(member: Member, sequence_parallel: bool) -> tuple[dict, list[str]]:
+def _measured(member: Member, sequence_parallel: bool) -> dict:
     """What each rank says of peers of which one rank is wrong."""
     given = problem_of(member, sequence_parallel)
     planted = [Peer(fault, ANY, peers.CPU_AND_CUDA, partial(_planted, fault), "ours") for fault in FAULTS]
     planted.append(named(GEMM_ONLY, ONE))
-    called, lengths = [], timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
+    lengths = timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
     lengths[member.device.type] = 0.0, 1e-9  # one call
-    after = lambda peer, call: called.append(peer.name)  # noqa: E731
     judge = Judge(given, *(answers(given, dtype) for dtype in (torch.float64, torch.float32)))
-    return measure.measure(planted, judge, 2, after=after), called
+    return measure.measure(planted, judge, 2)
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
 def test_what_is_wrong_is_never_timed(ranks, sequence_parallel, worlds, device, monkeypatch):
     monkeypatch.setitem(timing.ALONE, device, (0.0, 1e-9))
-    (cell, called), *others = everywhere(worlds, device, ranks, _measured, sequence_parallel)
-    mine = repr((cell, called))  # NaN equals itself in words
+    cell, *others = everywhere(worlds, device, ranks, _measured, sequence_parallel)
+    mine = repr(cell)  # NaN equals itself in words
     assert all(repr(other) == mine for other in others)  # times, bytes and errors are those of the worst rank
     for entry, (_, words) in zip(cell["peers"], FAULTS.values()):
         refused = entry["refused"] or ""
@@ -145,7 +126,6 @@ def test_what_is_wrong_is_never_timed(ranks, sequence_parallel, worlds, device, 
     assert all(len(right[kind]["seconds"]) == 2 and right[kind]["peak_bytes"] > 0 for kind in PASSES)
     assert wrong["errors"]["dW"] > 100 * right["errors"]["dW"] > 0  # a refused peer's errors are shown
     assert "dW row error" in row["refused"] and row["errors"]["dW row"] > row["errors"]["dW"]
-    assert called == ["none", GEMM_ONLY]
 
 
 # --- what is written -------------------------------------------------------------------------------
@@ -164,10 +144,10 @@ def assert_plausible(cell: dict) -> None:
         assert not entry["errors"] if name in baselines else entry["errors"]["dX"] < 1e-5
         for kind in PASSES:
             its = entry[kind]
-            assert len(its["seconds"]) == 3 and its["seconds_min"] <= its["seconds_median"] <= its["seconds_max"]
-            for key, other in (("of_gemm_only", GEMM_ONLY), ("of_overlapped", baselines[-1])):
-                ratios = sorted(b / t for b, t in zip(entries[other][kind]["seconds"], its["seconds"]))
-                assert its[key] == pytest.approx([ratios[1], ratios[0], ratios[2]])
+            assert len(its["seconds"]) == 3
+            for other, baseline in ((GEMM_ONLY, GEMM_ONLY), (OVERLAPPED, baselines[-1])):
+                ratios = sorted(b / t for b, t in zip(entries[baseline][kind]["seconds"], its["seconds"]))
+                assert measure.ratio(cell, entry, other, kind) == pytest.approx([ratios[1], ratios[0], ratios[2]])
         gradients = 4 * d * (n // parts + (0 if "main-grad" in name else rows))
         assert its["peak_bytes"] - its["beyond_gradients_bytes"] == gradients
     if not cell["sequence_parallel"]:
@@ -178,20 +158,14 @@ def test_a_run_of_two_processes(tmp_path):
     for name in ("signal", "torch", "benchmarks"):
         # The user's own file, called like a module that Python, PyTorch and the benchmark import.
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
-    arguments = "--standalone --nproc-per-node 2 -- --device cpu --rounds 3 --shape 64,256,16 --json new/r.json "
-    arguments += "--plot new/r.png --trace traces"
+    arguments = "--standalone --nproc-per-node 2 -- --device cpu --rounds 3 --shape 64,256,16 --json new/r.json"
     done = ran("bash", ROOT / "launch" / "bench.sh", *arguments.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Ours over all problems") == 1  # not once per rank
+    assert done.stdout.count("TP 2, N=64, V=256, D=16, SP") == 1  # not once per rank
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert [(c["tp"], c["sequence_parallel"]) for c in found["cells"]] == [(1, False), (2, False), (2, True)]
     for cell in found["cells"]:
         assert_plausible(cell)
-    assert (tmp_path / "new" / "r.png").read_bytes().startswith(b"\x89PNG")
-    with gzip.open(tmp_path / "traces" / f"tp2-n64-sp-{OVERLAPPED}.json.gz", "rt") as file:
-        events = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert sum(name == "aten::mm" for name in events) == 3  # one call
-    assert any("gather" in name for name in events) and any("reduce_scatter" in name for name in events)
 
 
 @pytest.mark.slow
@@ -222,14 +196,19 @@ def test_ours_refused_is_a_failure(short, monkeypatch, capsys):
     assert "ours@0: refused: dW" in capsys.readouterr().out
 
 
+def assert_rows(rows: list[dict]) -> None:
+    for row in rows:
+        assert row["refused"] is None and len(row["seconds"]) == 2 and row["peak"] >= row["kept"] > 0
+        assert row["error"] is None if row["way"].startswith(("products", "mean")) else row["error"] < 1e-5
+
+
 def test_distillation_is_measured(short, capsys):
     arguments = ["--device", "cpu", "--shape", "20,50,8", "--teacher", "16", "--beta", "0", "0.5", "--rounds", "1"]
     distillation.main(arguments)
     printed = capsys.readouterr().out
     for way in ("dense, beta 0", "ours, mean, beta 0.5", "ours, none, beta 0.5", "products"):
         assert printed.count(f"| {way} ") == 1
-    for _, seconds, memory, error in distillation.measure(ALONE, TINY, 16, torch.float32, [0.0, 0.5, 1.0], 2):
-        assert len(seconds) == 2 and memory > 0 and (error is None or error < 1e-5)
+    assert_rows(distillation.measure(ALONE, TINY, 16, torch.float32, [0.0, 0.5, 1.0], 2))
 
 
 def test_a_loss_of_ones_own_is_measured(short, capsys):
@@ -237,8 +216,7 @@ def test_a_loss_of_ones_own_is_measured(short, capsys):
     printed = capsys.readouterr().out
     for way in ("products", "token_loss", "token_loss@0MiB", "token_statistics@0MiB", "mean cross-entropy"):
         assert printed.count(f"| {way} ") == 1
-    for name, seconds, memory, error in token_loss.measure(make_problem(TINY, torch.float32, ALONE), [None], 2):
-        assert len(seconds) == 2 and memory > 0 and (error < 1e-5 if name.startswith("token") else error is None)
+    assert_rows(token_loss.measure(make_problem(TINY, torch.float32, ALONE), [None], 2))
 
 
 def test_bits_that_differ_are_counted(capsys):
@@ -260,27 +238,21 @@ def test_tiles_are_measured_on_the_interpreter(short):
     tiles = [tune.Tile(64, 64, 32, 4, 2), tune.Tile(64, 128, 32, 4, 2)]
     with chosen_backend("triton"):
         found = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ALONE), 1, tiles, (2,))
-    assert [*found] == [(tile, 2, use) for tile in tiles for use in ("forward", "saving forward", "forward + backward")]
-    assert all(speed > 0 for speed in found.values())
+    assert [*found] == ["forward", "saving forward", "forward + backward"]
+    for bare, *rows in found.values():
+        names = [f"{tile}, 2 row blocks a launch" for tile in tiles]
+        assert bare["way"] == GEMM_ONLY and [(row["way"], row["refused"]) for row in rows] == [(n, None) for n in names]
 
 
 @pytest.mark.slow
-def test_published_figures_stand_beside_ours(short, tmp_path):
-    path, picture = tmp_path / "found.json", tmp_path / "table.png"
-    assert papers.main(["--device", "cpu", "--rounds", "1", "--json", str(path), "--plot", str(picture)]) == 0
+def test_published_figures_stand_beside_ours(short, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
+    path = tmp_path / "found.json"
+    assert papers.main(["--device", "cpu", "--rounds", "1", "--json", str(path), "--plot", str(tmp_path / "new")]) == 0
     parts = json.loads(path.read_text())["parts"]
-    assert {name: len(rows) for name, rows in parts.items()} == dict(table2=20, chunks=4, peak=3, gemma2=2)
-    assert parts["table2"][-1] | {"N": "128", "V": "1024", "canonical, MiB": "–"} == parts["table2"][-1]
-    assert [*parts["chunks"][0]] == ["loss", "GiB", "time", "published GiB", "published time"]
-    assert all((tmp_path / f"{figure}-table.png").stat().st_size > 10_000 for figure in ("latency", "memory"))
-
-
-@pytest.mark.gpu
-def test_twice_the_work_takes_twice_the_joules():
-    pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    once, twice = (energy.sustained(lambda: [x @ x for _ in range(n)], x.device) for n in (1, 2))
-    assert 0.2 < once[0] and all(1.7 < b / a < 2.3 for a, b in zip(once, twice))
+    assert {name: len(rows) for name, rows in parts.items()} == dict(table2=40, gemma2=2)
+    assert "| 32768 | 262144 | " in capsys.readouterr().out
+    assert all((tmp_path / "new" / f"{name}.png").stat().st_size > 10_000 for name in ("latency", "memory"))
 
 
 # --- reports on snapshots of a training -------------------------------------------------------------
@@ -303,7 +275,6 @@ def assert_parity(case: dict) -> None:
     much = 100 if case["max_abs_logit"] > 1 else 10
     assert its["largest"] <= 2 * head["largest"] + slack and much * its["largest"] < rounded["largest"]
     assert its["outside"] == 0 and 0.999 < its["smallest_ratio"] <= its["largest_ratio"] < 1.001
-    assert much * its["mean"] < rounded["mean"] and much * head["mean"] < rounded["mean"]
     assert its["entropy_largest"] <= 2 * head["entropy_largest"] + slack
     assert much / 10 * its["entropy_largest"] < rounded["entropy_largest"]
     assert case["holds"] and sum(group["tokens"] for group in case["groups"]) == case["n"]
@@ -321,7 +292,6 @@ def test_gradients_of_nearly_flat_logits_are_no_worse_than_those_of_rounded_ones
 def test_ours_equals_an_fp32_head_on_random_inputs(deviation, device):
     case = parity.measure(random_problem(Shape(200, 3000, 256), deviation, Team(torch.device(device))))
     assert_parity(case)
-    assert case["mean_log_prob"] > 0.3 - math.log(3000)  # targets are drawn from the softmax
     if deviation >= 5:
         assert case["deviations"][BF16]["outside"] > 0.1
     if deviation == 20:
@@ -364,36 +334,28 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
     """Gradients of sure tokens that are lost beside those of the other tokens."""
     right = parity.ours
 
-    def lost(inputs, entry):
-        sure, found = parity.dense(inputs, entry, torch.float64).values[2] > -1e-3, right(inputs, entry)
-        return found._replace(gradients=[dx.masked_fill(sure[:, None], 0.0) for dx in found.gradients])
+    def lost(inputs):
+        tops = torch.cat([log_p.amax(1) for _, log_p, _ in snapshots.log_softmax(inputs, torch.float64)])
+        found = right(inputs)
+        return found._replace(gradients=[dx.masked_fill(tops[:, None] > -1e-3, 0.0) for dx in found.gradients])
 
     monkeypatch.setattr(parity, "ours", lost)
     assert parity.main(["--device", "cpu", "--random", "256,512,64"]) == 1
-    words = "; its dX by more than twice those of bf16 logits, where 1 - p"
     said = capsys.readouterr().out
-    assert said.count("FAILED") == said.count(words) == 1
+    assert said.count("FAILED") == 1 and "; dX is off where 1 - p is at most" in said
 
 
 def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):
-    """Lines go through the snapshots in the order of their steps, whatever the order of the files."""
-    drawn, N, V = [], 150, 300
-    monkeypatch.setattr(pyplot, "close", drawn.append)
+    N, V = 150, 300
     monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
-    paths = [written(tmp_path / f"{name}.safetensors", N, V, 32) for name in ("step-20", "step-9", "other [x]")]
+    paths = [written(tmp_path / name, N, V, 32) for name in ("step-20.safetensors", "other [x]")]
     bad, figures = written(tmp_path / "bad.safetensors", weight=None), tmp_path / "figures.json"
-    arguments = ["--device", "cpu", "--rounds", "2", "--json", str(figures), "--plot", str(tmp_path / "p.png")]
-    with chosen_backend("torch"):
-        assert gradient_filter.main([bad, *paths, *arguments]) == 2  # for one that cannot be measured
+    with chosen_backend("torch"):  # 2 for a file that cannot be measured
+        assert gradient_filter.main([bad, *paths, *f"--device cpu --rounds 2 --json {figures}".split()]) == 2
     monkeypatch.undo()
-    said = capsys.readouterr()
-    assert f"error: {bad} has no tensor weight" in said.err
+    assert f"error: {bad} has no tensor weight" in capsys.readouterr().err
     cases = json.loads(figures.read_text())["cases"]
-    assert [(case["name"], case["step"]) for case in cases] == list(zip(paths, (20, 9, None)))
-    line = drawn[0].axes[0].lines[0]
-    of_natural_and_saved = [case["results"][5]["saved"]["of_gemm_only"][0] for case in (cases[1], cases[0])]
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([9, 20], of_natural_and_saved)
-    pyplot.close(drawn[0])
+    assert [case["name"] for case in cases] == paths
 
     case, given = cases[0], snapshots.read(paths[0], ALONE)
     p = (given.hidden.double() @ given.weight.double().T).softmax(1)

@@ -10,7 +10,7 @@ import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
-from benchmarks.peak_memory import peak_memory
+from benchmarks.engine.peak_memory import peak_memory
 from blocks import watched_backwards
 from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.peak_memory import peak_memory
+from benchmarks.engine.peak_memory import peak_memory
 from cases import DTYPES, normal
 from measures import assert_no_worse, size
 from parallel_lce.backends import torch_logits

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from benchmarks.peak_memory import peak_memory
+from benchmarks.engine.peak_memory import peak_memory
 from cases import dense_loss, make, part
 from measures import assert_close
 from parallel_lce.core import collectives

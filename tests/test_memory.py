@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import parallel_lce
-from benchmarks.peak_memory import peak_memory
+from benchmarks.engine.peak_memory import peak_memory
 from cases import DTYPES, make, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend

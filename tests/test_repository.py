@@ -15,8 +15,8 @@ import torch
 
 import parallel_lce
 import parallel_lce.megatron.__main__ as megatron_launcher
-from benchmarks.options import SUITES
-from benchmarks.peers import ONE, RANKS, named
+from benchmarks.engine.options import SUITES
+from benchmarks.engine.peers import ONE, RANKS, named
 from parallel_lce.core.options import _SUFFIXES
 from releases import ROOT
 from tools import ran
@@ -37,10 +37,10 @@ TEST = re.compile(r"(?<![\w/])test_\w+(?:\.py)?")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|compare|snapshots)\.\w+)=(?! )")
 # The files in which the options of a program stand. REPORT: the options that all benchmarks have.
-CONFIG, REPORT = "launch/training/config.py", "benchmarks/report.py"
+CONFIG, REPORT = "launch/training/config.py", "benchmarks/engine/report.py"
 SOURCES = {
     **{f"benchmarks.{file.stem}": [f"benchmarks/{file.name}", REPORT] for file in (ROOT / "benchmarks").glob("*.py")},
-    **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/options.py", REPORT]),
+    **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/engine/options.py", REPORT]),
     **{name: [f"benchmarks/{name}.py", REPORT, CONFIG] for name in ("parity", "gradient_filter")},
     **dict.fromkeys(["demo", "train", "compare", "snapshots"], [CONFIG]),
     **{name: [f"tests/{name}.py"] for name in ("fuzz", "sanitize")},

@@ -218,13 +218,7 @@ class Config(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's values. A key that is given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        if twice := [str(key) for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]} is given twice")
-        return super().construct_mapping(node, deep)
+    """YAML's values."""
 
 
 _Loader.add_implicit_resolver(  # PyYAML takes 1e-3 for a string, since it lacks a point

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.peak_memory import peak_memory
+from benchmarks.engine.peak_memory import peak_memory
 from training.config import Config, TrainConfig, save_config
 from training.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.model import build_model, padded_vocab_size

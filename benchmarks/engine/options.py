@@ -1,17 +1,11 @@
 """The command line of `python -m benchmarks`: peers, shapes and output files."""
 
-import importlib.util
 from argparse import ArgumentTypeError, Namespace
 from typing import NamedTuple
 
-import torch
-
 from .peers import ONE, RANKS, SAVED, Peer, named, others
 from .problem import Shape
-from .report import DTYPES, new_parser, parse, parse_shape, picture
-
-DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-ON_OFF = {"off": False, "on": True}
+from .report import new_parser, parse
 
 
 class Suite(NamedTuple):
@@ -34,27 +28,11 @@ SUITES = {
         ("torch", "torch-compile"),
         host=True,
     ),
-    # Sizes of small models, with the default budget.
-    "small": Suite(
-        tuple(
-            Shape(n, v, d)
-            for d, v in ((1024, 32768), (2048, 50304), (2048, 65536), (4096, 128256))
-            for n in (256, 1024, 2048, 4096, 8192)
-        ),
-        ("ours-per-token",),
-        ("torch", "torch-compile", "megatron-fused"),
-    ),
     # The statistics of post-training, with saved and with recomputed logits.
     "post": Suite(
         (Shape(8192, 128256, 4096),),
         tuple(f"ours-{kind}" for kind in "statistics@all entropy@all entropy@0 selected@all masked@all replay".split()),
         ("verl",),
-    ),
-    # No memory for exponentials: a whole vocabulary, and one rank's shard of it at TP 8.
-    "lean": Suite(
-        tuple(Shape(n, v, 4096) for n, v in ((32768, 131072), (8192, 128256), (32768, 16384), (8192, 16384))),
-        ("ours-per-token@0",),
-        (),
     ),
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
@@ -82,28 +60,16 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
             raise ArgumentTypeError(str(error)) from None
 
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
-    parser = new_parser(program, "parallel_lce against its peers.")
+    description = "parallel_lce against its peers."
+    parser = new_parser(program, description, "--json", "--rounds", "--shape", "--dtype")
     add = parser.add_argument
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
-    words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
-    add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
-    add("--dtype", choices=DTYPES, help="float32 on cpu, bfloat16 on cuda")
-    add("--rounds", type=int, default=5, help="how often each peer is timed (5)")
     words = "only these peers and the GEMM-only baseline; ours may have a logits_budget: ours@512MiB or ours@all"
     add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
     words = "TP sizes (the powers of two up to the number of ranks, and the number of ranks)"
     add("--tp", nargs="+", type=int, metavar="P", help=words)
-    add("--sequence-parallel", nargs="+", choices=ON_OFF, default=["off", "on"], help="off and on over several ranks")
-    words = "write a picture of the time against the TP size; the suffix chooses the format"
-    add("--plot", metavar="PATH", type=picture, help=words)
-    words = "write the timeline of one forward + backward call of ours and of the baseline with collectives"
-    add("--trace", metavar="DIR", help=words)
-    add("--energy", action="store_true", help="joules and time of a call in two seconds of calls; needs nvidia-ml-py")
     options = parse(parser, arguments, ranks_here)
-    if options.energy and (options.device != "cuda" or ranks or importlib.util.find_spec("pynvml") is None):
-        parser.error("--energy needs --device cuda, a single process and the package nvidia-ml-py")
 
-    options.dtype = getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
     options.shapes, options.host = options.shape or suite.shapes, suite.host
     wanted = options.peers
@@ -128,7 +94,6 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
         for shape in options.shapes:
             if shape.n % tp or shape.v % tp:
                 parser.error(f"--shape: N and V must be multiples of the TP size, got {shape} for TP {tp}")
-    options.sequence_parallel = [ON_OFF[word] for word in dict.fromkeys(options.sequence_parallel)]
     return options
 
 

@@ -4,6 +4,7 @@ Measured calls use `group` (NCCL on GPUs). The benchmark's own messages use `hos
 do not run on the GPU, and do not wait for it.
 """
 
+import gc
 import math
 import os
 from collections.abc import Callable
@@ -117,3 +118,10 @@ def largest(errors: list[float]) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Gives the memory of what no longer exists back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -9,32 +9,22 @@ from functools import partial
 import torch
 
 from .accuracy import Judge
-from .energy import sustained
 from .passes import calls_of
 from .peak_memory import peak_memory
 from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
 from .problem import Problem
-from .profiles import profile_of
-from .team import NotMeasured
-from .timing import new_order, ratios, spread, timer
+from .team import NotMeasured, release
+from .timing import new_order, profile_of, ratios, timer
 
 
 def measure(
-    peers: list[Peer],
-    judge: Judge,
-    rounds: int,
-    host: bool = False,
-    energy: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-    after: Callable[[Peer, Callable], None] = lambda peer, call: None,
+    peers: list[Peer], judge: Judge, rounds: int, host: bool = False, say: Callable[[str], None] = lambda text: None
 ) -> dict:
     """The problem and one entry per peer, as JSON has them.
 
     First each peer is checked and its memory measured. Then all peers are timed round by round. Each round has its own
     order: the preceding peer changes the GPU's clock rate. With `host` the host time is measured too, and on a GPU the
-    calls are profiled at the end; with `energy` the joules of a call are measured, and its time over two seconds. `say`
-    gets messages about the progress. At the end `after(peer, call)` gets forward + backward of every peer that was
-    timed.
+    calls are profiled at the end. `say` gets messages about the progress.
     """
     problem, team = judge.problem, judge.problem.team
     entries, losses, calls, readers = {}, {}, {}, {}
@@ -90,16 +80,12 @@ def measure(
             with refusals(entry):
                 for seconds, read in readers[peer]:
                     seconds.append(read())
-    for peer, entry in remaining():
+    for peer, entry in remaining() if host and team.device.type == "cuda" else ():
         with refusals(entry):
-            for kind, call in calls[peer].items() if host and team.device.type == "cuda" else ():
-                entry[kind]["profile"] = team.agree(partial(profile_of, call, team))
-            for kind, call in calls[peer].items() if energy else ():
-                joules, seconds = team.agree(partial(sustained, call, team.device))
-                entry[kind] |= dict(joules=joules, sustained_seconds=seconds)
-            after(peer, calls[peer][FORWARD_BACKWARD])
+            for kind, call in calls[peer].items():
+                entry[kind]["profile"] = team.agree(partial(profile_of, call, team.device))
     gc.unfreeze()
-    cell = {
+    return {
         "problem": str(problem),
         "tp": team.ranks,
         **vars(problem.shape),
@@ -112,13 +98,6 @@ def measure(
         "allowed_errors": judge.limits,
         "peers": [*entries.values()],
     }
-    for entry in cell["peers"]:
-        for kind in filter(entry.__contains__, PASSES):
-            names = "seconds_median", "seconds_min", "seconds_max"
-            entry[kind] |= dict(zip(names, spread(entry[kind]["seconds"])))
-            entry[kind]["of_gemm_only"] = ratio(cell, entry, GEMM_ONLY, kind)
-            entry[kind]["of_overlapped"] = ratio(cell, entry, OVERLAPPED, kind)
-    return cell
 
 
 def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float, float] | None:
@@ -152,9 +131,3 @@ def gradient_bytes(peer: Peer, problem: Problem) -> int:
     """Bytes of dX and dW in the dtype of the inputs. With main_grad of dX alone: main_grad exists before the call."""
     size = problem.x.numel() + (0 if peer.main_grad else problem.weight.numel())
     return size * problem.x.element_size()
-
-
-def release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

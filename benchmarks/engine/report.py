@@ -6,49 +6,23 @@ import json
 import os
 import platform
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawTextHelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .problem import Shape
+from .team import Team
+from .timing import spread
 
-DTYPES = ("float32", "bfloat16", "float16")
-LIBRARIES = "triton megatron-core liger-kernel cut-cross-entropy quack-kernels verl transformers trl".split()
+LIBRARIES = "triton megatron-core liger-kernel quack-kernels verl transformers trl torchtitan".split()
 NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps
-
-
-def new_parser(program: str, description: str | None) -> ArgumentParser:
-    """A parser with the arguments of all reports. Parse with `parse`."""
-    parser = ArgumentParser(prog=program, description=description, formatter_class=RawTextHelpFormatter)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--json", metavar="PATH", help="write everything measured, again after each table")
-    return parser
-
-
-def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | None = None) -> Namespace:
-    """Parses and checks the command line. A wrong one ends the program with status 2. `processes`: of this host; None:
-    the number that torchrun started."""
-    options = parser.parse_args(arguments)
-    processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if options.device == "cuda" and torch.cuda.device_count() < processes:
-        parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
-    files = getattr(options, "files", [])
-    for package in ["rich"] + ["safetensors"] * bool(files):
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"the report needs {package}: pip install '.[bench]' in the checkout")
-    if missing := [path for path in files if not Path(path).is_file()]:
-        parser.error(f"no such file: {', '.join(missing)}")
-    if options.json and Path(options.json).is_dir():
-        parser.error(f"--json: {options.json} is a folder")
-    rounds = getattr(options, "rounds", None)
-    if rounds is not None and rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {rounds}")
-    return options
+DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def parse_shape(text: str) -> Shape:
@@ -62,16 +36,69 @@ def parse_shape(text: str) -> Shape:
     return Shape(*numbers)
 
 
-def picture(text: str) -> str:
-    """The path `text`, if matplotlib can write files of its suffix."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ArgumentTypeError("a picture needs matplotlib: pip install '.[bench]' in the checkout") from None
-    suffix, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
-    if suffix and suffix not in known:
-        raise ArgumentTypeError(f"the suffix must be one of {', '.join(sorted(known))}, got {text}")
-    return text
+SHAPE: dict[str, Any] = dict(action="append", metavar="N,V,D", type=parse_shape)
+OPTIONS: dict[str, dict[str, Any]] = {  # of several commands
+    "--json": dict(metavar="PATH", help="write everything measured, again after each table"),
+    "--rounds": dict(type=int, default=5, help="how often each call is timed (%(default)s)"),
+    "--shape": SHAPE | dict(help="tokens, vocabulary of all ranks, hidden size; may be repeated"),
+    "--dtype": dict(choices=("float32", "bfloat16", "float16"), help="float32 on cpu, bfloat16 on cuda"),
+}
+
+
+def new_parser(program: str, description: str | None, *names: str) -> ArgumentParser:
+    """A parser with `--device` and the named options of OPTIONS. Parse with `parse`."""
+    parser = ArgumentParser(prog=program, description=description, formatter_class=RawTextHelpFormatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    for name in names:
+        parser.add_argument(name, **OPTIONS[name])
+    return parser
+
+
+def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | None = None) -> Namespace:
+    """Parses and checks the command line. A wrong one ends the program with status 2. `processes`: of this host; None:
+    the number that torchrun started. Adds `dtype`, of torch, for a command without this option too."""
+    options = parser.parse_args(arguments)
+    processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if options.device == "cuda" and torch.cuda.device_count() < processes:
+        parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
+    files, plot = getattr(options, "files", []), getattr(options, "plot", None)
+    for package in ["rich"] + ["safetensors"] * bool(files) + ["matplotlib"] * bool(plot):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"the report needs {package}: pip install '.[bench]' in the checkout")
+    if missing := [path for path in files if not Path(path).is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
+    if getattr(options, "json", None) and Path(options.json).is_dir():
+        parser.error(f"--json: {options.json} is a folder")
+    if getattr(options, "rounds", 1) < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    options.dtype = getattr(torch, getattr(options, "dtype", None) or DEFAULT_DTYPE[options.device])
+    return options
+
+
+class Session(NamedTuple):
+    """A run of a report."""
+
+    team: Team  # the ranks that torchrun started, or this process alone
+    say: Callable[[Any], None]  # prints a table or a text, on rank 0
+    content: dict[str, Any]  # of the JSON
+    path: str | None  # of the JSON
+
+    def save(self) -> None:
+        if self.path and self.team.rank == 0:
+            write_json(self.path, self.content)
+
+
+@contextmanager
+def session(options: Namespace) -> Iterator[Session]:
+    """Joins the ranks, and prints the facts about the machine."""
+    team = Team.here(options.device)
+    say, facts = speaker(team.rank == 0), machine(team.device)
+    say("; ".join(f"{name}: {text}" for name, text in facts.items()))
+    content = {"machine": facts, "settings": {"rounds": getattr(options, "rounds", None)}}
+    yield Session(team, say, content, getattr(options, "json", None))
+    if "RANK" in os.environ:  # torchrun has started this process; another group is a library's
+        dist.destroy_process_group()
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -125,6 +152,10 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
+def spread_ms(seconds: list[float]) -> str:
+    return "{} ({}–{})".format(*map(milliseconds, spread(seconds)))
+
+
 def mebibytes(size: int) -> str:
     return f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"
 
@@ -137,13 +168,8 @@ def spread_text(values: tuple[float, float, float] | None, form: str = "{:.3f} (
     return form.format(*values) if values else NONE
 
 
-def with_folder(path: str) -> Path:
-    """The path of a file, whose folder is made if it does not exist."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return Path(path)
-
-
 def write_json(path: str, content: dict) -> None:
     """Writes NaN and infinities as null: JSON has neither."""
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    with_folder(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -81,7 +81,7 @@ def test_each_way_is_measured_if_its_library_is_installed(libraries, tmp_path, c
         assert_measured(cases[name]["ours"])
         assert cases[name]["ours"]["loss"] == pytest.approx(cases[name][first]["loss"], rel=1e-5)
         assert f"{name}: 2 x 16 tokens, V=512, D=128, torch.float32" in said
-    assert_measured(cases["megatron"]["ours"], 1e-2)  # Megatron's fused loss rounds to bf16
+    assert_measured(cases["megatron-llama"]["ours"], 1e-2)  # Megatron's fused loss rounds to bf16
     absent = [cases[name]["Liger"] for name in ("llama", "qwen2")] + [*cases["grpo"].values()]
     assert all(row["refused"].startswith("not installed: ") for row in absent)
     assert "| Liger, not installed: " in said
@@ -89,7 +89,7 @@ def test_each_way_is_measured_if_its_library_is_installed(libraries, tmp_path, c
 
 
 def test_a_share_of_the_tokens_counts(libraries, tmp_path, capsys):
-    names = ["llama", "trl", "verl", "megatron"]
+    names = ["llama", "trl", "verl", "megatron-llama"]
     for name in names:
         with counted_forwards(torch_backend) as rows:
             status, cases = measured(tmp_path / "figures.json", "--counted", "0.25", "--cases", name)

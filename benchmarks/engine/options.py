@@ -21,6 +21,16 @@ SUITES = {
         (Shape(8192, 128256, 4096), Shape(4096, 128256, 4096), Shape(32768, 131072, 4096), Shape(1024, 262144, 4096)),
         (SAVED, "ours-per-token@512MiB", "ours-main-grad@512MiB", "ours@1GiB"),
     ),
+    # Sizes of small models, with the default budget.
+    "small": Suite(
+        tuple(
+            Shape(n, v, d)
+            for d, v in ((1024, 32768), (2048, 50304), (2048, 65536), (4096, 128256))
+            for n in (256, 1024, 2048, 4096, 8192)
+        ),
+        ("ours-per-token",),
+        ("torch", "torch-compile", "megatron-fused"),
+    ),
     # The GPU has so little work that a call is bound by its host time.
     "host": Suite(
         (Shape(1024, 8192, 1024),),

@@ -73,11 +73,13 @@ DOORS = {"ours-style": "", "ours-torchtitan": "torchtitan"}  # kinds that run ov
 UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
 _TORCH = "torch.nn.functional", "linear_cross_entropy"  # of torch 2.13 and later
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
+_CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 OTHERS = (
     Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", settings=BOTH),
     Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", settings=(RANKS,)),
     Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
+    Peer("torch-lce", ANY, CPU_AND_CUDA, library(*_TORCH), needs=":".join(_TORCH)),
     Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked, needs=":".join(_TORCH)),
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     *(
@@ -93,6 +95,7 @@ OTHERS = (
         for suffix in ("", "-main-grad")
         for name in ("megatron-fused", "megatron")
     ),
+    Peer("liger-tp", ANY, CUDA, libraries.liger_tp, settings=(RANKS,), needs=":".join(libraries.LIGER_TP)),
     Peer(
         "torch-loss-parallel",
         ANY,
@@ -105,6 +108,8 @@ OTHERS = (
     Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
     # The environment variable LIGER_KERNEL_IMPL chooses liger's backend.
     Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
+    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips small gradients
+    Peer("cce-exact", ANY, CUDA, library(*_CCE, impl="cce_exact"), needs="cut_cross_entropy"),
     # With chunks of 8192 tokens the fp32 dW is added to half as often as with the default of 4096.
     Peer("quack", SCALAR, CUDA, library(*_QUACK, chunk_size=8192), needs="quack"),
 )

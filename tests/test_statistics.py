@@ -58,7 +58,7 @@ def test_kernels_of_statistics_are_their_formulas(columns, ignore_index, device)
     target = torch.arange(131, device=device) - 5
     target[7] = -100
     for vocab_size in (120, torch.tensor(120, device=device)):
-        given = partial, vocab_size, target, columns, options
+        given = partial, vocab_size, target, columns, options, isinstance(vocab_size, int)
         found, formulas = (dict(module.token_statistics(*given)) for module in (kernels, formula))
         for name, value in found.items():
             other = formulas.get(name)

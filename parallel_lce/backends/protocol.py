@@ -73,7 +73,13 @@ class Backend(Protocol):
         ...
 
     def token_statistics(
-        self, partial: Tensor, vocab_size: Tensor | int, target: Tensor | None, columns: Columns, options: Options
+        self,
+        partial: Tensor,
+        vocab_size: Tensor | int,
+        target: Tensor | None,
+        columns: Columns,
+        options: Options,
+        log_sum: bool = False,
     ) -> dict[str, Tensor | None]:
         """:func:`parallel_lce.backends.statistics_formula.token_statistics`"""
         ...

@@ -23,7 +23,12 @@ from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Coefficients, Colum
 
 
 def token_statistics(
-    partial: Tensor, vocab_size: Tensor | int, target: Tensor | None, columns: Columns, options: Options
+    partial: Tensor,
+    vocab_size: Tensor | int,
+    target: Tensor | None,
+    columns: Columns,
+    options: Options,
+    log_sum: bool = False,
 ) -> dict[str, Tensor | None]:
     """The statistics ``[R]`` that no feature fills, by name; None if the partial lacks the column.
 
@@ -32,15 +37,18 @@ def token_statistics(
         vocab_size: V, 0-dimensional int64, or a number. The result of this name is a tensor.
         target: ``[R]`` ids in the whole vocabulary, or None.
         options: with an ``ignore_index``, statistics of a target outside the vocabulary are NaN, of this one 0.
+        log_sum: whether to return log s, too: another function's logarithm may differ in its last bit.
     """
     top, sum_exp, logit = partial[MAX], partial[SUM_EXP], partial[TARGET]
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
-    log_sum = sum_exp.log()
+    of_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
-    values: dict[str, Tensor | None] = dict(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
+    values: dict[str, Tensor | None] = dict(lse=top + of_sum, max_logit=top.clone(), vocab_size=vocab_size)
+    if log_sum:
+        values["log_sum"] = of_sum
     if target is not None:
-        log_prob = (logit - top) - log_sum
+        log_prob = (logit - top) - of_sum
         if options.ignore_index is None:
             logit = logit.clone()
         else:
@@ -51,10 +59,10 @@ def token_statistics(
     if columns.total:
         values["mean_logit"] = partial[columns["total"]] / vocab_size
     if columns.shifted:
-        values["mean_log_prob"] = partial[columns["shifted"]] / vocab_size - log_sum
+        values["mean_log_prob"] = partial[columns["shifted"]] / vocab_size - of_sum
     if columns.weighted:
         expected = partial[columns["weighted"]] / sum_exp
-        values.update(expected_logit=top + expected, entropy=log_sum - expected)
+        values.update(expected_logit=top + expected, entropy=of_sum - expected)
     if columns.squared:
         values["sum_p_squared"] = partial[columns["squared"]] / sum_exp.square()
     if columns.argmax:

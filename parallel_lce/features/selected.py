@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask, PickedGradient, PickedLogits
 from parallel_lce.call.seam import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
-from parallel_lce.core.partials import MAX, SUM_EXP, Merged
+from parallel_lce.core.partials import MAX, Merged
 from parallel_lce.core.plan import Block
 
 
@@ -74,7 +74,7 @@ class Selected(Feature):
         # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
         shape = picked.given_ids.shape
         shifted = self.logits.view(shape) - picked.spread(partial[MAX]).view(shape)
-        log_probs = shifted - picked.spread(partial[SUM_EXP].log()).view(shape)
+        log_probs = shifted - picked.spread(statistics["log_sum"]).view(shape)
         # A token whose statistics are NaN has no log-probability.
         log_probs = log_probs.where(picked.inside(merged.vocab_size).view(shape) | log_probs.isnan(), -torch.inf)
         if picked.broken is not None:

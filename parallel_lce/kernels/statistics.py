@@ -35,6 +35,7 @@ class _Statistics(NamedTuple):
     max_logit: torch.Tensor
     argmax: torch.Tensor | None
     vocab_size: torch.Tensor
+    log_sum: torch.Tensor | None
 
 
 class _Upstream(NamedTuple):
@@ -116,6 +117,8 @@ def lce_forward_statistics(
         ids = tl.load(partial + ARGMAX * rows + row, mask=valid, other=0.0).to(tl.int32, bitcast=True)
         # A NaN's own id would depend on the windows.
         tl.store(out.argmax + row, tl.where(top != top, -1, ids).to(tl.int64), mask=valid)
+    if out.log_sum is not None:
+        tl.store(out.log_sum + row, log_sum, mask=valid)
     if tl.program_id(0) == 0:
         tl.store(out.vocab_size, entries.to(tl.int64))
 
@@ -126,6 +129,7 @@ def token_statistics(
     target: torch.Tensor | None,
     columns: Columns,
     options: Options,
+    log_sum: bool = False,
 ) -> dict[str, torch.Tensor | None]:
     """:func:`parallel_lce.backends.statistics_formula.token_statistics` in one launch. ``partial``: contiguous."""
     rows, known = partial.shape[1], isinstance(vocab_size, int)
@@ -147,6 +151,7 @@ def token_statistics(
         partial.new_empty(rows),
         new(columns.argmax, torch.int64),
         partial.new_empty((), dtype=torch.int64),
+        new(log_sum),
     )
     with on_device_of(partial):
         lce_forward_statistics.launch(

@@ -107,7 +107,7 @@ def present(options: Options, tensors: Tensors) -> list[str]:
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:
     """The statistics in the order of ``NAMES``, and the residuals of their backward."""
-    values = call.backend.token_statistics(*merged, call.target, call.columns, call.options)
+    values = call.backend.token_statistics(*merged, call.target, call.columns, call.options, bool(call.features))
     vocab_size = values["vocab_size"]
     assert vocab_size is not None
     for feature in call.features:

@@ -82,8 +82,8 @@ class Feature:
         """Runs after the merge over the ranks. ``messages [P, message_size]``: of all ranks."""
 
     def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """The :attr:`results`, of the N tokens. ``statistics``: those that are no feature's, by name, and the logarithm of
-        the sums of exponentials, ``log_sum``."""
+        """The :attr:`results`, of the N tokens. ``statistics``: those that are no feature's, by name, and
+        ``log_sum``, the logarithm of the sum of exponentials."""
         return {}
 
     def losses(self, call: Any, losses: Tensor, coefficients: Coefficients, partial: Tensor) -> Tensor:

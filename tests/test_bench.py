@@ -202,6 +202,7 @@ def assert_rows(rows: list[dict]) -> None:
         assert row["error"] is None if row["way"].startswith(("products", "mean")) else row["error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_distillation_is_measured(short, capsys):
     arguments = ["--device", "cpu", "--shape", "20,50,8", "--teacher", "16", "--beta", "0", "0.5", "--rounds", "1"]
     distillation.main(arguments)
@@ -233,6 +234,7 @@ def test_bits_that_differ_are_counted(capsys):
     }
 
 
+@pytest.mark.slow
 def test_tiles_are_measured_on_the_interpreter(short):
     pytest.importorskip("triton", reason="needs triton")
     tiles = [tune.Tile(64, 64, 32, 4, 2), tune.Tile(64, 128, 32, 4, 2)]

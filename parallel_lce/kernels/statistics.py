@@ -6,6 +6,7 @@ has the formulas): for a few hundred tokens the host needs longer for these than
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -38,23 +39,8 @@ class _Statistics(NamedTuple):
     log_sum: torch.Tensor | None
 
 
-class _Upstream(NamedTuple):
-    """Gradients of the statistics, ``[R]`` each, and their strides in the same order."""
-
-    lse: torch.Tensor | None
-    target_logit: torch.Tensor | None
-    target_log_prob: torch.Tensor | None
-    mean_logit: torch.Tensor | None
-    mean_log_prob: torch.Tensor | None
-    expected_logit: torch.Tensor | None
-    entropy: torch.Tensor | None
-    sum_p_squared: torch.Tensor | None
-
-
-@triton.jit
-def _ratio(a, b):
-    """``a / b``, rounded once."""
-    return tl.div_rn(a, b)
+# Gradients of the statistics that have one, ``[R]`` each; and their strides, in the same order.
+_Upstream = namedtuple("_Upstream", _Statistics._fields[: _Statistics._fields.index("max_logit")])
 
 
 @triton.jit
@@ -102,17 +88,17 @@ def lce_forward_statistics(
         tl.store(out.target_log_prob + row, log_prob, mask=valid)
     if out.mean_logit is not None:
         total = tl.load(partial + TOTAL * rows + row, mask=valid, other=0.0)
-        tl.store(out.mean_logit + row, _ratio(total, size), mask=valid)
+        tl.store(out.mean_logit + row, tl.div_rn(total, size), mask=valid)
     if out.mean_log_prob is not None:
         shifted = tl.load(partial + SHIFTED * rows + row, mask=valid, other=0.0)
-        tl.store(out.mean_log_prob + row, _ratio(shifted, size) - log_sum, mask=valid)
+        tl.store(out.mean_log_prob + row, tl.div_rn(shifted, size) - log_sum, mask=valid)
     if out.entropy is not None:
-        expected = _ratio(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
+        expected = tl.div_rn(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
         tl.store(out.expected_logit + row, top + expected, mask=valid)
         tl.store(out.entropy + row, log_sum - expected, mask=valid)
     if out.sum_p_squared is not None:
         squared = tl.load(partial + SQUARED * rows + row, mask=valid, other=0.0)
-        tl.store(out.sum_p_squared + row, _ratio(squared, sum_exp * sum_exp), mask=valid)
+        tl.store(out.sum_p_squared + row, tl.div_rn(squared, sum_exp * sum_exp), mask=valid)
     if out.argmax is not None:
         ids = tl.load(partial + ARGMAX * rows + row, mask=valid, other=0.0).to(tl.int32, bitcast=True)
         # A NaN's own id would depend on the windows.
@@ -221,18 +207,18 @@ def lce_backward_statistics(
     sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
     if out.delta is not None:
         # delta multiplies z - M, so the expected logit is taken relative to M, too.
-        alpha -= delta * _ratio(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
+        alpha -= delta * tl.div_rn(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
         tl.store(out.delta + row, delta, mask=valid)
     if out.epsilon is not None:
         epsilon = 2.0 * tl.load(upstream.sum_p_squared + row * strides.sum_p_squared, mask=valid, other=0.0)
         squared = tl.load(partial + SQUARED * rows + row, mask=valid, other=0.0)
-        alpha -= epsilon * _ratio(squared, sum_exp * sum_exp)
+        alpha -= epsilon * tl.div_rn(squared, sum_exp * sum_exp)
         tl.store(out.epsilon + row, epsilon, mask=valid)
     tl.store(out.alpha + row, alpha, mask=valid)
     if out.beta is not None:
         tl.store(out.beta + row, beta, mask=valid)
     if out.gamma is not None:
-        tl.store(out.gamma + row, _ratio(gamma, entries.to(tl.float32)), mask=valid)
+        tl.store(out.gamma + row, tl.div_rn(gamma, entries.to(tl.float32)), mask=valid)
 
 
 def statistics_gradient(

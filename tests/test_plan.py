@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from parallel_lce.core.budget import DEFAULT_BUDGET
 from parallel_lce.core.plan import GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
 from parallel_lce.core.plan import plan as plan_of
+from parallel_lce.kernels.tuning import MEASURED
 
 RELAXED = settings(deadline=None, derandomize=True, max_examples=300)
 MiB = 1 << 20
@@ -19,7 +20,7 @@ MAIN_GRAD = replace(BF16, weight_fp32=True)
 
 
 def plan(*numbers, **others):
-    return plan_of(Problem(*numbers, **others))
+    return plan_of(Problem(*numbers, **dict(flops_per_byte=MEASURED.flops_per_byte) | others))
 
 
 @st.composite
@@ -150,6 +151,9 @@ CHOICES = {
         (ONE, dict(ranks=2), True),
         (ONE, dict(tokens=1 << 17), False),  # few entries of so many tokens are saved
         (ONE, dict(tokens=16384, shard_rows=32768), False),  # as fast, without an fp32 dX
+        # Equal in time and memory: on several ranks dX of a block is reduced while the next is computed.
+        (AXIS, dict(tokens=16384, shard_rows=16384, budget=256 * MiB), False),
+        (AXIS, dict(tokens=16384, shard_rows=16384, budget=256 * MiB, ranks=1), True),
     ],
     # Where it keeps no more than saving.
     "accumulate": [

@@ -18,6 +18,7 @@ from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm,
 from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
+from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.picked import write_picked
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.token_gradients import (
@@ -30,7 +31,6 @@ from parallel_lce.kernels.token_gradients import (
     token_gradients,
     write_targets,
 )
-from parallel_lce.kernels.tuning import MEASURED
 
 # Rows of a piece are a multiple of this, since matrix products are tiled so.
 _MULTIPLE = 128
@@ -43,7 +43,7 @@ def tiling(
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
 
     The entries of a range are the K dimension of the product for dX; the rows of a piece, of the product for dW. Each
-    product is added to a sum in memory, which slows a product with a K dimension below ``long_sum``. So the rows are
+    product is added to a sum in memory, which slows a product with a K dimension below ``LONG_SLICE``. So the rows are
     cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest`` entries. If
     exponentials are saved, all rows stay together."""
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
@@ -51,7 +51,7 @@ def tiling(
         return [], [slice(0, rows)]
     width = product_of(projection, x, start, real).tile.entries
     fitting, height = max(width, capacity // rows // width * width), rows
-    wide = max(width, min(MEASURED.long_sum, math.isqrt(capacity), widest) // width * width)
+    wide = max(width, min(LONG_SLICE, math.isqrt(capacity), widest) // width * width)
     if fitting < min(wide, real) and not saved_entries:
         fitting, height = wide, capacity // wide // _MULTIPLE * _MULTIPLE or capacity // wide
     number = -(-(real - start) // fitting)

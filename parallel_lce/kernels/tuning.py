@@ -49,9 +49,6 @@ class Measured:
     partial_bytes: int = 32 << 20
     # Most bytes of an fp32 product that is rounded into a low-precision gradient.
     product_bytes: int = 128 << 20
-    # K dimension from which adding a product to a sum in memory takes almost no time. With fp32 sums of 4096 columns
-    # the product takes 1.6 times as long as without a sum for K=1024, 1.3 for 2048, 1.05 for 4096.
-    long_sum: int = 4096
     # dX's bytes lengthen recomputed slices up to this number of entries. Longer slices save at most 1 % of forward +
     # backward; slices of 4096 entries take 2 % longer.
     longest_slice: int = 8192

@@ -61,6 +61,8 @@ def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -
         yield from of_sizes(*arguments, torch.float16, device)
     for saved in (1000, 0)[few:]:
         yield True, partial(capped, saved, device)
+    for tokens in (300, 1)[: 1 if few else 2]:
+        yield True, partial(coded, tokens, device)
     for ranks, tokens in ((2, 1), (8, 300))[few:]:
         for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
             plain = columns == Columns()
@@ -121,6 +123,21 @@ def capped(saved: int, device: str) -> None:
     x, weight = operands(300, 1000, 64, torch.bfloat16, device)
     target, options = torch.zeros(300, dtype=torch.int64, device=device), dict(reduction="none", logit_softcap=5.0)
     parallel_lce.linear_cross_entropy(x, weight, target, logits_budget=saved * 600, **options).sum().backward()
+
+
+def coded(tokens: int, device: str) -> None:
+    """Losses whose exponentials are saved as codes, most or all."""
+    x, weight = operands(tokens, 1000, 64, torch.bfloat16, device)
+    target, scratch = torch.zeros(tokens, dtype=torch.int64, device=device), 2 * tokens * 256
+    with shrunk(scratch):
+        for entries in (768, 1000):
+            budget = scratch + tokens * entries
+            parallel_lce.linear_cross_entropy(
+                x, weight, target, reduction="none", logits_budget=budget, logit_scale=torch.ones(tokens, device=device)
+            ).sum().backward()
+            parallel_lce.linear_cross_entropy(
+                x, weight, target, reduction="none", logits_budget=budget
+            ).sum().backward()
 
 
 def _in_blocks(tokens: int, call: Callable) -> Callable:

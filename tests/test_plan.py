@@ -1,6 +1,7 @@
 """The plan: a pure function of numbers that all ranks share."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -257,3 +258,20 @@ def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     assert all((b.stop - b.start) * row <= max(GATHERED_BYTES, row) for b in forward)
     most = max(1, GATHERED_BYTES // row)
     assert len(forward) == -(-sum(b.stop - b.start for b in forward) // most)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_codes_where_exponentials_do_not_fit(ranks):
+    """bf16 exponentials if they fit, else codes if they do, also in part; bf16 where most of them fit."""
+    numbers = dict(hidden_size=4096, itemsize=2, ranks=ranks, gradients=BF16, codable=True, reuses_saved=True)
+    call = partial(plan, 8192, 128256 // ranks, **numbers)
+    whole = 2 * 8192 * (128256 // ranks)
+    kept, coded, some, most = (
+        call(budget=b) for b in (whole, whole // 2 + SMALLEST_BLOCK, whole * 3 // 8, whole * 24 // 25)
+    )
+    assert not kept.codes and kept.saved == 128256 // ranks
+    assert coded.codes and coded.saved == 128256 // ranks and len(coded.blocks) == 1
+    assert some.codes == (ranks == 1) or some.saved < 128256 // ranks
+    assert not most.codes and most.saved < 128256 // ranks
+    assert not replace(call(budget=whole // 2 + SMALLEST_BLOCK, codable=False)).codes
+    assert coded.limited(2 * 128256 // ranks, 2, 1).saved <= whole // 2 // 8192 + 1

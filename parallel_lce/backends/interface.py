@@ -201,6 +201,8 @@ class ForwardTask(NamedTuple):
     picked: PickedLogits | None = None
     # A list to which the backend appends the partials of the windows; None: it keeps none.
     window_partials: list[Any] | None = None
+    # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
+    codes: bool = False
 
 
 class SliceProducts(Protocol):

@@ -38,6 +38,8 @@ class Backend(Protocol):
     SAME_BITS: bool
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
+    # Whether exponentials can be saved as codes of one byte.
+    CODES: bool
     # Most flops of the three products for which a loss makes fp32 logits; 0: never.
     DENSE_FLOPS: float
     # Class of the tensors that a block saves, a NamedTuple: see interface.Saved.

@@ -66,6 +66,7 @@ __all__ = [
     "DENSE_FLOPS",
     "FLOPS_PER_BYTE",
     "NAME",
+    "CODES",
     "REUSES_SAVED",
     "SAME_BITS",
     "Dense",
@@ -94,6 +95,7 @@ DENSE_FLOPS: float = 0
 Dense: None = None
 SAME_BITS: bool = False
 REUSES_SAVED: bool = False
+CODES: bool = False
 
 # Most bytes of a copy of gradients in the factor's dtype.
 _SCALED_BYTES = 16 << 20

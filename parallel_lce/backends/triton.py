@@ -19,6 +19,7 @@ from parallel_lce.backends.triton_operands import ALIGNED, aligned_contiguous, p
 from parallel_lce.core.partials import TARGET, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import picked as kernels
+from parallel_lce.kernels.codes import CodeColumns
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.loss_kernels import mean_loss, token_losses
 from parallel_lce.kernels.partials import WindowPartials, merge_ranks, merge_windows
@@ -30,6 +31,7 @@ from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
+    "CODES",
     "DENSE_FLOPS",
     "FLOPS_PER_BYTE",
     "NAME",
@@ -60,6 +62,7 @@ DENSE_FLOPS: float = MEASURED.dense_flops
 FLOPS_PER_BYTE: float = MEASURED.flops_per_byte
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
+CODES: bool = True
 
 _PARTIAL_BYTES = MEASURED.partial_bytes
 
@@ -114,13 +117,18 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     width, height = product.tile.entries, product.tile.rows
     assert width % ALIGNED == 0
     save = real if save >= real else save // width * width
-    stored = exponentials = flat = None
+    stored = exponentials = flat = codes = None
     if save:
         stride = stride_of(save)
-        buffer = x.new_empty(rows * stride) if task.buffer is None else task.buffer[: rows * stride]
+        dtype = torch.uint8 if task.codes else x.dtype
+        buffer = x.new_empty(rows * stride, dtype=dtype) if task.buffer is None else task.buffer[: rows * stride]
         stored = buffer.view(rows, stride)
         exponentials = stored if stride == save else stored[:, :save]
-        if columns.differ and x.dtype != torch.float16:
+        if task.codes:
+            shift = partial.new_empty(product.windows, rows, dtype=torch.int32)
+            of_target = None if target is None else (target, partial[TARGET])
+            codes = CodeColumns(shift, torch.empty_like(shift, dtype=torch.float32), of_target)
+        elif columns.differ and x.dtype != torch.float16:
             # Under a soft-cap every row is rewritten, as those of flat tokens are.
             flat = x.new_ones(rows, dtype=torch.float32)
     if target is None:
@@ -137,7 +145,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         some = slice(first, first + size)
         of_rows = product if size >= rows else product.of_rows(some)
         windows = new_window_partials(of_rows, columns)
-        of_rows.launch(exponentials, ForwardEpilogue(windows, flat=flat))
+        of_rows.launch(exponentials, ForwardEpilogue(windows, flat=flat, codes=codes))
         known = WindowPartials(windows.max, windows.sum_exp)
         if task.picked is not None:
             kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
@@ -148,11 +156,13 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             target=None if target is None else target[some],
             entries=real,
             start=projection.start,
-            find_plain=stored is not None and x.dtype != torch.float16,
+            find_plain=stored is not None and codes is None and x.dtype != torch.float16,
         )
         if task.window_partials is not None:
             task.window_partials.append(known)
-        if stored is not None or task.save_window_partials:
+        if codes is not None:
+            saved = Saved(stored, windows.max, shift=codes.shift, lowest=codes.lowest)
+        elif stored is not None or task.save_window_partials:
             sums = windows.sum_exp if task.save_window_partials else None
             saved = Saved(stored, windows.max, plain, sums, flat)
         del windows, known  # before the next ones are allocated

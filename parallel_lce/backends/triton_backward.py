@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import BackwardTask, HiddenGrad
 from parallel_lce.backends.triton_operands import aligned_contiguous
-from parallel_lce.backends.triton_slices import Piece, Slice, tiling
+from parallel_lce.backends.triton_slices import Piece, Slice, is_coded, tiling
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
@@ -52,7 +52,10 @@ class BlockBackward:
         self._pieces: list[Piece] = []
         # Saved rows may be padded.
         exponentials = saved.exponentials if saved else None
-        self._saved_entries = 0 if exponentials is None else min(exponentials.shape[1], projection.real_rows)
+        known = 0 if exponentials is None else min(exponentials.shape[1], projection.real_rows)
+        # Codes are decoded in slices, as logits are recomputed.
+        self._coded = is_coded(saved)
+        self._saved_entries = 0 if self._coded else known
         self._empty = len(task.x) == 0 or projection.real_rows == 0
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
@@ -60,7 +63,7 @@ class BlockBackward:
         """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
         x, saved = aligned_contiguous(self._task.x), self._saved
         task = self._task._replace(x=x)
-        held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
+        held = 0 if not saved or saved.exponentials is None or self._coded else saved.exponentials.numel()
         dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
         own_capacity = 0 if task.form is None else task.form.begin(task)
         capacity = max(capacity, own_capacity // x.element_size())

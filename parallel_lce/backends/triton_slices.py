@@ -19,6 +19,7 @@ from parallel_lce.backends.triton_operands import GradientOperands, product_of, 
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
 from parallel_lce.core.plan import LONG_SLICE
+from parallel_lce.kernels.codes import decode
 from parallel_lce.kernels.picked import write_picked
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.token_gradients import (
@@ -34,6 +35,11 @@ from parallel_lce.kernels.token_gradients import (
 
 # Rows of a piece are a multiple of this, since matrix products are tiled so.
 _MULTIPLE = 128
+
+
+def is_coded(saved: Saved | tuple[()]) -> bool:
+    """Whether the saved exponentials are codes."""
+    return bool(saved) and saved.exponentials is not None and saved.exponentials.dtype == torch.uint8
 
 
 def tiling(
@@ -104,6 +110,12 @@ class Piece:
         self.rows, self.x, self._task = rows, task.x, task
         self._projection, self._partial = projection, task.partial.contiguous()
         self._saved = saved if saved and saved.exponentials is not None else None
+        # Codes are decoded into the scratch memory, as slices are recomputed.
+        self._codes: Saved | None = None
+        if is_coded(saved):
+            self._codes, self._saved = saved, None
+            if coefficients.beta is None:  # the target has no code: its entry is written in any case
+                coefficients = coefficients._replace(beta=torch.zeros_like(coefficients.alpha))
         # Rewrite every row of saved exponentials, so that there are no row factors: dbias is a sum over rows of G, and
         # picked entries can be added only to rewritten rows.
         self._rewrite = grads.dbias is not None or task.picked is not None
@@ -171,9 +183,7 @@ class Piece:
     def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
-            # Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
-            # ``product_of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment.
-            window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
+            window = self._window(saved)
         return token_gradients(
             gradient,
             saved,
@@ -186,9 +196,23 @@ class Piece:
             rewrite=self._rewrite,
         )
 
+    def _window(self, saved: Saved) -> int:
+        """Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
+        ``product_of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment."""
+        return next_power_of_2(-(-self._projection.real_rows // saved.maxima.shape[0]))
+
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)
-        self._rows(None).form(start, stop, gradient)
+        decoded = 0
+        if self._codes is not None:
+            codes, maxima, *_, shift, lowest = self._codes
+            decoded = max(0, min(stop, codes.shape[1]) - start)
+            if decoded:
+                windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]
+                window = self._window(self._codes)
+                decode(codes[self.rows], windows, self._terms, start, window, gradient[:, :decoded])
+        if start + decoded < stop:
+            self._rows(None).form(start + decoded, stop, gradient[:, decoded:])
         return gradient
 
     def _memory(self, start: int, stop: int) -> Tensor:

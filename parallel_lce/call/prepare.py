@@ -38,7 +38,7 @@ from parallel_lce.core.options import (
     warn_of_unknown_variables,
     with_python_numbers,
 )
-from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.partials import Columns, accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode
 
@@ -169,20 +169,25 @@ def _planned(
     shard = shard_of(options, weight, layout)
     if layout.ranks > 1:
         shard = replace(shard, digest=digest(options, tensors, shape))
+    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
+    columns = replace(columns, low=backend.SAME_BITS and layout.ranks > 1)
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = None
     if planned:
-        its_plan = _plan(options, tensors, kinds, layout, shard, backend, gradients, main_grad)
+        its_plan = _plan(options, tensors, kinds, columns, layout, shard, backend, gradients, main_grad)
     number = None
     if debug.enabled() and not is_meta_or_fake(weight):
-        chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
+        chosen = {
+            "gradients": gradients,
+            "backend": backend.NAME,
+            "dense logits": planned and its_plan.dense,
+            "codes": planned and its_plan.codes,
+        }
         check_together(options, tensors, layout, chosen)
         number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
     dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
-    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
-    columns = replace(columns, low=backend.SAME_BITS and layout.ranks > 1)
     call = Call(
         options,
         backend,
@@ -252,6 +257,7 @@ def _plan(
     options: Options,
     tensors: Tensors,
     kinds: tuple[type[Feature], ...],
+    columns: Columns,
     layout: Layout,
     shard: Shard,
     backend: Backend,
@@ -269,6 +275,8 @@ def _plan(
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
         and hidden.dtype != torch.float16
     )
+    # Codes have too little precision for differences of entries, and for logits.
+    codable = backend.CODES and weight.dtype == torch.bfloat16 and not kinds and not columns.differ
     itemsize = weight.element_size()
     problem = Problem(
         token_count(hidden, layout),
@@ -280,6 +288,7 @@ def _plan(
         ranks=layout.ranks,
         gradients=gradients,
         savable=_savable(options, tensors),
+        codable=codable and options.logit_softcap is None,
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,

@@ -81,6 +81,8 @@ class Plan:
     hidden_bytes: int
     # Most rows of a forward's block that saves nothing.
     gathered_rows: int
+    # Whether exponentials are saved as codes of one byte.
+    codes: bool = False
     # Whether the fp32 logits of the only block are made, and saved for a backward, where the rank's shard allows it.
     dense: bool = False
 
@@ -122,7 +124,7 @@ class Plan:
         size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
-        entry = sp_size * size * itemsize
+        entry = sp_size * size * (1 if self.codes else itemsize)
         room = self.block_bytes - self.hidden_bytes
         recomputes = self.first_rows < self.part_rows or shard_rows * entry > room
         if recomputes and not self.accumulate:
@@ -176,6 +178,8 @@ class Problem:
     gradients: GradientTraits | None = None
     # Whether the backward can work from saved exponentials.
     savable: bool = True
+    # Whether exponentials may be saved as codes of one byte.
+    codable: bool = False
     # Whether the loss is a sum over tokens whose weights are known in forward.
     accumulable: bool = False
     # Flops of a matrix product that take as long as reading or writing a byte.
@@ -236,12 +240,15 @@ class Problem:
         return Plan(**usual | fields)
 
 
-def _time(p: Problem, gradients: GradientTraits, recomputed: float, pieces: int, slices: int) -> float:
+def _time(
+    p: Problem, gradients: GradientTraits, recomputed: float, pieces: int, slices: int, decoded: int = 0
+) -> float:
     """Estimated time of a call, in flops of its matrix products.
 
     ``recomputed``: the share of the logits that is projected again. ``pieces``: how many parts of the rows are added to
     dW one after another. ``slices``: how many parts of the vocabulary are added to dX. Each but the first reads and
-    writes an fp32 sum. A sum that is not the result itself is then read and rounded.
+    writes an fp32 sum. A sum that is not the result itself is then read and rounded. ``decoded``: entries whose code is
+    read, and whose gradient is written.
     """
 
     def traffic(elements: int, parts: int, is_result: bool) -> int:
@@ -250,7 +257,7 @@ def _time(p: Problem, gradients: GradientTraits, recomputed: float, pieces: int,
     products = 2 * p.tokens * p.shard_rows * p.hidden_size * (1 + gradients.hidden + gradients.weight + recomputed)
     of_dw = traffic(p.shard_rows * p.hidden_size, pieces, gradients.weight_fp32) if gradients.weight else 0
     of_dx = traffic(p.tokens * p.hidden_size, slices, gradients.hidden_fp32) if gradients.hidden else 0
-    return products + p.flops_per_byte * (of_dw + of_dx)
+    return products + p.flops_per_byte * (of_dw + of_dx + decoded * (1 + p.itemsize))
 
 
 def _dense(p: Problem) -> tuple[Plan, bool]:
@@ -328,20 +335,44 @@ def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False
 
 def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX."""
-    # An fp32 sum of dX. If dX is reduced in fp32, the reduction's buffer is that sum.
-    dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
-    if p.sp_size > 1:
-        # One block of all rows also gathers every hidden state and holds the whole dX.
-        dx_sum += 2 * p.gathered_bytes
     row = max(1, p.tokens * p.itemsize)
     saved = p.room // row
     planned = p.plan(first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved)
-    entries, pieces = max(saved, SMALLEST_BLOCK // row), 1
-    if not saved and entries < LONG_SLICE:
-        entries, pieces = LONG_SLICE, -(-row * LONG_SLICE // SMALLEST_BLOCK)
-    slices = -(-p.shard_rows // entries)
+    pieces, slices = _cut_by_vocabulary(p, max(saved * row, SMALLEST_BLOCK), whole=saved > 0)
     time = _time(p, gradients, 1 - min(1, saved / max(1, p.shard_rows)), pieces, slices)
-    return _Candidate(planned, True, time, dx_sum)
+    return _Candidate(planned, True, time, _dx_sum(p, gradients))
+
+
+def _dx_sum(p: Problem, gradients: GradientTraits) -> int:
+    """Bytes of an fp32 sum of dX over slices of all rows. If dX is reduced in fp32, the reduction's buffer is that sum.
+    Under sequence parallelism one block of all rows also gathers every hidden state and holds the whole dX."""
+    dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
+    return dx_sum + (2 * p.gathered_bytes if p.sp_size > 1 else 0)
+
+
+def _cut_by_vocabulary(p: Problem, scratch: int, whole: bool = False) -> tuple[int, int]:
+    """Pieces of the rows, and slices of the vocabulary, that are formed in ``scratch`` bytes one after another.
+    ``whole``: the rows stay together."""
+    row = max(1, p.tokens * p.itemsize)
+    entries, pieces = scratch // row, 1
+    if entries < LONG_SLICE and not whole:
+        entries, pieces = LONG_SLICE, -(-row * LONG_SLICE // scratch)
+    return pieces, -(-p.shard_rows // entries)
+
+
+def _code(p: Problem, gradients: GradientTraits) -> _Candidate:
+    """Save the exponentials of as many vocabulary rows as fit, in codes of one byte. Slices of all rows are decoded, or
+    recomputed, into scratch memory, and add to an fp32 dX."""
+    row = max(1, p.tokens * p.itemsize)
+    left = p.budget - p.tokens * p.shard_rows
+    scratch = max(SMALLEST_BLOCK, min(LONG_SLICE * row, max(left, p.budget // 8)))
+    saved = max(0, min(p.shard_rows, (p.budget - scratch) // max(1, p.tokens)))
+    planned = p.plan(
+        first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved, scratch_bytes=scratch, codes=True
+    )
+    pieces, slices = _cut_by_vocabulary(p, scratch)
+    time = _time(p, gradients, 1 - saved / max(1, p.shard_rows), pieces, slices, p.tokens * saved)
+    return _Candidate(planned, p.codable and saved > 0, time, _dx_sum(p, gradients))
 
 
 def plan(problem: Problem) -> Plan:
@@ -356,7 +387,7 @@ def plan(problem: Problem) -> Plan:
     recomputed = [_recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)]
     if problem.ranks > 1:  # dX of one block of rows is reduced while the next is computed
         recomputed.reverse()
-    recomputed.append(_recompute_by_rows(problem, gradients, long=True))
+    recomputed += [_recompute_by_rows(problem, gradients, long=True), _code(problem, gradients)]
     candidates = [c for c in (_save(problem, gradients), _accumulate(problem, gradients), *recomputed) if c.possible]
     fastest = min([c.time for c in candidates])
     return min([c for c in candidates if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan

@@ -76,6 +76,13 @@ def loaded(source, index, mask, factor):
 
 
 @triton.jit
+def local_ids(target, row, rows, entries):
+    """The targets of some tokens as 32-bit ids of this shard; -1 outside it."""
+    ids = tl.load(target + row, mask=row < rows, other=-1)
+    return tl.where((ids >= 0) & (ids < entries), ids, -1).to(tl.int32)
+
+
+@triton.jit
 def _log2(x):
     """log2(x) with an error of 2^-22, absolute for x in [1/2, 2], else relative; on a GPU -inf for x < 2^-126. This is
     one instruction. Triton's ``log2`` is about twenty, but the interpreter has no other."""
@@ -109,6 +116,12 @@ def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
     """
     near = tl.maximum(_NEAR, tl.abs(top) * ROUNDINGS)
     return tl.where((sum_exp < _ONE_LARGE_ENTRY) & (logit > top - near), top, logit)
+
+
+@triton.jit
+def is_largest(logit, top):
+    """Whether ``logit`` is a tile's largest logit ``top``, but for its roundings."""
+    return logit >= top - tl.abs(top) * _ROUNDINGS
 
 
 @triton.jit

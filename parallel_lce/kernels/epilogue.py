@@ -1,7 +1,7 @@
 """Epilogues: what is computed from a tile of logits before it leaves registers.
 
-    forward    stores the partials of every tile and, on request, its exponentials in the input's dtype. Logits are
-               not written.
+    forward    stores the partials of every tile and, on request, its exponentials in the input's dtype, or their codes
+               (:mod:`parallel_lce.kernels.codes`). Logits are not written.
     backward   writes the gradient of the logits in the input's dtype. :mod:`parallel_lce.kernels.token_gradients` adds
                the targets' entries.
     draw       stores the sampled entries of the tile: :class:`parallel_lce.kernels.draws.DrawEpilogue`.
@@ -22,10 +22,22 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, flattened, largest_of, loaded
+from parallel_lce.core.partials import NO_ENTRY
+from parallel_lce.kernels.arithmetic import (
+    LOWEST_SHIFT,
+    exponential_from,
+    finite_base,
+    flattened,
+    largest_of,
+    loaded,
+    local_ids,
+)
+from parallel_lce.kernels.codes import CodeColumns, encoded
 from parallel_lce.kernels.draws import store_draw
 from parallel_lce.kernels.logit_map import slope_at, tile_caps, tile_logits
 from parallel_lce.kernels.partials import PartialColumns, store_partials
+
+_NO_ENTRY = tl.constexpr(NO_ENTRY)
 
 
 class ForwardEpilogue(NamedTuple):
@@ -38,6 +50,8 @@ class ForwardEpilogue(NamedTuple):
     logits_stride: int = 0
     # [R] fp32: see ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
+    # The tile becomes codes in place of exponentials; None: it does not.
+    codes: CodeColumns | None = None
 
 
 class BackwardEpilogue(NamedTuple):
@@ -63,7 +77,14 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
     elif KIND == "draw":
         return (loaded(logit_map.token_scale, r, valid, 1.0),)
     else:
-        return (loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0))
+        scales, flat = loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0)
+        if epilogue.codes is None:
+            return (scales, flat)
+        elif epilogue.codes.target is None:
+            return (scales, flat, None)
+        else:
+            target, logits = epilogue.codes.target
+            return (scales, flat, (local_ids(target, r, rows, _NO_ENTRY), loaded(logits, r, valid, 1.0)))
 
 
 @triton.jit
@@ -96,11 +117,14 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
-        if SAVED_SCALE != 1.0:
-            e *= (SAVED_SCALE / largest_of(top))[:, None]
-        if epilogue.flat is not None:
-            e = flattened(e, row_values[1][:, None])
-        return e
+        if epilogue.codes is not None:
+            return encoded(e, top, row_values[2], position, epilogue.codes)
+        else:
+            if SAVED_SCALE != 1.0:
+                e *= (SAVED_SCALE / largest_of(top))[:, None]
+            if epilogue.flat is not None:
+                e = flattened(e, row_values[1][:, None])
+            return e
 
 
 @triton.jit

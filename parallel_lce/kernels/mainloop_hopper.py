@@ -40,6 +40,8 @@ WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(4), gl.constexpr(24
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.uint8: gl.uint8}
+
 
 @gluon.jit
 def _produce(x, weight, ring, tile_list, sizes):
@@ -184,7 +186,7 @@ def projection(
     staged = ring[0]
     if out is not None:
         HALVES: gl.constexpr = [2] + out.block_type.shape
-        staged = gl.allocate_shared_memory(x.dtype, HALVES, out.layout)
+        staged = gl.allocate_shared_memory(out.dtype, HALVES, out.layout)
     sizes = (rows, entries, k_size, first_block, num_blocks)
     operands = (ring, out, staged, tile_list, sizes, bias, logit_map, epilogue)
     gl.warp_specialize(
@@ -199,8 +201,9 @@ def projection(
 
 
 def _new_descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    element = gl.float16 if tensor.dtype == torch.float16 else gl.bfloat16
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, element))
+    return TensorDescriptor.from_tensor(
+        tensor, block, gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[tensor.dtype])
+    )
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -211,7 +214,7 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 def operands(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, tile: Tile, tma: bool
 ) -> tuple[tuple, tuple[int, ...], dict[str, Any]]:
-    """See :mod:`parallel_lce.kernels.mainloop_choice`. A launch that stores has one stage less."""
+    """See :mod:`parallel_lce.kernels.mainloop_choice`. A launch that stores 16 bits per entry has one stage less."""
     stored = out if out is None or not addressable(out) else descriptor(out, tile.rows // 2, tile.entries)
     given = descriptor(x, tile.rows, tile.k), descriptor(weight, tile.entries, tile.k), stored
-    return given, (), dict(STAGES=tile.stages - (out is not None))
+    return given, (), dict(STAGES=tile.stages - (out is not None and out.element_size() > 1))

@@ -61,6 +61,7 @@ from parallel_lce.kernels.arithmetic import (
     gradient_of,
     gradient_of_entry,
     loaded,
+    local_ids,
     logit_above,
     of_saved,
     power_from,
@@ -220,7 +221,8 @@ def add_targets(total: torch.Tensor, first: int, targets: Targets, x: torch.Tens
 class Saved(NamedTuple):
     """Saved exponentials of a block's first C vocabulary entries, and statistics of all windows."""
 
-    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. None: only windows are saved.
+    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. Or, in uint8, their codes
+    # (:mod:`parallel_lce.kernels.codes`). None: only windows are saved.
     exponentials: torch.Tensor | None
     # [windows, R] fp32: each window's maximum
     maxima: torch.Tensor
@@ -230,6 +232,9 @@ class Saved(NamedTuple):
     sums: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
+    # [windows, R]: see CodeColumns. None: there are no codes.
+    shift: torch.Tensor | None = None
+    lowest: torch.Tensor | None = None
 
 
 class GradientTerms(NamedTuple):
@@ -384,13 +389,6 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
 
 
 @triton.jit
-def _local_ids(target, row, rows, entries):
-    """The targets of some tokens as 32-bit ids of this shard; -1 outside it."""
-    ids = tl.load(target + row, mask=row < rows, other=-1)
-    return tl.where((ids >= 0) & (ids < entries), ids, -1).to(tl.int32)
-
-
-@triton.jit
 def _number_of(values, lane, number):
     """``values[number]``."""
     return tl.sum(tl.where(lane == number, values, 0.0), 0)
@@ -426,7 +424,7 @@ def lce_backward_token_gradients(
     grad_scale = scales_of(terms.logit_map, row, valid)
     t = tl.zeros((TOKENS,), tl.float32)
     if target is not None:
-        target_id = _local_ids(target, row, rows, entries)
+        target_id = local_ids(target, row, rows, entries)
         hit = target_id >= 0
         t = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
         unshared = hit
@@ -435,7 +433,7 @@ def lce_backward_token_gradients(
             shared = tl.zeros((TOKENS,), tl.float32)
             for start in range(0, rows, _COMPARED):
                 other = start + tl.arange(0, _COMPARED)
-                same = _local_ids(target, other, rows, entries)[None, :] == target_id[:, None]
+                same = local_ids(target, other, rows, entries)[None, :] == target_id[:, None]
                 same &= other[None, :] != row[:, None]
                 shared = tl.maximum(shared, tl.max(tl.where(same, 1.0, 0.0), 1))
             unshared &= shared == 0.0
@@ -524,7 +522,7 @@ def token_gradients(
     rows, coefficients = gradient.shape[0], terms.coefficients
     maxima = plain = flat = None
     if saved is not None:
-        _, maxima, plain, _, flat = saved
+        _, maxima, plain, _, flat, *_ = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
         if every or plain is None:

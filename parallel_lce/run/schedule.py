@@ -99,7 +99,9 @@ def forward(
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
             target, of_block = layout.take(targets, block), call.of_block(projection, block)
-            task = ForwardTask(of_block, x, target, call.columns, block.saved if save else 0, out=out)
+            task = ForwardTask(
+                of_block, x, target, call.columns, block.saved if save else 0, out=out, codes=call.plan.codes
+            )
             for feature in features:
                 task = feature.before_block(call, task, block, save)
             partial, of_this = backend.block_forward(task)

@@ -1,0 +1,171 @@
+"""Exponentials that are saved as codes of one byte: Triton's kernels interpreted on the CPU, compiled with ``-m gpu``.
+
+Each row of x picks a column of the weight, so that logits are known exactly, and the gradient of the weight shows the
+gradient of each logit.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from cases import normal
+from parallel_lce import linear_cross_entropy, token_statistics
+from parallel_lce.call import prepare
+from tools import chosen_backend, everywhere, shrunk
+
+R, V = 18, 700
+BLOCK = 256 * R
+WINDOW = 256  # of the tile's entries or a multiple
+# Bytes: of all codes, or of most.
+ALL, MOST = R * V + BLOCK, R * 640 + BLOCK
+
+
+def problem(device: str = "cpu", far: bool = False):
+    """``x, weight, target, z [R, V]``: of every sixth token the target is its largest logit, by far; or so is another
+    entry; or two entries tie, one of them the target; or all logits are alike; or, if ``far``, all but the target are
+    far from 0."""
+    z, kind = normal(R, V, seed=1) * 2, torch.arange(R) % 6
+    target = torch.randint(V, (R,), generator=torch.Generator().manual_seed(0))
+    target[::7], target[1::9] = 5, -100
+    rows, at = torch.arange(R), target.clamp(min=0)
+    z[kind == 4] *= 0.01
+    z[kind == 5] -= 90 * far
+    z[rows, at] = torch.where((kind == 0) | ((kind == 5) & far), 12.0, z[rows, at])
+    z[kind == 1, 333] = 20.0
+    z[rows, at] = torch.where(kind == 2, 12.0, z[rows, at])
+    z[rows, (at + 1) % V] = torch.where(kind == 2, 12.0, z[rows, (at + 1) % V])
+    x, weight = torch.eye(R).bfloat16(), z.t().contiguous().bfloat16()
+    return x.to(device), weight.to(device), target.to(device), weight.t().double().to(device)
+
+
+def allowed_errors(z, target):
+    """The largest error of each entry's probability: half a step of f, times ``|de / df| <= 8 e / f``."""
+    p = z.softmax(1)
+    hidden = p.scatter(1, target.clamp(min=0)[:, None], 0.0).where((target >= 0)[:, None], p)
+    padded = torch.nn.functional.pad(hidden, (0, -V % WINDOW)).unflatten(1, (-1, WINDOW))
+    largest = padded.amax(2, keepdim=True).expand_as(padded).flatten(1)[:, :V]
+    return p, 0.02 * hidden**0.75 * largest**0.25 + 1e-9 * largest
+
+
+def planned():
+    (call,) = prepare.KNOWN.values()
+    return call.plan
+
+
+@pytest.mark.parametrize(
+    ("ranks", "budget"),
+    [(1, ALL), (2, MOST), pytest.param(1, MOST, marks=pytest.mark.slow), pytest.param(2, ALL, marks=pytest.mark.slow)],
+)
+def test_a_loss(worlds, device, kernels, ranks, budget):
+    with chosen_backend("triton"):
+        everywhere(worlds, device, ranks, _loss, budget, False)
+
+
+@pytest.mark.slow
+def test_under_sequence_parallelism(worlds, device, kernels):
+    with chosen_backend("triton"):
+        everywhere(worlds, device, 2, _loss, ALL, True)
+
+
+def _loss(member, budget, parallel):
+    x, weight, target, z = problem(member.device, far=True)
+    part = slice(V // 3 * member.rank, V if member.rank == member.ranks - 1 else V // 3)
+    tokens = slice(R // 2 * member.rank, R // 2 * (member.rank + 1)) if parallel else slice(None)
+    x, weight = x[tokens].requires_grad_(), weight[part].requires_grad_()
+    upstream = torch.linspace(0.5, 2, R, device=member.device)
+    where = dict(process_group=member.group, vocab_start=part.start, vocab_size=V, sequence_parallel=parallel)
+    budget = (budget - BLOCK) // member.ranks + BLOCK
+    with shrunk(BLOCK):
+        loss = linear_cross_entropy(x, weight, target, reduction="none", logits_budget=budget, **where)
+        assert planned().codes
+        loss.backward(upstream, retain_graph=True)
+        first = weight.grad.clone(), x.grad.clone()
+        x.grad = weight.grad = None
+        loss.backward(upstream)
+    true = torch.nn.functional.cross_entropy(z, target, reduction="none")
+    assert ((loss.double() - true).abs() <= 1e-5).all()
+    p, allowed = allowed_errors(z, target)
+    hit = torch.arange(V, device=z.device) == target[:, None]
+    scale = upstream.double()[:, None] * (target >= 0)[:, None]
+    exact, allowed = scale * (p - hit.double()), scale * allowed
+    # G and dW are rounded. The rest of a target's term is in fp32.
+    allowed += 2.0**-8 * exact.abs() + 1e-7 * scale
+    for dweight, dx in (first, (weight.grad, x.grad)):  # the second backward recomputes all logits
+        error = (dweight.double() - exact[:, part].t()).abs()
+        assert (error <= allowed[:, part].t()).all(), (error / allowed[:, part].t()).max()
+        of_x = exact @ z.t()
+        rows = allowed @ z.t().abs() + 2.0**-7 * of_x.abs() + 2.0**-8 * (exact.abs() @ z.t().abs())
+        found = (dx.double() - of_x[tokens]).abs()
+        assert (found <= rows[tokens]).all(), (found / rows[tokens]).max()
+
+
+def test_without_a_gradient_of_the_target(device, kernels):
+    """The target has no code, and its entry is formed even so."""
+    x, weight, target, z = problem(device)
+    target = target.clamp(min=0)
+    weight.requires_grad_()
+    with chosen_backend("triton"), shrunk(BLOCK):
+        token_statistics(x, weight, target, logits_budget=ALL).lse.sum().backward()
+        assert planned().codes
+    p, _ = allowed_errors(z, target)
+    torch.testing.assert_close(weight.grad.double(), p.t(), atol=1e-6, rtol=0.2)
+    at = target, torch.arange(R, device=device)
+    torch.testing.assert_close(weight.grad.double()[at], p.t()[at], atol=1e-7, rtol=0.005)
+
+
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
+def test_a_bias_scales_and_reductions(device, kernels, reduction):
+    x, weight, target, z = problem(device)
+    bias, scale = normal(V, seed=3).to(device).bfloat16(), torch.linspace(0.5, 1.5, R, device=device)
+    leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    truth = [t.detach().double().requires_grad_() for t in leaves]
+    with chosen_backend("triton"), shrunk(BLOCK):
+        given = dict(linear_bias=bias, logit_scale=scale, reduction=reduction, logits_budget=ALL)
+        loss = linear_cross_entropy(x, weight, target, token_weight=scale, **given)
+        loss.backward()
+        assert planned().codes
+    logits = torch.nn.functional.linear(*truth) * scale.double()[:, None]
+    each = torch.nn.functional.cross_entropy(logits, target, reduction="none") * scale.double()
+    true = each.sum() / ((target >= 0) * scale.double()).sum() if reduction == "mean" else each.sum()
+    true.backward()
+    torch.testing.assert_close(loss.double(), true, rtol=1e-6, atol=0)
+    for found, exact in zip(leaves, truth):
+        assert (found.grad.double() - exact.grad).norm() <= 0.006 * exact.grad.norm()
+
+
+@pytest.mark.slow
+def test_logits_that_are_not_finite(device, kernels):
+    """NaN stays in its token. A window of only -inf has no gradient, and one whose target alone is finite."""
+    x, weight, target, _ = problem(device)
+    bias = torch.zeros(V, device=device, dtype=torch.bfloat16)
+    bias[:512] = -torch.inf
+    target[target < 512] += 100
+    target[target < 512] = 600
+    x[0] = torch.nan
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    with chosen_backend("triton"), shrunk(BLOCK):
+        given = dict(linear_bias=bias, reduction="none", logits_budget=ALL)
+        loss = linear_cross_entropy(*leaves, target, **given)
+        assert planned().codes
+        loss[1:].sum().backward()
+    truth = [t.detach().double().nan_to_num().requires_grad_() for t in leaves]
+    logits = torch.nn.functional.linear(*truth, bias.double())
+    torch.nn.functional.cross_entropy(logits[1:], target[1:], reduction="sum").backward()
+    assert loss[0].isnan() and x.grad[0].isnan().all()
+    assert (x.grad[1:].double() - truth[0].grad[1:]).norm() <= 0.006 * truth[0].grad[1:].norm()
+
+
+def test_only_one_byte_is_saved(device, kernels):
+    x, weight, target, _ = problem(device)
+    saved: dict[int, int] = {}
+    weight.requires_grad_()
+
+    def keep(tensor):
+        if tensor.data_ptr() not in (x.data_ptr(), weight.data_ptr()):
+            saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with chosen_backend("triton"), shrunk(BLOCK), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        linear_cross_entropy(x, weight, target, reduction="none", logits_budget=ALL)
+    assert R * V <= sum(saved.values()) <= 1.25 * R * V

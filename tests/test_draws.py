@@ -8,7 +8,7 @@ import torch
 
 import parallel_lce
 from cases import normal
-from parallel_lce import backends
+from parallel_lce.backends import triton_forward
 from parallel_lce.call import prepare
 from parallel_lce.features import draws
 from parallel_lce.features.draws import uniforms
@@ -104,7 +104,7 @@ def test_places_at_the_ends(u, backend, device, monkeypatch):
     have together less than 1e-24."""
     monkeypatch.setattr(draws, "uniforms", lambda seed, position: torch.full_like(position, u, dtype=torch.float64))
     if backend == "triton":
-        monkeypatch.setattr(backends.named("triton"), "_PARTIAL_BYTES", 1)  # ranges of tokens
+        monkeypatch.setattr(triton_forward, "_PARTIAL_BYTES", 1)  # ranges of tokens
     x, weight = normal(150, D).float().to(device), normal(1024, D, seed=2).float().to(device)
     bias = torch.zeros(1024, device=device)
     bias[-300:] = bias[:3] = -60.0

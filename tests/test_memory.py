@@ -17,8 +17,7 @@ import torch
 import parallel_lce
 from benchmarks.engine.peak_memory import peak_memory
 from cases import DTYPES, make, part
-from parallel_lce import backends
-from parallel_lce.backends import backend_of, torch_backend
+from parallel_lce.backends import backend_of, torch_backend, triton_forward
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.options import Options, Tensors
@@ -213,7 +212,7 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
     V = 2048
     if backend == "triton":
         V = 8192
-        monkeypatch.setattr(backends.named("triton"), "_PARTIAL_BYTES", 64 * KiB)
+        monkeypatch.setattr(triton_forward, "_PARTIAL_BYTES", 64 * KiB)
     peaks = [measured(alone(device), (N, V, 4), tile=(8, 64), backward=False)[0] for N in (128, 512)]
     per_token = 256  # bytes: columns, statistics and losses, none of them 32 long
     assert peaks[1] - peaks[0] <= (512 - 128) * per_token

@@ -143,7 +143,7 @@ def test_partials_of_shards_merge_into_those_of_one(ends, device, kernels):
 
     def shard(start, stop, columns, partial):
         product = Product(x, weight[start:stop].contiguous())
-        windows = new_window_partials(product, columns)
+        windows = new_window_partials(product.x, product.windows, columns)
         product.launch(None, ForwardEpilogue(windows))
         merge_windows(windows, partial, columns, entries=stop - start, start=start)
         partial[2].zero_()

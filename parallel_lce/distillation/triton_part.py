@@ -24,7 +24,7 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     partial = empty_partial(columns, rows, projection.dtype, x.device)
     if rows and real:
         product = product_of(projection, aligned_contiguous(x), 0, real)
-        windows = new_window_partials(product, columns)
+        windows = new_window_partials(product.x, product.windows, columns)
         product.launch(None, ForwardEpilogue(windows, logits, logits.stride(0)))
         merge_windows(windows, partial, columns, entries=real, start=projection.start)
     return logits, partial

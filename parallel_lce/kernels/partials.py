@@ -32,7 +32,7 @@ from parallel_lce.kernels.arithmetic import (
     scale_of,
     wide_sum,
 )
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.relaunch import Bound, Relaunched, next_power_of_2
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
@@ -292,13 +292,13 @@ def columns_of(partial: torch.Tensor, columns) -> tuple[PartialColumns, PartialC
     """The columns of a ``partial [C, R]``, and the second rows of its sums, which a merged one lacks. ``columns``:
     ``parallel_lce.core.partials.Columns``."""
     rows, (first, second) = partial.unbind(0), _column_indices(columns)
-    low = _NO_LOW
+    low = NO_LOW
     if len(rows) > columns.merged:
         low = PartialColumns(*[None if n is None else rows[n] for n in second])
     return PartialColumns(*[None if n is None else rows[n] for n in first]), low
 
 
-_NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
+NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
 
 
 def merge_windows(
@@ -321,26 +321,16 @@ def merge_windows(
     """
     num_windows, rows = windows.max.shape
     plain = windows.max.new_empty(rows, dtype=torch.uint8) if find_plain else None
-    _merge_kernel.launch(
-        (-(-rows // _MERGE_ROWS),),
-        windows,
-        _NO_LOW,
-        *columns_of(merged, columns),
-        plain,
-        target,
-        None,
-        None,
-        rows,
-        num_windows,
-        rows,
-        entries,
-        start,
-        RANKS=False,
-        BLOCK_R=_MERGE_ROWS,
-        BLOCK_W=_MERGE_WINDOWS,
-        num_warps=8,
-    )
+    bound = bound_merge_windows(rows, num_windows, entries, start)
+    bound.once(windows, NO_LOW, *columns_of(merged, columns), plain, target, None, None)
     return plain
+
+
+def bound_merge_windows(rows: int, windows: int, entries: int, start: int) -> Bound:
+    """The launch for ``windows`` of so many rows."""
+    numbers = rows, windows, rows, entries, start
+    sizes = dict(BLOCK_R=_MERGE_ROWS, BLOCK_W=_MERGE_WINDOWS)
+    return Bound(_merge_kernel, (-(-rows // _MERGE_ROWS),), numbers, RANKS=False, **sizes, num_warps=8)
 
 
 def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:

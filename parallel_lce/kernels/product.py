@@ -7,6 +7,7 @@ use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from parallel_lce.kernels.draws import DrawEpilogue
 from parallel_lce.kernels.epilogue import BackwardEpilogue, ForwardEpilogue
 from parallel_lce.kernels.mainloop_choice import mainloop_of, tile_of
 from parallel_lce.kernels.partials import PartialColumns
+from parallel_lce.kernels.relaunch import Bound
 from parallel_lce.kernels.tuning import Tile
 
 Epilogue = ForwardEpilogue | BackwardEpilogue | DrawEpilogue
@@ -60,10 +62,23 @@ class Product:
     def launch(self, out: torch.Tensor | None, epilogue: Epilogue, tile_list: torch.Tensor | None = None) -> None:
         """Start the product with an epilogue. ``tile_list [1 + n]`` int32: n, then the numbers ``window * row_blocks +
         row block`` of the only tiles to form; None: all."""
+        operands = self.operands(self.x, self.weight, out)
+        for bound in self.bound(out, epilogue, tile_list):
+            bound.once(*operands, self.bias, self.logit_map, epilogue, tile_list)
+
+    @cached_property
+    def operands(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]:
+        """What a launch of a product of these sizes takes first: ``operands`` of the mainloop."""
+        operands, tile, tma = mainloop_of(self.tile.mainloop).operands, self.tile, self.tma
+        return lambda x, weight, out: operands(x, weight, out, tile, tma)[0]
+
+    def bound(self, out: torch.Tensor | None, epilogue: Epilogue, tile_list: torch.Tensor | None = None) -> list[Bound]:
+        """The launches of :meth:`launch` for operands of these sizes. Each takes the :attr:`operands`, the bias, the
+        map, the epilogue and the list."""
         tile, mainloop = self.tile, mainloop_of(self.tile.mainloop)
         (rows, k_size), entries = self.x.shape, self.weight.shape[0]
         saves_fp16 = isinstance(epilogue, ForwardEpilogue) and out is not None and out.dtype == torch.float16
-        operands, strides, options = mainloop.operands(self.x, self.weight, out, tile, self.tma)
+        _, strides, options = mainloop.operands(self.x, self.weight, out, tile, self.tma)
         options |= dict(
             KIND=epilogue.KIND,
             SCALED=self.logit_map.scale != 1.0,
@@ -75,32 +90,21 @@ class Product:
         programs = num_sms(self.x.device)
         step = blocks_per_launch(row_blocks, windows, programs, tile.rows * k_size * self.x.element_size())
         step = step if tile_list is None else max(1, row_blocks)
+        bounds = []
         for first in range(0, row_blocks, step):
             number = min(step, row_blocks - first)
-            mainloop.projection.launch(
-                (min(number * windows, programs),),
-                *operands,
-                self.bias,
-                self.logit_map,
-                epilogue,
-                tile_list,
-                rows,
-                entries,
-                k_size,
-                first,
-                number,
-                *strides,
-                **options,
-            )
+            numbers = rows, entries, k_size, first, number, *strides
+            bounds.append(Bound(mainloop.projection, (min(number * windows, programs),), numbers, **options))
+        return bounds
 
 
-def new_window_partials(product: Product, columns) -> PartialColumns:
-    """Uninitialised partials of all windows, ``[windows, R]`` each, for the ``columns``."""
-    shape, fp32, fp64 = (product.windows, product.x.shape[0]), torch.float32, torch.float64
+def new_window_partials(like: torch.Tensor, windows: int, columns) -> PartialColumns:
+    """Uninitialised partials of all windows of the rows of ``like``, ``[windows, R]`` each, for the ``columns``."""
+    shape, fp32, fp64 = (windows, like.shape[0]), torch.float32, torch.float64
 
     # One allocation per column: maxima may outlive the others.
     def new(dtype: torch.dtype, present: bool = True) -> torch.Tensor | None:
-        return product.x.new_empty(shape, dtype=dtype) if present else None
+        return like.new_empty(shape, dtype=dtype) if present else None
 
     total = new(fp64, columns.total or columns.shifted)
     others = new(fp32, columns.weighted), new(fp64, columns.squared), new(fp32, columns.argmax)

@@ -8,11 +8,13 @@ divisible by 16, and constants. It passes pointers as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn import Parameter
+
+T = TypeVar("T")
 
 
 def next_power_of_2(n: int) -> int:
@@ -138,14 +140,31 @@ class Bound:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._known: _Compiled | None = None
 
-    def __call__(self, *tensors: Tensor | tuple | None) -> None:
+    def once(self, *tensors: Any) -> None:
+        """As a call, for launches that are not kept: nothing is remembered but the compiled kernel."""
+        self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
+
+    def __call__(self, *tensors: Any) -> None:
         addresses, bits = _addresses(tensors)
         if bits & 15:
-            self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
+            self.once(*tensors)
         elif self._known is None:
             self._known = self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
         else:
             self._known.start(self._grid, [*addresses, *self._numbers])
+
+
+_MOST_KEPT = 1024
+
+
+def kept(known: dict, traits: Hashable, make: Callable[[], T]) -> T:
+    """The value of these ``traits``, made if it is not known."""
+    value = known.get(traits)
+    if value is None:
+        if len(known) >= _MOST_KEPT:
+            known.clear()
+        value = known[traits] = make()
+    return value
 
 
 def _addresses(arguments: tuple) -> tuple[list, int]:

@@ -11,7 +11,7 @@ from parallel_lce.kernels.arithmetic import add_product, loaded
 from parallel_lce.kernels.device import hopper_or_later
 from parallel_lce.kernels.logit_map import entry_logits, tile_caps, tile_logits
 from parallel_lce.kernels.product import Product
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.relaunch import Bound, Relaunched
 
 # Tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
@@ -94,24 +94,18 @@ def target_logits(
     ``flat``: 1 for tokens of which most logits are near 0, of 64 evenly spaced rows of the weight, 0 for others
     (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
+    bound_target_logits(product).once(
+        product.x, product.weight, product.bias, product.logit_map, target, target_logit, flat
+    )
+
+
+def bound_target_logits(product: Product) -> Bound:
+    """The launch for products of these sizes."""
     x, weight = product.x, product.weight
-    lce_forward_target_logits.launch(
-        (-(-x.shape[0] // _TOKENS.value),),
-        x,
-        weight,
-        product.bias,
-        product.logit_map,
-        target,
-        target_logit,
-        flat,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        -(-weight.shape[0] // _TOKENS.value),
-        x.stride(0),
-        weight.stride(0),
-        # Ampere has too few registers for 64.
-        BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
-        num_warps=8,
-        num_stages=4,
+    numbers = x.shape[0], weight.shape[0], x.shape[1], -(-weight.shape[0] // _TOKENS.value), x.stride(0)
+    # Ampere has too few registers for 64.
+    block = 64 if x.element_size() == 2 and hopper_or_later(x.device) else 32
+    grid = (-(-x.shape[0] // _TOKENS.value),)
+    return Bound(
+        lce_forward_target_logits, grid, (*numbers, weight.stride(0)), BLOCK_K=block, num_warps=8, num_stages=4
     )

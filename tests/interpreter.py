@@ -139,7 +139,7 @@ def _patch_attr(owner, name, member, builder, scope) -> None:
     scope.set_attr(owner, name, direct(call) if direct else call)
 
 
-# --- operators by NumPy alone: Triton's checks and conversions take longer than what they are for ----------------------
+# --- operators by NumPy alone: Triton checks and converts for longer than NumPy computes ------------------------------
 # Each takes Triton's operator, and gives one that calls it for other operands than usual.
 
 # Numbers of these types are NumPy's. bf16 is kept as integers, and fp16 is divided in fp32.

@@ -39,7 +39,8 @@ def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
 
 @pytest.mark.parametrize("kind", ["loss", "statistics", "logits", "selected", "divergence"])
 def test_configurations_of_one_process_hold(kind, of):
-    _hold(of(24, 8), lambda c: c.kind == kind, _run)
+    most = of(10**9, 400_000)  # entries of what the truth is computed from; logits have a weight [V, V]
+    _hold(of(24, 8), lambda c: c.kind == kind and c.V * max(c.N, c.V if kind == "logits" else c.D) <= most, _run)
 
 
 WANTED = {
@@ -66,10 +67,11 @@ def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "fewer"), [(1, 6, 2), (2, 3, 1), pytest.param(4, 5, 5, marks=pytest.mark.slow)]
+    ("ranks", "number", "fewer"), [(1, 6, 4), (2, 3, 2), pytest.param(4, 5, 5, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
+@pytest.mark.thinned("kind", "wanted", "ranks")
 def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kernels, worlds, device, of):
     """More of what few draws have."""
     settings = fuzz.Settings(seed=13, backend="triton", device=device)
@@ -145,12 +147,12 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch, of)
         gradient[int(rows.argmax())] *= 1 + by
 
     said = []
-    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(24, 12), **wanted):
+    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(24, 8), **wanted):
         assert not finding or where in finding
         # What is 0, lies beneath fp16's numbers or sums to nearly nothing has no percent.
         if max([v.truth for v in verdicts if v.name.removesuffix(" again") == where], default=0.0) >= 1e-3:
             said.append(where in finding)
-    assert len(said) >= of(12, 6)
+    assert len(said) >= of(12, 4)
     assert sum(said) >= share * len(said), said
 
 
@@ -182,8 +184,8 @@ def test_one_wrong_result_is_found(name, monkeypatch, of):
     modest = dict.fromkeys(("bias", "teacher_bias"), ("", "plain", "masked"))
     modest |= dict(dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0), offset=(0.0,))
     wanted = dict(repeat=(False,), walk=("backward",), **modest, **FAULTY_RESULTS[name])
-    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, of(20, 10), **wanted)]
-    assert len(found) >= of(4, 2)
+    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, of(20, 5), **wanted)]
+    assert len(found) >= of(4, 1)
     assert all(right for _, right in found), [c for c, right in found if not right][0]
 
 

@@ -239,9 +239,9 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-@pytest.mark.parametrize("script", [USE, DEBUG], ids=["loss", "debug mode"])
-def test_importing_needs_torch_alone(script, tmp_path):
-    done = python("-c", IMPORTS + script, path=ROOT, cwd=tmp_path)
+def test_importing_needs_torch_alone(tmp_path):
+    """And a loss, and debug mode over two ranks."""
+    done = python("-c", IMPORTS + DEBUG + USE, path=ROOT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

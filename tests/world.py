@@ -187,8 +187,10 @@ class World:
     """
 
     def __init__(self, ranks: int, device_type: str = "cpu", path: str | None = None) -> None:
-        # A forked process can use neither CUDA nor another folder's modules.
-        fresh = device_type == "cuda" or path is not None
+        # A forked process can use neither CUDA nor another release of what it has imported.
+        tops = {name.partition(".")[0] for name in _SLOW_IMPORTS}
+        imported = any(Path(folder, top).exists() for folder in (path or "").split(os.pathsep) for top in tops)
+        fresh = device_type == "cuda" or path is not None and imported
         context = mp.get_context("spawn") if fresh else forkserver()
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(ranks)]

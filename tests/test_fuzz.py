@@ -5,14 +5,14 @@ from itertools import count, islice
 import pytest
 import torch
 
-import fuzz
-import fuzz_run
-from fuzz_draw import LAID, Configuration
-from fuzz_run import execute
-from fuzz_values import make
+from fuzz import program
+from fuzz import run as fuzz_run
+from fuzz.draw import LAID, Configuration
+from fuzz.run import execute
+from fuzz.values import make
 from tools import alone, everywhere
 
-SETTINGS = fuzz.Settings(seed=7, backend="torch", device="cpu")
+SETTINGS = program.Settings(seed=7, backend="torch", device="cpu")
 
 
 def _run(c):
@@ -33,7 +33,7 @@ def of(request):
 
 def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
     for index, c in islice(_drawn(wanted, ranks, settings), number):
-        _, finding = fuzz.examine(c, run)
+        _, finding = program.examine(c, run)
         assert not finding, f"{settings.command(ranks, index)}\n{finding}"
 
 
@@ -74,7 +74,7 @@ def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of
 @pytest.mark.thinned("kind", "wanted", "ranks")
 def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kernels, worlds, device, of):
     """More of what few draws have."""
-    settings = fuzz.Settings(seed=13, backend="triton", device=device)
+    settings = program.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
     _hold(of(number, fewer), lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
 
@@ -93,7 +93,7 @@ CANCELLING = {
 @pytest.mark.parametrize("case", CANCELLING)
 def test_roundings_do_not_cancel_where_their_terms_do(case):
     plain = dict(kind="statistics", ranks=1, reduction="none", no_target=True)
-    _, finding = fuzz.examine(Configuration(**plain, **CANCELLING[case]), _run)
+    _, finding = program.examine(Configuration(**plain, **CANCELLING[case]), _run)
     assert not finding, finding
 
 
@@ -117,7 +117,7 @@ def _findings(monkeypatch, name: str, fault, number: int, **wanted):
     fits = _drawn(lambda c: all(getattr(c, name) in values for name, values in wanted.items()))
     for _, c in islice(fits, number):
         moved.clear()
-        verdicts, finding = fuzz.examine(c, _run)
+        verdicts, finding = program.examine(c, _run)
         if any(moved):
             yield c, verdicts, finding
 
@@ -212,8 +212,8 @@ def test_a_finding_is_printed_as_the_command_that_shows_it(capsys, monkeypatch):
             raise ValueError("planted")
         return _run(c)
 
-    monkeypatch.setattr(fuzz.Ranks, "__call__", run)
-    assert fuzz.main("--first 7 --count 3 --ranks 1 --seed 7".split()) == 1
+    monkeypatch.setattr(program.Ranks, "__call__", run)
+    assert program.main("--first 7 --count 3 --ranks 1 --seed 7".split()) == 1
     first, last = capsys.readouterr().out.splitlines()
     assert first == f"{SETTINGS.command(1, 8)}  # ValueError: planted"
     assert last.endswith("configuration 9: 1 findings in 3")
@@ -222,5 +222,5 @@ def test_a_finding_is_printed_as_the_command_that_shows_it(capsys, monkeypatch):
 def test_ranks_that_differ_and_results_that_are_off_are_found():
     _, c = next(_drawn(lambda c: c.kind == "loss" and c.N, ranks=2))
     part = {"loss": torch.zeros(c.shape if c.reduction == "none" else (), dtype=torch.float32)}
-    assert "bits: loss of rank 1 differs" in fuzz.examine(c, lambda c: [part, {"loss": part["loss"] + 1}])[1]
-    assert "loss" in fuzz.examine(c, lambda c: [part, part])[1]
+    assert "bits: loss of rank 1 differs" in program.examine(c, lambda c: [part, {"loss": part["loss"] + 1}])[1]
+    assert "loss" in program.examine(c, lambda c: [part, part])[1]

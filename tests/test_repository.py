@@ -43,10 +43,11 @@ SOURCES = {
     **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/engine/options.py", REPORT]),
     **{name: [f"benchmarks/{name}.py", REPORT, CONFIG] for name in ("parity", "gradient_filter")},
     **dict.fromkeys(["demo", "train", "compare", "snapshots"], [CONFIG]),
-    **{name: [f"tests/{name}.py"] for name in ("fuzz", "sanitize")},
+    "fuzz": ["tests/fuzz/program.py"],
+    "sanitize": ["tests/sanitize.py"],
     "test": ["tests/conftest.py"],
 }
-PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\.py")
+PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\b")
 # Of pytest, Megatron-LM and torchtitan.
 OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode", "--override"}
 # Names that stand for others.

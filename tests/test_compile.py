@@ -93,7 +93,9 @@ def assert_as_eager(fast, function, t, device: str, *given) -> list[int]:
 
 
 @pytest.mark.parametrize(("dtype", "weighted"), [("fp32", False), ("bf16", True)])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("saved", "recomputed"))) for name in LOSSES]
+)
 @pytest.mark.thinned
 def test_losses(name, dtype, weighted, device):
     """Whatever N, compiled but twice. ``weighted``: with a bias and a weight of each token."""
@@ -126,7 +128,7 @@ SPLIT = [(name, split) for name in ("saved", "some saved", "accumulated") for sp
 
 
 @pytest.mark.parametrize(("name", "sequence_parallel"), [*SPLIT, ("recomputed", False)])
-@pytest.mark.thinned
+@pytest.mark.thinned("sequence_parallel")
 @on_ranks(2)
 def test_process_groups(member, name, sequence_parallel):
     torch._dynamo.reset()

@@ -155,8 +155,8 @@ def test_no_file_is_long_and_none_imports_a_trainer():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The folder of an unpacked wheel, which is built from an sdist of what git would check out."""
+def site(tmp_path_factory, request) -> Path:
+    """The folder of an unpacked wheel of what git would check out; with --all it is built from an sdist."""
     source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
@@ -167,7 +167,8 @@ def site(tmp_path_factory) -> Path:
     version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
-    done = python("-m", "build", *isolation, "--outdir", str(out), str(source), cwd=out)
+    kind = [] if request.config.option.all else ["--wheel"]
+    done = python("-m", "build", *isolation, *kind, "--outdir", str(out), str(source), cwd=out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)

@@ -209,8 +209,8 @@ def _train(arguments: list[str]) -> None:
 
 def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work, tmp_path, monkeypatch):
     """And losses of one process are those of two with the stock loss."""
-    sizes = "train.steps=20 train.sequence=24 train.micro_batch=4".split()
-    own = [*sizes, "train.micro_batches=4", "snapshots.steps=[4,8,40]", "snapshots.tokens=120"]
+    sizes = "train.steps=12 train.sequence=24 train.micro_batch=4".split()
+    own = [*sizes, "train.micro_batches=4", "snapshots.steps=[3,6,40]", "snapshots.tokens=120"]
     own.append(f"output={work / 'snapshots'}")
     said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
@@ -221,7 +221,7 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, wor
     launched(2, _train, [*small, *sizes, *two])
     metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
     assert metrics.losses == pytest.approx(read_metrics(tmp_path).losses, abs=1e-5)
-    assert [path.stem for path in files] == ["step-4", "step-8", "step-20"] and len(metrics.losses) == 20
+    assert [path.stem for path in files] == ["step-3", "step-6", "step-12"] and len(metrics.losses) == 12
     held_out, _ = split(load_text(config.text), 24, 5)
     losses = []
     for path in files:

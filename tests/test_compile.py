@@ -153,7 +153,7 @@ def _checkpoint(loss):
 
 @pytest.mark.parametrize("frozen", ["", "x", "weight"])
 @pytest.mark.parametrize(
-    ("around", "inside"), [(_autocast, True), (torch.no_grad(), False), (_checkpoint, True), (_checkpoint, False)]
+    ("around", "inside"), [(torch.no_grad(), False), (_autocast, True), (_checkpoint, True), (_checkpoint, False)]
 )
 @pytest.mark.parametrize("name", ["saved", "accumulated", "module"])
 @pytest.mark.thinned

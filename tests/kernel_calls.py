@@ -55,7 +55,7 @@ def prepare() -> None:
 def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:
     """``(plain, call)``: plain is without bias, logits that are stored, and statistics beside those of the loss; a
     soft-cap is its only option of the logits. ``few``: calls that launch each kernel."""
-    for arguments in CALLS[2:4] if few else CALLS:
+    for arguments in CALLS[3:1:-1] if few else CALLS:  # the plain call first
         yield from of_sizes(*arguments, torch.bfloat16, device)
     for arguments in () if few else CALLS[1:3]:
         yield from of_sizes(*arguments, torch.float16, device)

@@ -30,7 +30,7 @@ from benchmarks.parity import FP32_HEAD, OURS, random_problem
 from cases import normal
 from releases import ROOT
 from tools import chosen_backend, everywhere, on_ranks, ran
-from world import Member
+from world import Member, launched
 
 ALONE = Team(torch.device("cpu"))
 TINY = Shape(64, 96, 16)
@@ -154,15 +154,29 @@ def assert_plausible(cell: dict) -> None:
         assert entries[GEMM_ONLY][FORWARD_BACKWARD]["beyond_gradients_bytes"] == 4 * n * rows  # the logits alone
 
 
-def test_a_run_of_two_processes(tmp_path):
-    for name in ("signal", "torch", "benchmarks"):
-        # The user's own file, called like a module that Python, PyTorch and the benchmark import.
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
-    arguments = "--standalone --nproc-per-node 2 -- --device cpu --rounds 3 --shape 64,256,16 --json new/r.json"
-    done = ran("bash", ROOT / "launch" / "bench.sh", *arguments.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("TP 2, N=64, V=256, D=16, SP") == 1  # not once per rank
-    found = json.loads((tmp_path / "new" / "r.json").read_text())
+def _short(arguments: list[str]) -> None:
+    timing.ALONE["cpu"] = timing.OVER_RANKS["cpu"] = 0.0, 1e-9  # one call
+    assert command.main(arguments) == 0
+
+
+ON_TWO = "--device cpu --rounds 3 --shape 64,256,16 --json".split()
+
+
+@pytest.mark.parametrize("shell", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_of_two_processes(shell, tmp_path):
+    path = tmp_path / "new" / "r.json"
+    if shell:
+        for name in ("signal", "torch", "benchmarks"):
+            # The user's own file, called like a module that Python, PyTorch and the benchmark import.
+            (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+        torchrun = "--standalone", "--nproc-per-node", 2, "--"
+        done = ran("bash", ROOT / "launch" / "bench.sh", *torchrun, *ON_TWO, "new/r.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed = done.stdout
+    else:
+        printed = launched(2, _short, [*ON_TWO, str(path)])
+    assert printed.count("TP 2, N=64, V=256, D=16, SP, float32") == 1  # not once per rank
+    found = json.loads(path.read_text())
     assert [(c["tp"], c["sequence_parallel"]) for c in found["cells"]] == [(1, False), (2, False), (2, True)]
     for cell in found["cells"]:
         assert_plausible(cell)

@@ -12,11 +12,11 @@ pytest.importorskip("triton", reason="needs triton")
 import triton
 from torch.nn.functional import cross_entropy
 
-import fuzz
 from blocks import launches
 from cases import dense_loss
-from fuzz_draw import Configuration
-from fuzz_run import execute
+from fuzz import program
+from fuzz.draw import Configuration
+from fuzz.run import execute
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
@@ -71,11 +71,11 @@ def _executed(member: Member, c: Configuration) -> dict[str, torch.Tensor]:
 )
 def test_random_configurations(kind, ranks, count, fewer, worlds, device, request):
     """Of small problems, and of logits that exist, as in test_fuzz.py."""
-    settings = fuzz.Settings(seed=5, backend="triton", device=device)
+    settings = program.Settings(seed=5, backend="triton", device=device)
     drawn = (settings.draw(ranks, index) for index in itertools.count())
     chosen = (_small(c) if kind == "loss" else c for c in drawn if c.kind == kind and c.dtype != "fp64" and not c.own)
     for c in itertools.islice(chosen, count if request.config.option.all else fewer):
-        _, finding = fuzz.examine(c, lambda c: everywhere(worlds, device, ranks, _executed, c))
+        _, finding = program.examine(c, lambda c: everywhere(worlds, device, ranks, _executed, c))
         assert not finding, f"{c}\n{finding}"
 
 

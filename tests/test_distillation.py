@@ -234,7 +234,7 @@ def test_scales_soft_caps_and_temperatures(kind, own, cap):
         torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_compiled_graph_breaks_at_the_call(kind):
     """Dynamo runs a function that reads ``locals()`` in parts, with the arguments' first values."""
     leaves, given = student(), teacher(kind)

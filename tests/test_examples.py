@@ -1,6 +1,7 @@
 """The scripts under examples/, on one and two processes: they print the losses that float64 gives without shards."""
 
 import functools
+import importlib
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ import torch
 
 from releases import ROOT
 from tools import ran
+from world import launched
 
 EXAMPLES = ROOT / "examples"
 # The number of steps, and the losses of the second and of the last step, in float64 by plain PyTorch.
@@ -40,17 +42,25 @@ def _printed(device: str, *command: str) -> str:
     return done.stdout
 
 
+def _main(name: str) -> None:
+    importlib.import_module(name).main()
+
+
 MORE = [pytest.param(2, name, marks=pytest.mark.slow) for name in CASES if name != "sequence_parallel"]
+TORCHRUN = pytest.param("torchrun", "sequence_parallel", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), *MORE])
-def test_example(name, ranks, device):
-    if device == "cuda" and ranks > torch.cuda.device_count():
-        pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
+@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), TORCHRUN, *MORE])
+def test_example(name, ranks, device, monkeypatch):
+    if device == "cuda" and ranks == 2 > torch.cuda.device_count():
+        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
     if ranks == 1:
         printed = _printed(device, "-c", ALL_IN_ONE_PROCESS).partition(f"example {name}\n")[2].partition("example ")[0]
+    elif ranks == 2 and device == "cpu":
+        monkeypatch.syspath_prepend(EXAMPLES)
+        printed = launched(2, _main, name)
     else:
-        torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
         printed = _printed(device, *torchrun, str(EXAMPLES / f"{name}.py"))
     steps, second, last = CASES[name]
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (-?\d+\.\d+)", printed, re.MULTILINE)]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cases import DTYPES
-from fuzz_draw import Configuration
-from fuzz_run import assemble, execute
-from fuzz_truth import dense
-from fuzz_values import make, operands
+from fuzz.draw import Configuration
+from fuzz.run import assemble, execute
+from fuzz.truth import dense
+from fuzz.values import make, operands
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce.core.partials import accumulation_dtype
 from tools import everywhere

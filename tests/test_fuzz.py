@@ -5,14 +5,14 @@ from itertools import count, islice
 import pytest
 import torch
 
-import fuzz
-import fuzz_run
-from fuzz_draw import LAID, Configuration
-from fuzz_run import execute
-from fuzz_values import make
+from fuzz import program
+from fuzz import run as fuzz_run
+from fuzz.draw import LAID, Configuration
+from fuzz.run import execute
+from fuzz.values import make
 from tools import alone, everywhere
 
-SETTINGS = fuzz.Settings(seed=7, backend="torch", device="cpu")
+SETTINGS = program.Settings(seed=7, backend="torch", device="cpu")
 
 
 def _run(c):
@@ -33,13 +33,14 @@ def of(request):
 
 def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
     for index, c in islice(_drawn(wanted, ranks, settings), number):
-        _, finding = fuzz.examine(c, run)
+        _, finding = program.examine(c, run)
         assert not finding, f"{settings.command(ranks, index)}\n{finding}"
 
 
 @pytest.mark.parametrize("kind", ["loss", "statistics", "logits", "selected", "divergence"])
 def test_configurations_of_one_process_hold(kind, of):
-    _hold(of(24, 8), lambda c: c.kind == kind, _run)
+    most = of(10**9, 400_000)  # entries of what the truth is computed from; logits have a weight [V, V]
+    _hold(of(24, 8), lambda c: c.kind == kind and c.V * max(c.N, c.V if kind == "logits" else c.D) <= most, _run)
 
 
 WANTED = {
@@ -66,13 +67,14 @@ def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "fewer"), [(1, 6, 2), (2, 3, 1), pytest.param(4, 5, 5, marks=pytest.mark.slow)]
+    ("ranks", "number", "fewer"), [(1, 6, 4), (2, 3, 2), pytest.param(4, 5, 5, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
 @pytest.mark.parametrize("wanted", ["any", "masked", "sure", "twice"])
+@pytest.mark.thinned("kind", "wanted", "ranks")
 def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kernels, worlds, device, of):
     """More of what few draws have."""
-    settings = fuzz.Settings(seed=13, backend="triton", device=device)
+    settings = program.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
     _hold(of(number, fewer), lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
 
@@ -91,7 +93,7 @@ CANCELLING = {
 @pytest.mark.parametrize("case", CANCELLING)
 def test_roundings_do_not_cancel_where_their_terms_do(case):
     plain = dict(kind="statistics", ranks=1, reduction="none", no_target=True)
-    _, finding = fuzz.examine(Configuration(**plain, **CANCELLING[case]), _run)
+    _, finding = program.examine(Configuration(**plain, **CANCELLING[case]), _run)
     assert not finding, finding
 
 
@@ -115,7 +117,7 @@ def _findings(monkeypatch, name: str, fault, number: int, **wanted):
     fits = _drawn(lambda c: all(getattr(c, name) in values for name, values in wanted.items()))
     for _, c in islice(fits, number):
         moved.clear()
-        verdicts, finding = fuzz.examine(c, _run)
+        verdicts, finding = program.examine(c, _run)
         if any(moved):
             yield c, verdicts, finding
 
@@ -145,12 +147,12 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch, of)
         gradient[int(rows.argmax())] *= 1 + by
 
     said = []
-    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(24, 12), **wanted):
+    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(24, 8), **wanted):
         assert not finding or where in finding
         # What is 0, lies beneath fp16's numbers or sums to nearly nothing has no percent.
         if max([v.truth for v in verdicts if v.name.removesuffix(" again") == where], default=0.0) >= 1e-3:
             said.append(where in finding)
-    assert len(said) >= of(12, 6)
+    assert len(said) >= of(12, 4)
     assert sum(said) >= share * len(said), said
 
 
@@ -182,8 +184,8 @@ def test_one_wrong_result_is_found(name, monkeypatch, of):
     modest = dict.fromkeys(("bias", "teacher_bias"), ("", "plain", "masked"))
     modest |= dict(dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0), offset=(0.0,))
     wanted = dict(repeat=(False,), walk=("backward",), **modest, **FAULTY_RESULTS[name])
-    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, of(20, 10), **wanted)]
-    assert len(found) >= of(4, 2)
+    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, of(20, 5), **wanted)]
+    assert len(found) >= of(4, 1)
     assert all(right for _, right in found), [c for c, right in found if not right][0]
 
 
@@ -210,8 +212,8 @@ def test_a_finding_is_printed_as_the_command_that_shows_it(capsys, monkeypatch):
             raise ValueError("planted")
         return _run(c)
 
-    monkeypatch.setattr(fuzz.Ranks, "__call__", run)
-    assert fuzz.main("--first 7 --count 3 --ranks 1 --seed 7".split()) == 1
+    monkeypatch.setattr(program.Ranks, "__call__", run)
+    assert program.main("--first 7 --count 3 --ranks 1 --seed 7".split()) == 1
     first, last = capsys.readouterr().out.splitlines()
     assert first == f"{SETTINGS.command(1, 8)}  # ValueError: planted"
     assert last.endswith("configuration 9: 1 findings in 3")
@@ -220,5 +222,5 @@ def test_a_finding_is_printed_as_the_command_that_shows_it(capsys, monkeypatch):
 def test_ranks_that_differ_and_results_that_are_off_are_found():
     _, c = next(_drawn(lambda c: c.kind == "loss" and c.N, ranks=2))
     part = {"loss": torch.zeros(c.shape if c.reduction == "none" else (), dtype=torch.float32)}
-    assert "bits: loss of rank 1 differs" in fuzz.examine(c, lambda c: [part, {"loss": part["loss"] + 1}])[1]
-    assert "loss" in fuzz.examine(c, lambda c: [part, part])[1]
+    assert "bits: loss of rank 1 differs" in program.examine(c, lambda c: [part, {"loss": part["loss"] + 1}])[1]
+    assert "loss" in program.examine(c, lambda c: [part, part])[1]

@@ -43,10 +43,11 @@ SOURCES = {
     **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/engine/options.py", REPORT]),
     **{name: [f"benchmarks/{name}.py", REPORT, CONFIG] for name in ("parity", "gradient_filter")},
     **dict.fromkeys(["demo", "train", "compare", "snapshots"], [CONFIG]),
-    **{name: [f"tests/{name}.py"] for name in ("fuzz", "sanitize")},
+    "fuzz": ["tests/fuzz/program.py"],
+    "sanitize": ["tests/sanitize.py"],
     "test": ["tests/conftest.py"],
 }
-PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\.py")
+PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\b")
 # Of pytest, Megatron-LM and torchtitan.
 OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode", "--override"}
 # Names that stand for others.
@@ -154,8 +155,8 @@ def test_no_file_is_long_and_none_imports_a_trainer():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The folder of an unpacked wheel, which is built from an sdist of what git would check out."""
+def site(tmp_path_factory, request) -> Path:
+    """The folder of an unpacked wheel of what git would check out; with --all it is built from an sdist."""
     source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
@@ -166,7 +167,8 @@ def site(tmp_path_factory) -> Path:
     version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
-    done = python("-m", "build", *isolation, "--outdir", str(out), str(source), cwd=out)
+    kind = [] if request.config.option.all else ["--wheel"]
+    done = python("-m", "build", *isolation, *kind, "--outdir", str(out), str(source), cwd=out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
@@ -239,9 +241,9 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-@pytest.mark.parametrize("script", [USE, DEBUG], ids=["loss", "debug mode"])
-def test_importing_needs_torch_alone(script, tmp_path):
-    done = python("-c", IMPORTS + script, path=ROOT, cwd=tmp_path)
+def test_importing_needs_torch_alone(tmp_path):
+    """And a loss, and debug mode over two ranks."""
+    done = python("-c", IMPORTS + DEBUG + USE, path=ROOT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -148,6 +148,7 @@ class Step:
 
 DATA = 5  # sets of inputs at most; repetitions that follow each other have different ones
 REPETITIONS = {"cpu": 20, "cuda": 200}
+FEWER = 8  # on a CPU without --all
 SLEEP = 2e-3  # seconds that a host sleeps at most, at one place
 CYCLES = 3_000_000  # of a GPU asleep at most, at one place: some 2 ms
 OFTEN = 0.12  # of the places where a delay may be
@@ -323,7 +324,7 @@ def after_it(stream, other):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.thinned
 def test_delays_change_no_bit(call, worlds, device, request):
-    repetitions = REPETITIONS[device]
+    repetitions = REPETITIONS[device] if device == "cuda" or request.config.option.all else FEWER
     if call.streams == 2 and device == "cpu":
         pytest.skip("a CPU has no streams")
     if call.backend == "triton":

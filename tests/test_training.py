@@ -24,11 +24,12 @@ import program  # of launch/
 from tools import ran
 from training import text as module
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
-from training.loop import learning_rate, share_done
+from training.loop import learning_rate, run_rank, share_done
 from training.model import CausalAttention
 from training.refusal import Refusal
 from training.report import RUNS, compare, is_trained, read_metrics, snapshots_in
 from training.text import Batches, Text, load_text, read_documents, split, train_tokenizer
+from world import launched
 
 
 def test_held_out_samples_are_not_trained_on():
@@ -202,21 +203,25 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
+def _train(arguments: list[str]) -> None:
+    run_rank(load_config(CPU, arguments))
+
+
 def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work, tmp_path, monkeypatch):
     """And losses of one process are those of two with the stock loss."""
-    sizes = "train.steps=20 train.sequence=24 train.micro_batch=4".split()
-    two = "parallel.data=2 train.micro_batches=2 parallel.distributed_optimizer=true loss.impl=stock".split()
-    two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
-    start(f"program.py train --config={CPU}", *sizes, *two)
-    own = [*sizes, "train.micro_batches=4", "snapshots.steps=[4,8,40]", "snapshots.tokens=120"]
+    sizes = "train.steps=12 train.sequence=24 train.micro_batch=4".split()
+    own = [*sizes, "train.micro_batches=4", "snapshots.steps=[3,6,40]", "snapshots.tokens=120"]
     own.append(f"output={work / 'snapshots'}")
     said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
-    own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
-    config = load_config(CPU, own)
+    small = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}"]
+    config = load_config(CPU, own := [*small, *own])
+    two = "parallel.data=2 train.micro_batches=2 parallel.distributed_optimizer=true loss.impl=stock".split()
+    two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
+    launched(2, _train, [*small, *sizes, *two])
     metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
     assert metrics.losses == pytest.approx(read_metrics(tmp_path).losses, abs=1e-5)
-    assert [path.stem for path in files] == ["step-4", "step-8", "step-20"] and len(metrics.losses) == 20
+    assert [path.stem for path in files] == ["step-3", "step-6", "step-12"] and len(metrics.losses) == 12
     held_out, _ = split(load_text(config.text), 24, 5)
     losses = []
     for path in files:

@@ -4,11 +4,14 @@ import functools
 import gc
 import os
 import queue
+import socket
 import sys
 import tempfile
 import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,7 +50,6 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     # CUDA asks for this before its first use if cuBLAS is to be deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported before
     configure()
     device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
@@ -116,6 +118,7 @@ def configure() -> None:
     filtered, too. Garbage is collected less often. And the plain mainloop on Hopper, if that is asked for."""
     # New objects between two collections. Interpreted kernels make many, and few that refer to themselves.
     gc.set_threshold(50_000)
+    _freeze()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if backends._triton_installed():
@@ -128,11 +131,52 @@ def configure() -> None:
         mainloop_choice._has_gluon = lambda: False
 
 
+def _freeze() -> None:
+    """No collection looks at what was imported before, not even after a benchmark, which unfreezes it."""
+    gc.freeze()
+    gc.unfreeze = lambda: None
+
+
 def forkserver():
     """Processes that are forked from one that has imported what takes seconds."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
     return context
+
+
+def launched(ranks: int, program, *arguments, timeout: float = TIMEOUT) -> str:
+    """What ``program(*arguments)`` prints on rank 0 of so many CPU processes that find themselves started by torchrun,
+    which would import everything anew. Raises ``AssertionError`` with what a rank prints that fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [os.path.join(folder, str(rank)) for rank in range(ranks)]
+        given = [(rank, ranks, port, files[rank], program, arguments) for rank in range(ranks)]
+        processes = [forkserver().Process(target=_launch, args=each, daemon=True) for each in given]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+            process.kill()
+            process.join()
+        said = [Path(file).read_text() for file in files]
+    for rank, process in enumerate(processes):
+        assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}:\n{said[rank][-3000:]}"
+    return said[0]
+
+
+def _launch(rank: int, ranks: int, port: int, file: str, program, arguments: tuple) -> None:
+    variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    _freeze()
+    with open(file, "w") as out, redirect_stdout(out), redirect_stderr(out):
+        try:
+            program(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 
 class World:
@@ -143,8 +187,10 @@ class World:
     """
 
     def __init__(self, ranks: int, device_type: str = "cpu", path: str | None = None) -> None:
-        # A forked process can use neither CUDA nor another folder's modules.
-        fresh = device_type == "cuda" or path is not None
+        # A forked process can use neither CUDA nor another release of what it has imported.
+        tops = {name.partition(".")[0] for name in _SLOW_IMPORTS}
+        imported = any(Path(folder, top).exists() for folder in (path or "").split(os.pathsep) for top in tops)
+        fresh = device_type == "cuda" or path is not None and imported
         context = mp.get_context("spawn") if fresh else forkserver()
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(ranks)]

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .problem import IGNORE_INDEX
 
-LIGER_TP = "liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"
-
 
 def library(module, name, **options):
     """A `build` function whose loss is `name(x, weight, target, **options)` of `module`."""
@@ -40,11 +38,6 @@ def torch_loss(x, weight, target):
 
 def torch_compile(group, sequence_parallel):
     return torch.compile(torch_loss, dynamic=False)
-
-
-def torch_lce_chunked(group, sequence_parallel):
-    chunked = torch.nn.LinearCrossEntropyOptions()
-    return library("torch.nn.functional", "linear_cross_entropy", options=chunked)(group, sequence_parallel)
 
 
 def whole_sequence(group, sequence_parallel):
@@ -80,19 +73,6 @@ def _local(value):
 
 def vocabulary_shard(weight, mesh):
     return DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-
-
-def liger_tp(group, sequence_parallel):
-    """Without liger_cute_kernels, its kernels for NVSHMEM, this is Liger's fallback in plain PyTorch, in chunks of 512
-    tokens. It sums dX over the ranks, and has no sequence parallelism."""
-    function = library(*LIGER_TP)(group, sequence_parallel)
-    _, gathered = _mesh_and_gather(group, sequence_parallel)
-
-    def loss(x, weight, target):
-        hidden = gathered(x).to_local(grad_placements=[Replicate()])
-        return mean_of(function(hidden, weight, target, tp_group=group), target)
-
-    return loss
 
 
 def torch_loss_parallel(group, sequence_parallel):

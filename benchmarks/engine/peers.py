@@ -7,7 +7,6 @@ shard [V/P, D], and target has the ids [N] of the whole sequence.
 The GEMM-only baseline is the three matrix products that every loss needs, without a loss. Speeds are relative to it.
 """
 
-import importlib
 import importlib.util
 import re
 from collections.abc import Callable
@@ -44,19 +43,17 @@ class Peer:
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     settings: tuple[str, ...] = (ONE,)
-    needs: str = ""  # what `build` imports: a module, or module:name
+    needs: str = ""  # the module that `build` imports
     context: Callable = nullcontext  # in which both passes run
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
     @property
     def missing(self) -> str:
         """The reason why it cannot run in this environment, or ''."""
-        module, _, name = self.needs.partition(":")
         try:
-            exists = not module or importlib.util.find_spec(module) is not None
+            exists = not self.needs or importlib.util.find_spec(self.needs) is not None
         except ImportError:  # the parent package is missing
             exists = False
-        exists = exists and (not name or hasattr(importlib.import_module(module), name))
         return "" if exists else f"no {self.needs}"
 
 
@@ -71,7 +68,6 @@ OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that re
 }
 DOORS = {"ours-style": "", "ours-torchtitan": "torchtitan"}  # kinds that run over ranks alone: what `build` imports
 UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
-_TORCH = "torch.nn.functional", "linear_cross_entropy"  # of torch 2.13 and later
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
@@ -79,8 +75,6 @@ OTHERS = (
     Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", settings=BOTH),
     Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", settings=(RANKS,)),
     Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
-    Peer("torch-lce", ANY, CPU_AND_CUDA, library(*_TORCH), needs=":".join(_TORCH)),
-    Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked, needs=":".join(_TORCH)),
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     *(
         Peer(
@@ -95,7 +89,6 @@ OTHERS = (
         for suffix in ("", "-main-grad")
         for name in ("megatron-fused", "megatron")
     ),
-    Peer("liger-tp", ANY, CUDA, libraries.liger_tp, settings=(RANKS,), needs=":".join(libraries.LIGER_TP)),
     Peer(
         "torch-loss-parallel",
         ANY,

@@ -9,17 +9,11 @@ on. Exit status 1 if there are findings.
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
-if __name__ == "__main__":
-    ROOT = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-
-from fuzz_draw import Configuration, draw
+from fuzz.draw import Configuration, draw
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class Settings:
     def command(self, ranks: int, index: int) -> str:
         """What shows one configuration again."""
         where = f"--ranks {ranks} --seed {self.seed} --backend {self.backend} --device {self.device}"
-        return f"python tests/fuzz.py --only {index} {where}"
+        return f"python tests/fuzz --only {index} {where}"
 
 
 class Ranks:
@@ -51,7 +45,7 @@ class Ranks:
         self._world = None
 
     def __call__(self, c: Configuration) -> list[dict]:
-        from fuzz_run import execute
+        from fuzz.run import execute
         from world import World
 
         fresh = self._world is None
@@ -73,7 +67,7 @@ class Ranks:
 def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tuple[list, str]:
     """The verdicts on what ``run`` gives for a configuration, and what is wrong with it: the bad verdicts, or the last
     lines of an error, or ''."""
-    from fuzz_judge import judge
+    from fuzz.judge import judge
 
     try:
         verdicts = judge(c, run(c))
@@ -85,7 +79,9 @@ def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tup
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python tests/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks, one after another")
     parser.add_argument("--count", type=int, default=10000, help="configurations for each number of ranks")
     parser.add_argument("--first", type=int, default=0, help="index of the first")
@@ -129,7 +125,3 @@ def _findings(settings: Settings, ranks: int, options: argparse.Namespace) -> in
     finally:
         run.close()
     return findings
-
-
-if __name__ == "__main__":
-    sys.exit(main())

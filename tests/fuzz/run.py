@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import DTYPES
-from fuzz_draw import LAID, Configuration
-from fuzz_values import Whole, laid, make, real_rows
+from fuzz.draw import LAID, Configuration
+from fuzz.values import Whole, laid, make, real_rows
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import blocks as divergences
 from parallel_lce.distillation import divergence

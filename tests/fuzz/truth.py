@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cases import DTYPES
-from fuzz_draw import Configuration
-from fuzz_values import INFINITE, MASKED, Layer, Operands, real_rows
+from fuzz.draw import Configuration
+from fuzz.values import INFINITE, MASKED, Layer, Operands, real_rows
 from parallel_lce.core.partials import accumulation_dtype
 
 _FP16_SMALLEST = 2.0**-25

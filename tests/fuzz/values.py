@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cases import DTYPES
-from fuzz_draw import Configuration
+from fuzz.draw import Configuration
 from parallel_lce.core.options import NO_LABEL
 
 OF_TARGET = {"target_logit", "target_log_prob"}

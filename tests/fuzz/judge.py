@@ -1,7 +1,7 @@
 """Whether a configuration's results are what they should be.
 
 Each token and each row of a gradient is judged on its own, so that one wrong row among many shows. Its error may be as
-far as roundings move it (:mod:`fuzz_truth`), in fp32 plus twice the error of torch's path. In low precision that would
+far as roundings move it (:mod:`fuzz.truth`), in fp32 plus twice the error of torch's path. In low precision that would
 be too lenient, as it rounds the logits.
 
 A confident token has the usual rounding errors but gradients of size 1 - p; where logits are nearly equal, a gradient
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from cases import DTYPES
-from fuzz_draw import Configuration
-from fuzz_run import assemble, require
-from fuzz_truth import Rounding, bounds, dense, half_spacing, of_product
-from fuzz_values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
+from fuzz.draw import Configuration
+from fuzz.run import assemble, require
+from fuzz.truth import Rounding, bounds, dense, half_spacing, of_product
+from fuzz.values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.features.draws import uniforms
 

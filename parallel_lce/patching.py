@@ -56,10 +56,11 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
-def called_with(module: Any, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """``module(hidden)`` with all its hooks, and ``forward`` in place of its own. FSDP's look for tensors in tuples."""
-    with replaced(module, forward=forward):
-        return nn.Module.__call__(module, hidden)
+def called_with(layer: Any, forward: Callable[[Tensor], Any], hidden: Tensor, unit: Any = None) -> Any:
+    """``layer(hidden)`` with all its hooks, and ``forward`` in place of its own; or ``unit(hidden)``, which passes its
+    input on to the layer. FSDP's and ZeRO-3's hooks look for tensors in tuples."""
+    with replaced(layer, forward=forward):
+        return nn.Module.__call__(layer if unit is None else unit, hidden)
 
 
 def is_own(function: Any, module: str, name: str | None = None) -> bool:

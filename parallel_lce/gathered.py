@@ -1,0 +1,70 @@
+"""Output layers whose weight is whole only within their own forward: units of FSDP of their own, and the layers of
+DeepSpeed's ZeRO-3.
+
+Such a weight is gathered before the forward and again in the backward, by hooks of the *unit*: the layer, or a module
+around it that does nothing but call it. So the loss is computed in a call of the unit, in place of the layer's forward
+(:func:`parallel_lce.patching.called_with`). All ranks gather as often as without the loss, fused or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from parallel_lce.core.private import FSDP_MODULES, hooks, parameters_of
+from parallel_lce.patching import is_own
+
+# Beginnings of the names of the modules whose functions are the hooks that gather.
+GATHERING = *FSDP_MODULES, "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
+# Forwards that pass their input on to the only module within, and give what that gives.
+_PASSING = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.forward"),
+    ("torch.nn.modules.container", "Sequential.forward"),
+)
+
+
+def weight_of(layer: nn.Module) -> Any:
+    """The layer's weight, whole or not. ZeRO-3's would be gathered by a plain read within a forward."""
+    return parameters_of(layer).get("weight", vars(layer).get("weight"))
+
+
+def is_partitioned(layer: nn.Module) -> bool:
+    """Whether the layer's weight is a parameter of ZeRO-3."""
+    return hasattr(weight_of(layer), "ds_id")
+
+
+def unit_of(layer: nn.Module, around: list[nn.Module]) -> tuple[nn.Module | None, str | None]:
+    """The outermost module that gathers the weight of an output layer for the layer alone; None if there is none. Or
+    the reason, with a remedy, why the loss cannot be computed in a call of it. ``around``: the modules from the model
+    to the layer, from outside, without these."""
+    modules = [*around, layer]
+    units = [number for number, each in enumerate(modules) if isinstance(each, (FSDPModule, FullyShardedDataParallel))]
+    if not units:
+        if not is_partitioned(layer):
+            return None, None
+        gathers = any(_module_of(hook).startswith(GATHERING) for hook in hooks(layer, "forward_pre"))
+        return (layer, None) if gathers else (None, "no hook of its output layer gathers the weight, which is ZeRO-3's")
+    chain = modules[units[0] :]
+    for outer, inner in pairwise(chain):
+        passes = "forward" not in vars(outer) and any(is_own(type(outer).forward, *own) for own in _PASSING)
+        if not passes or [*outer.children()] != [inner]:
+            return None, (
+                f"its output layer is in a unit of FSDP with more than the layer, {type(chain[0]).__name__}, and its "
+                "weight whole only there; leave it to the unit of the whole model, or make it a unit of its own"
+            )
+    return chain[0], None
+
+
+def other_hooks(unit: nn.Module) -> list[Callable]:
+    """The hooks around a call of this module and of those within, without those that gather."""
+    forward = [hook for module in unit.modules() for hook in hooks(module, "forward", "forward_pre")]
+    others = [hook for hook in forward if not _module_of(hook).startswith(GATHERING)]
+    return others + [hook for module in unit.modules() for hook in hooks(module, "backward", "backward_pre")]
+
+
+def _module_of(hook: Callable) -> str:
+    return getattr(hook, "__module__", None) or ""

@@ -1,22 +1,29 @@
-"""Output layers under DeepSpeed's ZeRO-3, in transformers: by default with a stand-in of its hooks, with --all by the
-released package. tests/test_transformers.py has the units of FSDP."""
+"""Output layers under DeepSpeed's ZeRO-3, in transformers and TRL: by default with a stand-in of its hooks, with --all
+by the released package. tests/test_transformers.py has the units of FSDP."""
 
 import contextlib
+import os
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import parallel_lce.transformers as door
-from parallel_lce import gathered
+import transformers_models
+import zero_standin
+from parallel_lce import gathered, token_statistics
+from parallel_lce import trl as trl_door
 from releases import folder_of
 from tools import on_ranks, started
-from transformers_models import batch, fused, model_of, warned
+from transformers_models import D, V, batch, fused, model_of, warned
+from transformers_standin import installed_trl
 from zero_standin import OTHERS, RELEASE, Released, StandIn, installed
 
 
 def site(_: dict) -> str:
-    return str(folder_of("deepspeed", RELEASE, others=tuple(OTHERS.split())))
+    zero = folder_of("deepspeed", RELEASE, others=tuple(OTHERS.split()))
+    return os.pathsep.join([transformers_models.site(), str(zero)])
 
 
 def engine_of(zero: str, model):
@@ -110,6 +117,88 @@ def own_loss_beside_stock(member, zero: str) -> None:
     assert len(said) == 1 and "its forward makes them by 'add'" in said[0]
 
 
+def parameters_of(*sizes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("device", ["cpu"])
+@on_ranks(2)
+def test_trls_functions(member, frozen):
+    """Of weights that are whole in the forward, and again in the backward. Two backwards through one graph."""
+    sizes = (V, D), (V,), (V, D), (V + 5, D + 3)
+
+    def results(functions, made, context):
+        w, b, s, u = made
+        (x, y), ids = parameters_of((7, D), (7, D + 3), seed=1 + member.rank), torch.arange(7)
+        with context:
+            found = functions[0].apply(x, w, b, ids, 0.7, 40, 2.0, 0.3, ("entropy", "is_top1"))
+            divergence, entropy = functions[1].apply(x, s, None, y, u, None, 0.3)
+        total = (found[0] * torch.arange(7.0)).sum() + found[1].square().sum() + divergence.square().sum()
+        return [*found, divergence, entropy], total, x
+
+    with installed_trl():
+        from trl.trainer import distillation_trainer, utils
+
+        own, theirs, mine = utils._ChunkedLogProbFunction, parameters_of(*sizes), parameters_of(*sizes)
+        for w, _, _, u in (theirs, mine):
+            w.requires_grad_(not frozen), u.requires_grad_(False)
+        functions = own, distillation_trainer.ChunkedDivergenceFunction
+        expected, total, x = results(functions, theirs, contextlib.nullcontext())
+        trained = [number for number, each in enumerate(theirs) if each.requires_grad]
+        stock = torch.autograd.grad(total, [x, *(theirs[number] for number in trained)])
+        for each in mine:
+            zero_standin.partition(each)
+        trl_door.patch()
+        functions = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
+        with warned((trl_door.TRLWarning,)) as said:
+            found, total, z = results(functions, mine, zero_standin.gathered(*mine))
+        assert not said and not any(each.numel() for each in mine)
+        leaves = [z, *(mine[number] for number in trained)]
+        ours = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
+        trl_door.unpatch()
+    for mine, theirs in zip((*found, *ours[0], *ours[1]), (*expected, *stock, *stock), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-5, atol=1e-5)
+
+
+def trl_beside_stock(member, kind: str) -> None:
+    """By ``add_fused_lm_head``, in models of transformers."""
+    import transformers
+    import trl.trainer.utils as utils
+
+    def results(patched: bool):
+        model = model_of("release", kind).train()
+        utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+        engine, found = Released(model, rate=1.0), []
+        kept = transformers.integrations.HfDeepSpeedConfig(engine.config)
+        with (
+            started() as collectives,
+            mock.patch.object(trl_door, "token_statistics", wraps=token_statistics) as called,
+        ):
+            for step in range(2):
+                out = engine(**batch(10 * step + member.rank), fused_lm_head=True)
+                engine.backward(out.loss + 0.1 * out.entropy.mean())
+                engine.step()
+                found += [out.loss.detach(), out.log_probs.detach(), out.entropy.detach()]
+        assert called.called == patched
+        weights = engine.whole()
+        engine.end()
+        del kept
+        return [*found, *weights], [(c.kind, c.size) for c in collectives]
+
+    stock, theirs = results(False)
+    trl_door.patch()
+    with warned((trl_door.TRLWarning,)) as said:
+        ours, own = results(True)
+    trl_door.unpatch()
+    for found, expected in zip(ours, stock, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not said and sorted(own) == sorted(theirs)
+
+
 @pytest.mark.parametrize("case", [*CASES, None])
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
@@ -128,6 +217,8 @@ def test_zero3_of_the_release(member):
     for case in CASES:
         fused_beside_stock(member, "release", case)
     own_loss_beside_stock(member, "release")
+    for kind in ("plain", "capped"):
+        trl_beside_stock(member, kind)
 
 
 def test_what_a_unit_is():

@@ -1,6 +1,7 @@
 """Models under DeepSpeed's ZeRO-3: the released package, and a stand-in of what its hooks do around a module's forward
 and backward."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -63,35 +64,53 @@ def installed():
     return home, linear
 
 
+def partition(parameter) -> None:
+    """Leaves it empty, with this rank's part beside it, and lets a backward sum its gradient into ``total``."""
+    flat = parameter.data.flatten()
+    flat = F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+    # The whole parameter's place in the graph.
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0] if parameter.requires_grad else None
+    vars(parameter).update(ds_id=id(parameter), ds_shape=parameter.shape, node=node)
+    parameter.ds_tensor = flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    parameter.total = torch.zeros_like(parameter.ds_tensor)
+    if node is not None:
+        node.register_hook(_reducing(parameter))
+    _release(parameter)
+
+
+def _reducing(parameter):
+    def reduce(*_) -> None:
+        flat = parameter.grad.flatten()
+        dist.all_reduce(flat)
+        flat = F.pad(flat, (0, -len(flat) % dist.get_world_size())) / dist.get_world_size()
+        parameter.total += flat.chunk(dist.get_world_size())[dist.get_rank()]
+        parameter.grad = None
+
+    return reduce
+
+
+@contextlib.contextmanager
+def gathered(*parameters):
+    """A context in which they are whole."""
+    for parameter in parameters:
+        _gather(parameter)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            _release(parameter)
+
+
 class StandIn:
     """``model`` trained by SGD."""
 
     def __init__(self, model: nn.Module, rate: float) -> None:
         self.model, self.rate, self.parameters = model, rate, [*model.parameters()]
         for parameter in self.parameters:
-            flat = parameter.data.flatten()
-            flat = F.pad(flat, (0, -len(flat) % dist.get_world_size()))
-            # The whole parameter's place in the graph.
-            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0] if parameter.requires_grad else None
-            vars(parameter).update(ds_id=id(parameter), ds_shape=parameter.shape, node=node)
-            parameter.ds_tensor = flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
-            parameter.total = torch.zeros_like(parameter.ds_tensor)
-            if node is not None:
-                node.register_hook(self._reducing(parameter))
-            _release(parameter)
+            partition(parameter)
         for module in model.modules():
             object.__setattr__(module, "_parameters", Parameters(module._parameters))
             self._hook(module)
-
-    def _reducing(self, parameter):
-        def reduce(*_):
-            flat = parameter.grad.flatten()
-            dist.all_reduce(flat)
-            flat = F.pad(flat, (0, -len(flat) % dist.get_world_size())) / dist.get_world_size()
-            parameter.total += flat.chunk(dist.get_world_size())[dist.get_rank()]
-            parameter.grad = None
-
-        return reduce
 
     def _hook(self, module: nn.Module) -> None:
         own = [p for p in OrderedDict.values(module._parameters) if p is not None]
@@ -140,12 +159,8 @@ class StandIn:
             parameter.total.zero_()
 
     def whole(self) -> list[Tensor]:
-        for parameter in self.parameters:
-            _gather(parameter)
-        found = [parameter.detach().clone() for parameter in self.parameters]
-        for parameter in self.parameters:
-            _release(parameter)
-        return found
+        with gathered(*self.parameters):
+            return [parameter.detach().clone() for parameter in self.parameters]
 
     def end(self) -> None:
         pass
@@ -172,7 +187,11 @@ class Released:
         # Every weight is released after its layer's forward.
         names = "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"
         zero = {"stage": 3, "reduce_bucket_size": 10_000, **{f"stage3_{name}": 0 for name in names}}
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+        self.config = config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+        }
         optimizer = torch.optim.SGD([p for p in self.parameters if p.requires_grad], lr=rate)
         backend = importlib.import_module("deepspeed.comm.torch")
         with mock.patch.object(backend, "build_shm_op", lambda: None):  # it compiles for a minute

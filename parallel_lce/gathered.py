@@ -3,7 +3,7 @@ DeepSpeed's ZeRO-3.
 
 Such a weight is gathered before the forward and again in the backward, by hooks of the *unit*: the layer, or a module
 around it that does nothing but call it. So the loss is computed in a call of the unit, in place of the layer's forward
-(:func:`parallel_lce.patching.called_with`). All ranks gather as often as without the loss, fused or not.
+(:func:`called_with`). All ranks gather as often as without the loss, fused or not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from parallel_lce.core.private import FSDP_MODULES, hooks, parameters_of
-from parallel_lce.patching import is_own
+from parallel_lce.patching import is_own, replaced
 
 # Beginnings of the names of the modules whose functions are the hooks that gather.
 GATHERING = *FSDP_MODULES, "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
@@ -37,26 +37,41 @@ def is_partitioned(layer: nn.Module) -> bool:
     return hasattr(weight_of(layer), "ds_id")
 
 
-def unit_of(layer: nn.Module, around: list[nn.Module]) -> tuple[nn.Module | None, str | None]:
-    """The outermost module that gathers the weight of an output layer for the layer alone; None if there is none. Or
-    the reason, with a remedy, why the loss cannot be computed in a call of it. ``around``: the modules from the model
-    to the layer, from outside, without these."""
+def unit_of(layer: nn.Module, around: list[nn.Module]) -> tuple[str | None, nn.Module | None]:
+    """The outermost module that gathers the weight of an output layer for the layer alone, None if there is none; and
+    before it the reason, with a remedy, why the loss cannot be computed in a call of it, None if it can. ``around``:
+    the modules from the model to the layer, from outside, without these."""
     modules = [*around, layer]
     units = [number for number, each in enumerate(modules) if isinstance(each, (FSDPModule, FullyShardedDataParallel))]
     if not units:
         if not is_partitioned(layer):
             return None, None
         gathers = any(_module_of(hook).startswith(GATHERING) for hook in hooks(layer, "forward_pre"))
-        return (layer, None) if gathers else (None, "no hook of its output layer gathers the weight, which is ZeRO-3's")
+        return (None, layer) if gathers else ("no hook of its output layer gathers the weight, which is ZeRO-3's", None)
     chain = modules[units[0] :]
     for outer, inner in pairwise(chain):
         passes = "forward" not in vars(outer) and any(is_own(type(outer).forward, *own) for own in _PASSING)
         if not passes or [*outer.children()] != [inner]:
-            return None, (
+            return (
                 f"its output layer is in a unit of FSDP with more than the layer, {type(chain[0]).__name__}, and its "
                 "weight whole only there; leave it to the unit of the whole model, or make it a unit of its own"
-            )
-    return chain[0], None
+            ), None
+    return None, chain[0]
+
+
+def called_with(layer: Any, forward: Callable[[Tensor], Any], hidden: Tensor, unit: Any = None) -> Any:
+    """``layer(hidden)`` with all its hooks, and ``forward`` in place of its own; or ``unit(hidden)``, which passes its
+    input on to the layer. FSDP's and ZeRO-3's hooks look for tensors in tuples."""
+    unit, made = layer if unit is None else unit, []
+
+    def kept(hidden: Tensor) -> Any:
+        made.append(forward(hidden))
+        return made[0]
+
+    with replaced(layer, forward=kept):
+        result = nn.Module.__call__(unit, hidden)
+    # FSDP2's hooks are on these tensors, and a cast by its policy after them.
+    return made[0] if isinstance(unit, FSDPModule) else result
 
 
 def other_hooks(unit: nn.Module) -> list[Callable]:

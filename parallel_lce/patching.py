@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-
 
 class Replacements(dict[tuple[Any, str], list[tuple[Any, Any]]]):
     """The attributes that a door has replaced, by owner (a module or a class) and name: pairs of our attribute and the
@@ -54,13 +52,6 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name in values:
             setattr(owner, name, before[name]) if name in before else delattr(owner, name)
-
-
-def called_with(layer: Any, forward: Callable[[Tensor], Any], hidden: Tensor, unit: Any = None) -> Any:
-    """``layer(hidden)`` with all its hooks, and ``forward`` in place of its own; or ``unit(hidden)``, which passes its
-    input on to the layer. FSDP's and ZeRO-3's hooks look for tensors in tuples."""
-    with replaced(layer, forward=forward):
-        return nn.Module.__call__(layer if unit is None else unit, hidden)
 
 
 def is_own(function: Any, module: str, name: str | None = None) -> bool:

@@ -38,11 +38,11 @@ from parallel_lce.core.private import (
     transforming,
 )
 from parallel_lce.functional import linear_cross_entropy, token_statistics
-from parallel_lce.gathered import is_partitioned, other_hooks, unit_of, weight_of
+from parallel_lce.gathered import called_with, is_partitioned, other_hooks, unit_of, weight_of
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.output_metrics import Found, labels_of_caller, with_fields
-from parallel_lce.patching import called_with, is_own
+from parallel_lce.patching import is_own
 from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -124,7 +124,8 @@ class _LazyLogits(RecordedLogits):
 
     def _empty(self) -> Tensor:
         casts = [arguments[0] for name, arguments in self.steps if name == "to"]
-        one = self.hidden.new_empty((), dtype=[self.autocast_dtype or self.hidden.dtype, *casts][-1])
+        cast = fsdp_output_dtype(self.call.head) if isinstance(self.call.unit, FSDPModule) else None
+        one = self.hidden.new_empty((), dtype=[cast or self.autocast_dtype or self.hidden.dtype, *casts][-1])
         return one.expand(*self.hidden.shape[:-1], self.vocabulary)
 
     @torch.no_grad()
@@ -498,8 +499,7 @@ class _Door:
         if in_forward_mode():
             return "forward-mode gradients are computed", None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            unit, reason = unit_of(layer, self._around(model, layer))
-            return reason, unit
+            return unit_of(layer, self._around(model, layer))
         return None, None
 
     def _around(self, model: nn.Module, layer: nn.Module) -> list[nn.Module]:

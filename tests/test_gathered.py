@@ -225,9 +225,9 @@ def test_what_a_unit_is():
     layer = nn.Linear(2, 3)
     assert gathered.unit_of(layer, [nn.Sequential(layer)]) == (None, None)
     layer.weight.ds_id = 0
-    unit, reason = gathered.unit_of(layer, [])
+    reason, unit = gathered.unit_of(layer, [])
     assert unit is None and "no hook of its output layer gathers the weight" in reason
     layer.register_forward_pre_hook(hook := lambda module, given: None)
-    assert gathered.unit_of(layer, [])[0] is None and gathered.other_hooks(layer) == [hook]
+    assert gathered.unit_of(layer, [])[1] is None and gathered.other_hooks(layer) == [hook]
     hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-    assert gathered.unit_of(layer, []) == (layer, None) and not gathered.other_hooks(layer)
+    assert gathered.unit_of(layer, []) == (None, layer) and not gathered.other_hooks(layer)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -266,6 +266,33 @@ def test_units_of_the_output_layer(member, release, how):
             for found, expected in zip(results(patched), stock):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert len(said) == (not is_fused) and all("in a unit of FSDP with more" in text for text in said), said
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+@RELEASES
+@on_releases(2)
+def test_mixed_precision_of_a_unit(member, release, how):
+    """The loss is fp32, and is not rounded as the results of the unit are."""
+    exact, losses = model_of(release, "plain").train(), []
+    for patched in (False, True):
+        model = copy.deepcopy(exact)
+        model = patch(model) if patched else model
+        if how == "FSDP1":
+            policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            model.lm_head = FullyShardedDataParallel(model.lm_head, device_id=member.device, mixed_precision=policy)
+            wrapped = FullyShardedDataParallel(model, device_id=member.device, mixed_precision=policy)
+        else:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
+            fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)), mp_policy=policy)
+            wrapped = fully_shard(model, mesh=mesh_of("cpu", (2,)))
+        out = wrapped(**batch(member.rank))
+        out.loss.backward()
+        assert fused(out) == patched and out.loss.dtype == torch.float32
+        assert out.logits.dtype == torch.bfloat16
+        losses.append(out.loss.item())
+    truth = exact(**batch(member.rank)).loss.item()
+    error, allowed = (abs(loss - truth) for loss in reversed(losses))
+    assert error <= (1.5 * allowed + 1e-3 if how == "FSDP1" else 1e-5), (error, allowed)
 
 
 @pytest.mark.parametrize("apart", [True, False])

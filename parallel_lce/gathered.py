@@ -19,7 +19,7 @@ from parallel_lce.core.private import FSDP_MODULES, hooks, parameters_of
 from parallel_lce.patching import is_own, replaced
 
 # Beginnings of the names of the modules whose functions are the hooks that gather.
-GATHERING = *FSDP_MODULES, "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
+_GATHERING = *FSDP_MODULES, "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
 # Forwards that pass their input on to the only module within, and give what that gives.
 _PASSING = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.forward"),
@@ -46,7 +46,7 @@ def unit_of(layer: nn.Module, around: list[nn.Module]) -> tuple[str | None, nn.M
     if not units:
         if not is_partitioned(layer):
             return None, None
-        gathers = any(_module_of(hook).startswith(GATHERING) for hook in hooks(layer, "forward_pre"))
+        gathers = any(map(is_gathering, hooks(layer, "forward_pre")))
         return (None, layer) if gathers else ("no hook of its output layer gathers the weight, which is ZeRO-3's", None)
     chain = modules[units[0] :]
     for outer, inner in pairwise(chain):
@@ -77,9 +77,9 @@ def called_with(layer: Any, forward: Callable[[Tensor], Any], hidden: Tensor, un
 def other_hooks(unit: nn.Module) -> list[Callable]:
     """The hooks around a call of this module and of those within, without those that gather."""
     forward = [hook for module in unit.modules() for hook in hooks(module, "forward", "forward_pre")]
-    others = [hook for hook in forward if not _module_of(hook).startswith(GATHERING)]
+    others = [hook for hook in forward if not is_gathering(hook)]
     return others + [hook for module in unit.modules() for hook in hooks(module, "backward", "backward_pre")]
 
 
-def _module_of(hook: Callable) -> str:
-    return getattr(hook, "__module__", None) or ""
+def is_gathering(hook: Callable) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_GATHERING)

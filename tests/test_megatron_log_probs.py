@@ -143,6 +143,12 @@ def _sharded(member: Member, model):
     return model
 
 
+def _sharded_layer(member: Member, model):
+    """Whole within the layer's own call."""
+    fully_shard(model.output_layer, mesh=DeviceMesh.from_group(member.group, member.device.type))
+    return _sharded(member, model)
+
+
 def _scaled(member: Member, model):
     """As MuP multiplies logits from 0.17 on."""
     model.output_layer.register_forward_hook(lambda module, inputs, output: (output[0] * 0.4, output[1]))
@@ -158,6 +164,7 @@ def _gathering(member: Member, model):
 WRAPPED = {
     "half": (_half, dict(dtype=torch.bfloat16)),
     "sharded": (_sharded, dict(data=2)),
+    "sharded layer": (_sharded_layer, dict(data=2)),
     "scaled": (_scaled, {}),
     "gathering": (_gathering, {}),
     "compiled": (lambda member, model: torch.compile(model, backend="eager"), dict(ranks=1)),
@@ -172,7 +179,7 @@ def test_models_in_wrappers(member, how):
 
     def values(model, data, ours):
         # Of a stock model that gathers, or that is compiled, the logits could not be caught.
-        wrapped = wrap(member, model) if ours or how in ("half", "sharded", "scaled") else model
+        wrapped = wrap(member, model) if ours or how in ("half", "sharded", "sharded layer", "scaled") else model
         for _ in range(2):
             model.zero_grad()
             output = scored(ours, wrapped, data, Scoring(0.7))

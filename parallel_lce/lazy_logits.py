@@ -391,7 +391,8 @@ class LogitsTensor(Tensor):
                 return lazy.requires_grad
             if name in _STEPS and "out" not in options:
                 return cls.of(getattr(lazy, name)(*args[1:], **options))
-            if name == "detach":
+            # A function of ZeRO-3's stands around each output, and detaches it.
+            if name == "detach" and not (lazy.has_loss and _in_function()):
                 return cls._of(lazy.detached())
             if name == "argmax" and (top := lazy.largest(*args[1:], **options)) is not None:
                 return top[1]
@@ -400,7 +401,7 @@ class LogitsTensor(Tensor):
             # DDP with find_unused_parameters clones each output, and takes the output itself if it has no grad_fn.
             if lazy.has_loss and name == "grad_fn":
                 return None
-            if lazy.has_loss and name == "clone" and _in_function():
+            if lazy.has_loss and name in ("clone", "detach") and _in_function():
                 return cls._of(lazy)
         for value in pytree.tree_leaves((args, options)):
             if isinstance(value, cls):

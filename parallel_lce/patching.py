@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-
 
 class Replacements(dict[tuple[Any, str], list[tuple[Any, Any]]]):
     """The attributes that a door has replaced, by owner (a module or a class) and name: pairs of our attribute and the
@@ -54,12 +52,6 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name in values:
             setattr(owner, name, before[name]) if name in before else delattr(owner, name)
-
-
-def called_with(module: Any, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """``module(hidden)`` with all its hooks, and ``forward`` in place of its own. FSDP's look for tensors in tuples."""
-    with replaced(module, forward=forward):
-        return nn.Module.__call__(module, hidden)
 
 
 def is_own(function: Any, module: str, name: str | None = None) -> bool:

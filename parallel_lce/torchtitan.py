@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import parallel_lce
 from parallel_lce.core.options import NO_LABEL
 from parallel_lce.core.private import hooks
-from parallel_lce.patching import Replacements, called_with, is_own
+from parallel_lce.gathered import called_with
+from parallel_lce.patching import Replacements, is_own
 from parallel_lce.run.token_count import count_labels, count_of_labels
 
 _OURS = "parallel_lce.torchtitan"

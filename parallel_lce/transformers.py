@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel_lce.core.budget import lean_budget
@@ -29,7 +29,6 @@ from parallel_lce.core.private import (
     DeviceContext,
     fsdp_output_dtype,
     function_modes,
-    hooks,
     in_forward_mode,
     linear,
     module_calls,
@@ -39,10 +38,11 @@ from parallel_lce.core.private import (
     transforming,
 )
 from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.gathered import called_with, is_partitioned, other_hooks, unit_of, weight_of
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.output_metrics import Found, labels_of_caller, with_fields
-from parallel_lce.patching import called_with, is_own
+from parallel_lce.patching import is_own
 from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -63,12 +63,13 @@ class _LazyLogits(RecordedLogits):
     loss: tuple[Any, Callable[[Tensor], Tensor]]
 
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
-        # FSDP2 gathers a layer that is wrapped on its own only while the layer runs.
-        weight, bias = (None, None) if isinstance(layer, FSDPModule) else (layer.weight, layer.bias)
-        trainable = any([p is not None and p.requires_grad for p in parameters_of(layer).values()])
+        # A unit's weight is whole only while the unit runs.
+        weight, bias = (layer.weight, layer.bias) if call.unit is None else (None, None)
+        trainable = any([p.requires_grad for p in call.head.parameters()])
         self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
-        self.watch.weight = own = layer.weight
-        vars(self).update(vocabulary=own.shape[0], kind=(own.dtype, own.device))
+        self.watch.weight = own = weight_of(layer)
+        entries = own.shape[0] if call.unit is None else layer.out_features
+        vars(self).update(vocabulary=entries, kind=(own.dtype, own.device))
 
     def check(self) -> None:
         super().check()
@@ -78,10 +79,11 @@ class _LazyLogits(RecordedLogits):
 
     def _change_of_weight(self) -> str | None:
         """What has happened to the weight since the layer's call."""
-        weight, taken = self.weight, "FSDP has taken back the output layer's weight"
-        if weight is None:  # FSDP2's, which may stay whole until the backward
-            weight = self.layer.weight if self.origin.has_loss else None
-            if type(weight) is DTensor:
+        weight, unit = self.weight, self.call.unit
+        taken = f"{'ZeRO-3' if is_partitioned(self.layer) else 'FSDP'} has taken back the output layer's weight"
+        if weight is None:  # FSDP2's may stay whole until the backward
+            weight = self.layer.weight if self.origin.has_loss and isinstance(unit, FSDPModule) else None
+            if self.origin.has_loss and type(weight) in (DTensor, type(None)):
                 return taken
         elif (weight.dtype, weight.device) != self.kind:
             return f"the output layer's weight became {weight.dtype} on {weight.device}"
@@ -110,9 +112,9 @@ class _LazyLogits(RecordedLogits):
         layer = self.layer
         if self.weight is None and self.origin.has_loss:  # FSDP2's hooks, which cast, run within the forward alone
             logits = nn.functional.linear(self.hidden.to(layer.weight.dtype), layer.weight, layer.bias)
-            return logits.to(fsdp_output_dtype(layer) or logits.dtype)
+            return logits.to(fsdp_output_dtype(self.call.head) or logits.dtype)
         if self.weight is None or _is_sharded_by_plan(self.layer):
-            return nn.Module.__call__(self.layer, self.hidden)
+            return nn.Module.__call__(self.call.head, self.hidden)
         return nn.functional.linear(self.hidden, self.weight, self.bias)
 
     def operands(self) -> tuple[Tensor, ...]:
@@ -122,7 +124,8 @@ class _LazyLogits(RecordedLogits):
 
     def _empty(self) -> Tensor:
         casts = [arguments[0] for name, arguments in self.steps if name == "to"]
-        one = self.hidden.new_empty((), dtype=[self.autocast_dtype or self.hidden.dtype, *casts][-1])
+        cast = fsdp_output_dtype(self.call.head) if isinstance(self.call.unit, FSDPModule) else None
+        one = self.hidden.new_empty((), dtype=[cast or self.autocast_dtype or self.hidden.dtype, *casts][-1])
         return one.expand(*self.hidden.shape[:-1], self.vocabulary)
 
     @torch.no_grad()
@@ -160,8 +163,8 @@ class _LazyLogits(RecordedLogits):
         node.register_prehook(gradient_of_loss)
 
 
-class _Head(nn.Linear):
-    """An output layer within a call of its model that wants lazy logits."""
+class _Head(nn.Module):
+    """An output layer, or its unit, within a call of its model that wants lazy logits."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if len(arguments) != 1 or options:
@@ -176,31 +179,30 @@ def _head_of(kind: type) -> type:
 
 
 @torch.compiler.disable(reason="lazy logits are Python objects")
-def _lazy(layer: Any, hidden: Tensor) -> Any:
+def _lazy(head: Any, hidden: Tensor) -> Any:
     call = getattr(_running, "call", None)
-    if call is None or call.layer is not layer:
-        return nn.Module.__call__(layer, hidden)
+    if call is None or call.head is not head:
+        return nn.Module.__call__(head, hidden)
     call.called = True
-    call.reason = call.reason or _reason_of_layer(layer, hidden)
-    return _LazyLogits(call, layer, hidden) if call.reason is None else nn.Module.__call__(layer, hidden)
+    call.reason = call.reason or _reason_of_layer(call.layer, head, hidden)
+    return _LazyLogits(call, call.layer, hidden) if call.reason is None else nn.Module.__call__(head, hidden)
 
 
-def _reason_of_layer(layer: nn.Linear, hidden: Tensor) -> str | None:
-    """Why this call of the output layer must make real logits; None if it need not."""
+def _reason_of_layer(layer: nn.Linear, head: nn.Module, hidden: Tensor) -> str | None:
+    """Why this call of the output layer, by ``head``, must make real logits; None if it need not."""
     if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
-    forward = hooks(layer, "forward", "forward_pre")
-    others = [hook for hook in forward if not (getattr(hook, "__module__", None) or "").startswith(FSDP_MODULES)]
-    if others or hooks(layer, "backward", "backward_pre"):
+    if other_hooks(head):
         return "its output layer has hooks"
     calls = [is_own(call, nn.Module.__module__, name) for name, call in module_calls().items()]
     calls.append(is_own(nn.Linear.forward, nn.Linear.__module__, "Linear.forward"))
-    if not all(calls) or nn.functional.linear is not linear:
+    function = nn.functional.linear
+    if not all(calls) or not (function is linear or is_own(function, "deepspeed.runtime.zero.linear")):
         return "nn.Linear, or what that calls, was replaced"
     modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
         return f"a mode of torch functions is active, {others[-1]}"
-    weight = layer.weight
+    weight = weight_of(layer)
     if not (isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)):
         return f"the weight of its output layer is a {type(weight).__name__}"
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
@@ -293,7 +295,8 @@ class _Loss:
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
-            (loss,) = called_with(layer, forward, hidden) if isinstance(layer, FSDPModule) else forward(hidden)
+            unit = logits.call.unit
+            (loss,) = forward(hidden) if unit is None else called_with(layer, forward, hidden, unit)
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
@@ -302,7 +305,7 @@ class _Loss:
 
 def _options(logits: _LazyLogits, epilogue: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the fused functions."""
-    arguments, weight = {**logits.call.door.options, **epilogue}, logits.layer.weight
+    arguments, weight = {**logits.call.door.options, **epilogue}, weight_of(logits.layer)
     arguments["logits_budget"] = lean_budget(arguments["logits_budget"])
     if _is_sharded_by_plan(logits.layer) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
         arguments["process_group"] = weight.device_mesh  # its dimension may have no name
@@ -346,8 +349,9 @@ def _whole(tensor: Tensor) -> Tensor:
 class _Call:
     """One call of a patched model's forward, of ``door``, in which ``layer`` may return lazy logits."""
 
-    def __init__(self, door: _Door, model: Any, layer: Any, wanted: bool, reason: str | None) -> None:
+    def __init__(self, door: _Door, model: Any, layer: Any, wanted: bool, reason: str | None, unit: Any) -> None:
         self.door, self.model, self.layer, self.reason = door, model, layer, reason
+        self.unit, self.head = unit, layer if unit is None else unit
         self.lazy = wanted and reason is None
         self.made_by: str | None = None
         self.metrics: dict[str, Tensor] = {}
@@ -458,13 +462,14 @@ class _Door:
             return forward(*arguments, **named)
         layer, wanted = _output_layer(model), model.training or not self.eval_logits
         _count(labels := _labels(model, arguments, named), named.get("shift_labels"))
-        call = _Call(self, model, layer, wanted, self._reason(model, layer, own) if wanted else None)
+        reason, unit = self._reason(model, layer, own) if wanted else (None, None)
+        call = _Call(self, model, layer, wanted, reason, unit)
         call.smoothed = labels is None
         with _lock:  # the model is changed for the time of this call, and of those of other threads
             self.calls += 1
             vars(model)[_LOSS] = _Loss(self, own)
-            if call.lazy and not isinstance(layer, _Head):
-                layer.__class__ = _head_of(type(layer))
+            if call.lazy and not isinstance(head := call.head, _Head):
+                head.__class__ = _head_of(type(head))
         _running.call = call
         try:
             output = forward(*arguments, **named)
@@ -474,33 +479,28 @@ class _Door:
                 self.calls -= 1
                 if self.calls == 0:
                     vars(model).pop(_LOSS, None)
-                    if isinstance(layer, _Head):
-                        layer.__class__ = type(layer).__bases__[1]
+                    if isinstance(head := call.head, _Head):
+                        head.__class__ = type(head).__bases__[1]
         return call.finish(output)
 
-    def _reason(self, model: Any, layer: Any, own: Any) -> str | None:
-        """Why a call must make real logits, as far as it is known before; None if it need not."""
+    def _reason(self, model: Any, layer: Any, own: Any) -> tuple[str | None, nn.Module | None]:
+        """Why a call must make real logits, as far as it is known before, None if it need not; and the unit that
+        gathers the output layer's weight for the layer alone."""
         if not _is_stock(model, own):
-            return f"its loss_function is {getattr(own, '__qualname__', own)}, or what that calls was replaced"
+            return f"its loss_function is {getattr(own, '__qualname__', own)}, or what that calls was replaced", None
         if not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
-            return "torch.nn.functional.cross_entropy, which its loss calls, was replaced"
+            return "torch.nn.functional.cross_entropy, which its loss calls, was replaced", None
         if layer is None:
-            return "its output layer is no nn.Linear"
+            return "its output layer is no nn.Linear", None
         if _is_computed(layer):
-            return "the weight or bias of its output layer is parametrized"
+            return "the weight or bias of its output layer is parametrized", None
         if transforming():
-            return "a transform of torch.func runs"
+            return "a transform of torch.func runs", None
         if in_forward_mode():
-            return "forward-mode gradients are computed"
+            return "forward-mode gradients are computed", None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            units = FSDPModule, FullyShardedDataParallel
-            around = [type(module).__name__ for module in self._around(model, layer) if isinstance(module, units)]
-            if around:
-                return (
-                    f"its output layer is in a unit of FSDP of its own, {around[-1]}, and its weight whole only there; "
-                    "leave it to the unit of the whole model, or give it one by fully_shard(model.lm_head)"
-                )
-        return None
+            return unit_of(layer, self._around(model, layer))
+        return None, None
 
     def _around(self, model: nn.Module, layer: nn.Module) -> list[nn.Module]:
         for _ in range(2):  # by the path of the last call, or anew

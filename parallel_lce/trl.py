@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.call.prepare import autocasted, prepare
@@ -53,9 +54,10 @@ class _Function:
         try:
             if not _is_stock(*self._place):
                 raise ValueError("its forward or backward was replaced")
-            if any([hasattr(each, "ds_id") for each in arguments]):
-                # TRL gathers ZeRO-3's weight for this call, and again in its own backward.
-                raise ValueError("its weight is a parameter of ZeRO-3 (FSDP's weights are gathered before)")
+            if torch.is_grad_enabled() and any([hasattr(each, "ds_id") for each in arguments]):
+                if (gathered := getattr(sys.modules.get("trl.trainer.utils"), _GATHERED, None)) is None:
+                    raise ValueError(f"its weight is a parameter of ZeRO-3, and trl.trainer.utils has no {_GATHERED}")
+                return _OfPartitioned.apply(self._fused, gathered, *arguments)
             return self._fused(*arguments)
         except (ValueError, NotImplementedError) as refusal:
             reason = str(refusal)
@@ -63,6 +65,45 @@ class _Function:
             self._said.add(kind)
             warnings.warn(f"parallel_lce: TRL's own {self.own.__name__} runs: {reason}", TRLWarning, stacklevel=2)
         return self.own.apply(*arguments)
+
+
+# TRL's context, in which parameters of ZeRO-3 are whole.
+_GATHERED = "maybe_gather_lm_head_ctx"
+
+
+class _OfPartitioned(torch.autograd.Function):
+    """``fused(*arguments)`` of parameters of ZeRO-3. As TRL's own function it is called where they are whole, and makes
+    them whole again, by ``gathered(*parameters)``, for its backward alone."""
+
+    @staticmethod
+    def forward(ctx, fused, gathered, *arguments):
+        ctx.set_materialize_grads(False)
+        # The fused function saves these parameters as they are, so no copy of them is kept.
+        partitioned = [each for each in arguments if hasattr(each, "ds_id")]
+        inputs = [
+            each.detach().requires_grad_() if needed and not hasattr(each, "ds_id") else each
+            for each, needed in zip(arguments, ctx.needs_input_grad[2:])
+        ]
+        with torch.enable_grad():
+            results = fused(*inputs)
+        ctx.inputs, ctx.results, ctx.gathered = inputs, results, lambda: gathered(*partitioned)
+        outputs = [each if each is None else each.detach() for each in results]
+        constant = [o for o, each in zip(outputs, results) if each is not None and not each.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream):
+        needed = [number for number, need in enumerate(ctx.needs_input_grad[2:]) if need]
+        results, given = zip(*[pair for pair in zip(ctx.results, upstream) if pair[1] is not None])
+        gradients: list[Tensor | None] = [None] * (2 + len(ctx.inputs))
+        with ctx.gathered():
+            inputs = [ctx.inputs[number] for number in needed]
+            found = torch.autograd.grad(results, inputs, given, retain_graph=True, allow_unused=True)
+        for number, gradient in zip(needed, found):
+            gradients[2 + number] = gradient
+        return tuple(gradients)
 
 
 @constant_in_graphs
@@ -173,11 +214,11 @@ def patch(*, logits_budget: int | None = None) -> None:
     each: ``is_top1`` in bool, the others in fp32. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`,
     but by default the environment's, else 128 MiB, and 1 GiB for the divergence; a second call replaces it.
 
-    What the fused functions refuse, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of ZeRO-3
-    or of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias
+    What the fused functions refuse, TRL's own compute, with one :class:`TRLWarning` for each reason: a weight of a
+    quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias
     has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
 
-    Collectives: none. TRL gathers a sharded weight before.
+    Collectives: none. TRL gathers a sharded weight before, and one of ZeRO-3 again in the backward, by this function.
 
     Raises:
         ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.

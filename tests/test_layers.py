@@ -16,7 +16,7 @@ LAYERS = [
     ["dtensor"],
     ["samplers", "selected_log_probs", "vocab_parallel", "vocabulary", "sampled", "functional"],
     ["distillation", "modules", "rl"],
-    ["style", "lazy_logits", "output_metrics", "patching"],
+    ["style", "lazy_logits", "output_metrics", "patching", "gathered"],
     ["torchtitan", "transformers", "trl", "verl", "megatron"],
 ]
 PACKAGE = ROOT / "parallel_lce"

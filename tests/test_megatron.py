@@ -69,23 +69,48 @@ def test_deterministic_mode_repeats_every_bit(member):
         assert torch.equal(value, second.parameters[name]), name
 
 
-@pytest.mark.parametrize("of_model", [True, False])
+UNITS = [(unit, {}) for unit in ("model", "layer", "layer, kept whole", "layer, in shards", "tied")]
+UNITS += [("layer", {"token_metrics": True}), ("layer", {"skip_masked": True})]
+
+
+@pytest.mark.parametrize(("unit", "settings"), UNITS, ids=str)
 @on_ranks(2)
-def test_fully_sharded_weights(member, of_model):
-    """On its own, the output layer's weight may be gone when the loss is due; the model's is whole."""
-    spec = Model(ranks=member.ranks, data=member.ranks)
+def test_fully_sharded_weights(member, unit, settings):
+    """The model's is whole until the loss. The layer's own is whole in a call of the layer, in which the loss is
+    computed. Two steps, and an evaluation."""
+    shards = {"sequence_parallel": True} if unit == "layer, in shards" else {"data": member.ranks}
+    spec = Model(ranks=member.ranks, **shards, tied=unit == "tied", mtp=1 if "token_metrics" in settings else None)
+    alone = torch.distributed.new_subgroups(1)[0]
 
-    def gradients(model, data, ours):
-        mesh = DeviceMesh.from_group(member.group, member.device.type)
-        if of_model:
-            warnings.filterwarnings("error", message="parallel_lce")
-        else:
-            fully_shard(model.output_layer, mesh=mesh)
+    def results(model, data, ours):
+        mesh = DeviceMesh.from_group(alone if spec.tensor > 1 else member.group, member.device.type)
+        warnings.filterwarnings("error", message="parallel_lce|.*returned a view tensor")
+        if ours:
+            parallel_lce.megatron.patch(**settings)
+        if "layer" in unit:
+            fully_shard(model.output_layer, mesh=mesh, reshard_after_forward="whole" not in unit)
         fully_shard(model, mesh=mesh)
-        losses_of(model, spec, data).mean().backward()
-        return [p.grad.full_tensor() for p in model.parameters()]
+        found, parameters = [], [*model.parameters()]
+        for _ in range(2):
+            losses = losses_of(model, spec, data) * (data.labels >= 0)
+            losses.mean().backward()
+            found += [losses, *(p.grad.full_tensor() for p in parameters)]
+            with torch.no_grad():
+                for p in parameters:
+                    p -= 0.1 * p.grad
+                    p.grad = None
+        model.eval()
+        with torch.no_grad():
+            found.append(losses_of(model, spec, data) * (data.labels >= 0))
+            if not spec.mtp:  # which needs labels
+                logits = model(data.tokens, data.positions, data.mask)
+                assert "layer" not in unit or isinstance(logits, torch.Tensor)
+                found.append(logits[...])
+        return [*found, *(p.full_tensor() for p in parameters)]
 
-    side_by_side(member, spec, gradients)
+    with mock.patch.object(output_layer, "_called", wraps=output_layer._called) as fused:
+        side_by_side(member, spec, results)
+    assert fused.call_count >= 3
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -143,6 +143,12 @@ def _sharded(member: Member, model):
     return model
 
 
+def _sharded_layer(member: Member, model):
+    """Whole within the layer's own call."""
+    fully_shard(model.output_layer, mesh=DeviceMesh.from_group(member.group, member.device.type))
+    return _sharded(member, model)
+
+
 def _scaled(member: Member, model):
     """As MuP multiplies logits from 0.17 on."""
     model.output_layer.register_forward_hook(lambda module, inputs, output: (output[0] * 0.4, output[1]))
@@ -164,6 +170,7 @@ def _compiled(member: Member, model):
 WRAPPED = {
     "half": (_half, dict(dtype=torch.bfloat16)),
     "sharded": (_sharded, dict(data=2)),
+    "sharded layer": (_sharded_layer, dict(data=2)),
     "scaled": (_scaled, {}),
     "gathering": (_gathering, {}),
     "compiled": (_compiled, dict(ranks=1)),
@@ -178,7 +185,7 @@ def test_models_in_wrappers(member, how):
 
     def values(model, data, ours):
         # Of a stock model that gathers, or that is compiled, the logits could not be caught.
-        wrapped = wrap(member, model) if ours or how in ("half", "sharded", "scaled") else model
+        wrapped = wrap(member, model) if ours or how in ("half", "sharded", "sharded layer", "scaled") else model
         for _ in range(2):
             model.zero_grad()
             output = scored(ours, wrapped, data, Scoring(0.7))
@@ -198,14 +205,15 @@ def _ppo(statistics, old, advantage):
     return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
 
 
-@pytest.mark.parametrize("how", ["half", "plain"])
+@pytest.mark.parametrize("how", ["half", "plain", "sharded layer"])
 @on_ranks(2)
 def test_a_loss_of_ones_own(member, how):
     """Of Megatron's DistributedDataParallel the gradients are those in main_grad."""
-    spec = Model(ranks=member.ranks, sequence_parallel=True, **WRAPPED[how][1] if how == "half" else {})
+    wrap, changes = WRAPPED.get(how, (lambda member, model: model, {}))
+    spec = Model(ranks=member.ranks, sequence_parallel="data" not in changes, **changes)
 
     def values(model, data, ours):
-        wrapped, scoring = _half(member, model) if how == "half" else model, Scoring("tensor")
+        wrapped, scoring = wrap(member, model), Scoring("tensor")
         per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
         per_token[0] -= 4
         if ours:
@@ -218,6 +226,7 @@ def test_a_loss_of_ones_own(member, how):
             metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
         (0.5 * total).backward()
         found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
+        found = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
         return total, metrics["ratio"], metrics["clipped"].float(), *found
 
     side_by_side(member, spec, values, tolerance_of(spec), options={})

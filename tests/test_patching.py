@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_lce.patching import AfterImport, Replacements, called_with, is_own, replaced
+from parallel_lce.gathered import called_with
+from parallel_lce.patching import AfterImport, Replacements, is_own, replaced
 
 
 class Base:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,7 @@ from transformers_models import (
 )  # fmt: skip
 from transformers_standin import CausalLM, ColwiseGatherOutput, ModulesToSave
 from world import Member, mesh_of
-from wrappers import gradients, wrapped
+from wrappers import gradients, parameters, wrapped
 
 # Ranks, the kind of the model, what is around it, and whether it is patched before that.
 CASES = [
@@ -174,13 +174,24 @@ def test_labels_that_do_not_count_are_not_projected(member, release, how, accura
         near(found["token_accuracy"], accuracy_of(expected.logits, given["labels"]).nan_to_num(0.0))
 
 
-def _unit1(module):
-    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+def _unit1(module, whole=True):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=whole)
 
 
-def _head1(model):
-    model.lm_head = _unit1(model.lm_head)
-    return _unit1(model)
+class _Around(torch.nn.Sequential):
+    """A module around an output layer, which calls it and does nothing else."""
+
+    weight = property(lambda self: self[0].weight)
+
+
+class _Doubling(_Around):
+    def forward(self, hidden):
+        return 2.0 * self[0](hidden)
+
+
+def _head1(model, whole=True, around=lambda layer: layer):
+    model.lm_head = _unit1(around(model.lm_head), whole)
+    return _unit1(model, whole)
 
 
 def _by_size(model):
@@ -188,14 +199,8 @@ def _by_size(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
 
 
-class _Unit(torch.nn.Sequential):
-    """A module around an output layer."""
-
-    weight = property(lambda self: self[0].weight)
-
-
-def _unit2(model):
-    model.lm_head = _Unit(model.lm_head)
+def _head2(model, around):
+    model.lm_head = around(model.lm_head)
     fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)))
     return fully_shard(model, mesh=mesh_of("cpu", (2,)))
 
@@ -214,10 +219,14 @@ def _ddp(model):
 
 # What is around the output layer or the model, and whether the loss is fused.
 UNITS = {
-    "FSDP(m.lm_head)": (_head1, False),
-    "size-based policy": (_by_size, False),
-    "a saved module": (_saved1, False),
-    "FSDP2, a module around": (_unit2, False),
+    "FSDP(m.lm_head)": (_head1, True),
+    "size-based policy": (_by_size, True),
+    "FSDP, a module around": (functools.partial(_head1, whole=False, around=_Around), True),
+    "FSDP, a unit around": (functools.partial(_head1, around=_unit1), True),
+    "a saved module": (_saved1, True),
+    "FSDP2, a module around": (functools.partial(_head2, around=_Around), True),
+    "FSDP, twice": (functools.partial(_head1, around=_Doubling), False),
+    "FSDP2, twice": (functools.partial(_head2, around=_Doubling), False),
     "DDP, unused parameters": (_ddp, True),
 }
 
@@ -226,11 +235,12 @@ UNITS = {
 @RELEASES
 @on_releases(2)
 def test_units_of_the_output_layer(member, release, how):
-    """Where the output layer's weight is whole in its own forward alone, the model's own loss runs, said once."""
+    """Where the output layer's weight is whole in its own forward alone, the loss is computed there. Where the unit
+    does more than to call the layer the model's own runs, said once."""
     wrap, is_fused = UNITS[how]
     model = model_of(release, "plain").train()
 
-    def losses(patched: str):
+    def results(patched: str):
         inner = copy.deepcopy(model)
         wrapped = wrap(patch(inner) if patched == "before" else inner)
         if patched == "after":
@@ -238,17 +248,51 @@ def test_units_of_the_output_layer(member, release, how):
         optimizer, found = torch.optim.SGD(wrapped.parameters(), lr=1.0), []
         for step in range(3):
             out = wrapped(**batch(10 * step + member.rank))
-            out.loss.backward()
             assert fused(out) == (is_fused and patched != "")
+            if fused(out) and "FSDP" in how:
+                with pytest.raises(RuntimeError, match="FSDP has taken back the output layer's weight"):
+                    out.logits[0]
+            out.loss.backward()
             optimizer.step(), optimizer.zero_grad()
-            found.append(out.loss.item())
-        return found
+            found.append(out.loss.detach())
+        inner.eval()
+        with torch.no_grad():
+            out = wrapped(**batch(1))
+        return [*found, out.logits, out.loss, *parameters(inner, wrapped)]
 
-    stock = losses("")
+    stock = results("")
     for patched in ("before", "after"):
         with warned() as said:
-            assert losses(patched) == pytest.approx(stock, rel=1e-4)
-        assert len(said) == (not is_fused) and all("in a unit of FSDP of its own" in text for text in said), said
+            for found, expected in zip(results(patched), stock):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert len(said) == (not is_fused) and all("in a unit of FSDP with more" in text for text in said), said
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+@RELEASES
+@on_releases(2)
+def test_mixed_precision_of_a_unit(member, release, how):
+    """The loss is fp32, and is not rounded as the results of the unit are."""
+    exact, losses = model_of(release, "plain").train(), []
+    for patched in (False, True):
+        model = copy.deepcopy(exact)
+        model = patch(model) if patched else model
+        if how == "FSDP1":
+            policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            model.lm_head = FullyShardedDataParallel(model.lm_head, device_id=member.device, mixed_precision=policy)
+            wrapped = FullyShardedDataParallel(model, device_id=member.device, mixed_precision=policy)
+        else:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
+            fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)), mp_policy=policy)
+            wrapped = fully_shard(model, mesh=mesh_of("cpu", (2,)))
+        out = wrapped(**batch(member.rank))
+        out.loss.backward()
+        assert fused(out) == patched and out.loss.dtype == torch.float32
+        assert out.logits.dtype == torch.bfloat16
+        losses.append(out.loss.item())
+    truth = exact(**batch(member.rank)).loss.item()
+    error, allowed = (abs(loss - truth) for loss in reversed(losses))
+    assert error <= (1.5 * allowed + 1e-3 if how == "FSDP1" else 1e-5), (error, allowed)
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -127,8 +127,7 @@ def test_divergences(member, release):
 @on_releases()
 def test_habits(member, release):
     """What else programs do with TRL's functions. What is not covered TRL's own computes, in words, once."""
-    x, w, ids, gathered = torch.randn(5, D), torch.randn(V, D), torch.arange(5), torch.randn(V, D)
-    gathered.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
+    x, w, ids = torch.randn(5, D), torch.randn(V, D), torch.arange(5)
 
     def log_probs_of(f, weight=w, temperature=1.0, cap=None):
         return f.apply(x, weight, None, ids, temperature, 9, cap)[:1]
@@ -138,7 +137,6 @@ def test_habits(member, release):
 
     with patched_trl(release) as (own, ours, _):
         for which, said, call in (
-            (0, "parameter of ZeRO-3", lambda f: log_probs_of(f, gathered)),
             (0, "temperature must be", lambda f: log_probs_of(f, w, torch.tensor(0.7))),
             (0, "logit_softcap must be", lambda f: log_probs_of(f, w, 1.0, 0)),
             (1, "beta must be", lambda f: divergence_of(f, None, 1e-9)),

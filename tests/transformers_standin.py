@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
 
+from zero_standin import gathered
+
 
 def ForCausalLMLoss(
     logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
@@ -153,11 +155,16 @@ class ChunkedDivergenceFunction(_Function):
         return divergence, -(p * log_p).sum(-1).detach()
 
 
+def maybe_gather_lm_head_ctx(*parameters):
+    return gathered(*dict.fromkeys(each for each in parameters if each is not None and not each.numel()))
+
+
 def installed_trl():
     """A context in which TRL's modules are stand-ins. This module is the home of its functions."""
     modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils")}
     modules |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), sys.modules[__name__])
     modules["trl.trainer.distillation_trainer"] = types.ModuleType("trl.trainer.distillation_trainer")
-    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = ChunkedLogProbFunction
+    of_utils = {"_ChunkedLogProbFunction": ChunkedLogProbFunction, "maybe_gather_lm_head_ctx": maybe_gather_lm_head_ctx}
+    vars(modules["trl.trainer.utils"]).update(of_utils)
     vars(modules["trl.trainer.distillation_trainer"])["ChunkedDivergenceFunction"] = ChunkedDivergenceFunction
     return mock.patch.dict(sys.modules, modules)

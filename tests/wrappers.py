@@ -27,8 +27,19 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _summoned(model: nn.Module | None, **options):
+    """A context in which parameters of FSDP1's are whole."""
+    fsdp1 = isinstance(model, FullyShardedDataParallel)
+    return FullyShardedDataParallel.summon_full_params(model, **options) if fsdp1 else nullcontext()
+
+
 def gradients(inner: nn.Module, model: nn.Module | None = None) -> dict[str, Tensor]:
     """Whole gradients of ``inner``, by the names of its parameters. ``model``: the wrapper around it."""
-    fsdp1 = isinstance(model, FullyShardedDataParallel)
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True) if fsdp1 else nullcontext():
+    with _summoned(model, with_grads=True):
         return {name: whole(p.grad).clone() for name, p in inner.named_parameters()}
+
+
+def parameters(inner: nn.Module, model: nn.Module) -> list[Tensor]:
+    """Copies of the whole parameters of ``inner``, in the wrapper ``model``."""
+    with _summoned(model):
+        return [whole(p.detach()).clone() for p in inner.parameters()]

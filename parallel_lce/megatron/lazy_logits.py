@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
     if (function := getattr(module, "logits_refused_by", None)) is not None:
         raise RuntimeError(f"{function} makes no logits: {reason}")
     said = vars(module).setdefault("_parallel_lce_said", set())
-    if not module.training or reason in said or _are_asked_for():
+    if not module.training or reason in said or are_asked_for():
         return
     said.add(reason)
     from megatron.core import parallel_state as ranks
@@ -43,7 +44,7 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
     warnings.warn(message, LogitsWarning, stacklevel=stacklevel)
 
 
-def _are_asked_for() -> bool:
+def are_asked_for() -> bool:
     """Whether a language model that was called without labels is on the stack."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -65,7 +66,8 @@ def keep_autograd_gradient(weight: Tensor | None) -> None:
 class LazyLogits(RecordedLogits):
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, and the scales and the soft-cap that follow.
     With ``gather`` real ones are ``[s, b, V]``, gathered over the ranks; the loss needs no gather. ``shared``: the
-    weight was passed to the layer.
+    weight was passed to the layer. ``unit``: FSDP2 gathers the layer's own weight for each of its calls, and so for the
+    loss or the real logits; ``weight`` is None.
 
     Each token's largest logit and its position need no real logits either. In training a warning names the first use
     that makes them.
@@ -74,11 +76,13 @@ class LazyLogits(RecordedLogits):
     _methods = (*RecordedLogits._methods, torch.max, torch.argmax)
 
     def __init__(
-        self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool, stock_forward: Callable
+        self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool, stock_forward: Callable, unit: bool
     ) -> None:
         used, shared, parallel = layer.weight if weight is None else weight, weight is not None, layer.sequence_parallel
         more = dict(steps=(), shared=shared, sequence_parallel=parallel, gather=gather, stock_forward=stock_forward)
-        self._capture(layer, hidden, used, layer.bias, False, **more)
+        operands = (None, None, any(p.requires_grad for p in layer.parameters())) if unit else (used, layer.bias, False)
+        self._capture(layer, hidden, *operands, unit=unit, **more)
+        self.watch.weight = used
 
     def _warn(self, use: str) -> None:
         # stacklevel 6 names the caller's line: frames of this class and of compiler.disable lie between.
@@ -87,14 +91,17 @@ class LazyLogits(RecordedLogits):
     def _stock(self) -> Tensor:
         with replaced(self.layer, sequence_parallel=self.sequence_parallel):
             keep_autograd_gradient(self.weight)
-            logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=self.gather)
-            return logits
+            forward = partial(self.stock_forward, weight=self.weight, runtime_gather_output=self.gather)
+            if self.unit:
+                with replaced(self.layer, forward=forward):
+                    return torch.nn.Module.__call__(self.layer, self.hidden)[0]
+            return forward(self.hidden)[0]
 
     def operands(self) -> tuple[Tensor, ...]:
         return ()  # the stock layer sums their gradients over the ranks
 
     def _bias_is_replaced(self) -> bool:
-        return self.layer.bias is not self.bias
+        return not self.unit and self.layer.bias is not self.bias
 
     def _empty(self) -> Tensor:
         sequence, *others = self.hidden.shape[:-1]
@@ -131,7 +138,7 @@ class LazyLogits(RecordedLogits):
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
         epilogue = self.epilogue()
-        if self.gather or epilogue is None or not self.is_over_vocabulary(*arguments, **options):
+        if self.unit or self.gather or epilogue is None or not self.is_over_vocabulary(*arguments, **options):
             return None
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ from parallel_lce.call.checks import dispatches
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
-from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, submodules_of
+from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, pytree, submodules_of
+from parallel_lce.gathered import called_with, is_gathering
 from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.megatron import settings
-from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
+from parallel_lce.megatron.lazy_logits import LazyLogits, are_asked_for, keep_autograd_gradient, warn_of_logits
 from parallel_lce.megatron.losses import Terms
 from parallel_lce.megatron.own_code import is_megatrons, mixin_on_the_way, replaced_on_the_way
 from parallel_lce.patching import replaced
@@ -82,6 +84,18 @@ def _lazy_class(base: type) -> type:
         stock = base
 
         @torch.compiler.disable(reason="lazy logits are Python objects")
+        def __call__(self, *given, **named):
+            """Of a unit of FSDP2 of its own lazy logits, before its hooks, which run with the loss. Whoever asks for
+            logits gets real ones, since these could be made later by some ranks alone."""
+            own = parameters_of(self).get("weight")
+            if isinstance(self, FSDPModule) and own is not None and not _unsupported(self, base):
+                call = _Call(*given, **named)
+                wanted = call.weight is not None or call.output_cross_entropy_loss or are_asked_for()
+                if not wanted and _why_logits(self, own, True, unit=True) is None:
+                    return self._lazy(call, unit=True), None
+            return super().__call__(*given, **named)
+
+        @torch.compiler.disable(reason="lazy logits are Python objects")
         def forward(self, *given, **named):
             """Lazy logits ``[s, b, V/P]`` and no bias; what the stock layer returns where these cannot take its place.
 
@@ -113,15 +127,18 @@ def _lazy_class(base: type) -> type:
             if used is None or list(used.shape) != expected:
                 shape = "no weight of its own and none" if used is None else list(used.shape)
                 raise ValueError(f"the output layer needs a weight {expected}, got {shape}")
-            gather = self.gather_output if call.runtime_gather_output is None else call.runtime_gather_output
-            ranks = 1 if self.tp_group is None else self.tp_group.size()
-            stock = partial(base.forward, self)
-            logits = LazyLogits(self, call.input_, passed, bool(gather) and ranks > 1, stock)
+            logits = self._lazy(call)
             if labels is None:
                 # A mixin of the layer may record its soft-cap, or handle a tensor.
                 return LogitsTensor.of(logits) if mixin_on_the_way(sys._getframe(1), self) else logits, None
             count = count_of_labels(call.labels) if call.ignore_index == NO_LABEL else None
             return call.reduced(losses_of_lazy(logits, labels, call.ignore_index, count), labels)
+
+        def _lazy(self, call, unit=False):
+            gather = self.gather_output if call.runtime_gather_output is None else call.runtime_gather_output
+            ranks = 1 if self.tp_group is None else self.tp_group.size()
+            stock = partial(base.forward, self)
+            return LazyLogits(self, call.input_, call.weight, bool(gather) and ranks > 1, stock, unit)
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
@@ -165,9 +182,9 @@ def _unsupported(layer: Any, base: type) -> str | None:
     return None
 
 
-def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None:
+def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool, unit: bool = False) -> str | None:
     """The reason why this call must make real logits, with a remedy; None if it need not. ``of_layer``: the weight is
-    the layer's own, whose shape stock does not check."""
+    the layer's own, whose shape stock does not check. ``unit``: the loss is computed where FSDP2 has gathered it."""
     refused = hasattr(layer, "logits_refused_by")
     if not refused:
         name = replaced_on_the_way(sys._getframe(2), layer)  # above this function and the layer's forward
@@ -181,16 +198,16 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool) -> str | None
         return f"the output layer was built with a weight {expected} and has {list(weight.shape)}; build it anew"
     # The passed weight may be a detached view of the layer's own.
     weights = [w for w in (weight, layer.weight) if w is not None]
-    sharded = any(hasattr(w, "__fsdp_param__") or hasattr(w, "to_local") for w in weights)
-    if sharded or isinstance(layer, FSDPModule) or getattr(layer, "gtp_remat_size", 1) > 1:
-        return "the output weight is fully sharded, and whole only within the layer; use the distributed optimizer"
-    if weight is not None and dispatches(type(weight)):
+    sharded = any(hasattr(w, "__fsdp_param__") or (hasattr(w, "to_local") and not unit) for w in weights)
+    if sharded or (isinstance(layer, FSDPModule) and not unit) or getattr(layer, "gtp_remat_size", 1) > 1:
+        return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
+    if weight is not None and not unit and dispatches(type(weight)):
         return f"the output weight is a {type(weight).__name__}; use one of bf16, fp16 or fp32"
     if layer.skip_bias_add and layer.bias is not None:
         return "the output layer leaves its bias to others; build it with skip_bias_add=False"
     if getattr(layer, "disable_grad_reduce", False):
         return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
-    if not refused and hooks(layer, "forward"):
+    if not refused and any(not (unit and is_gathering(hook)) for hook in hooks(layer, "forward")):
         return "the output layer has forward hooks, which may skip what is no tensor; put them on the layer before it"
     if hooks(layer, "backward", "backward_pre"):
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
@@ -276,12 +293,12 @@ def _called(
     """Run ``entry`` of :mod:`parallel_lce.run.entry`, in the autocast and grad mode of the output layer's call.
     ``target [s, b]``; ``temperature``: a number or ``[b, s]``."""
     logits.check()
-    layer, weight = logits.layer, logits.weight
+    layer = logits.layer
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
     options = settings.resolve().of_call(options, layer.training)
     if options.logits_budget is None and heads > 1:
-        options = options._replace(logits_budget=default_budget(weight.device) // heads)
+        options = options._replace(logits_budget=default_budget(logits.hidden.device) // heads)
     _, number, _, each = split_per_token(1.0, temperature)
     if number != 1.0:
         options = options._replace(temperature=number)
@@ -289,13 +306,33 @@ def _called(
     epilogue = logits.epilogue()
     assert epilogue is not None  # else whoever calls makes real logits
     options = options._replace(sequence_parallel=logits.sequence_parallel, **epilogue)
-    tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=each)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
-    with torch.set_grad_enabled(grad_enabled), logits.autocast():
+    results: list[Any] = []
+
+    def forward(hidden: Tensor) -> tuple[Tensor, ...]:
+        weight, bias = (layer.weight, layer.bias) if logits.unit else (logits.weight, logits.bias)
+        tensors = Tensors(hidden, weight, target, bias, temperature=each)
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, logits.shared)
         result = entry(options, tensors, layer.tp_group, main_grad=main_grad)
+        results.append(_without_views(result) if logits.unit else result)
+        found = vars(results[0]) if isinstance(result, TokenStatistics) else results[0]
+        return tuple([leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)])
+
+    with torch.set_grad_enabled(grad_enabled), logits.autocast():
+        called_with(layer, forward, logits.hidden) if logits.unit else forward(logits.hidden)
     logits.has_loss = True
-    return result
+    return results[0]
+
+
+def _without_views(result: Any) -> Any:
+    """The result of an entry, without views: a later change of one in place would drop FSDP2's hook on it."""
+
+    def own(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and value.requires_grad else value
+
+    if isinstance(result, TokenStatistics):
+        return dataclasses.replace(result, **{name: own(value) for name, value in vars(result).items()})
+    return pytree.tree_map(own, result)
 
 
 def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:

@@ -82,7 +82,7 @@ def _step(lowest):
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "first"])
+@triton.jit(do_not_specialize=["rows"])
 def lce_backward_decode(
     codes,
     maxima,
@@ -92,7 +92,8 @@ def lce_backward_decode(
     gradient,
     rows,
     first,
-    entries,
+    skipped,
+    stop,
     stride,
     windows_stride,
     out_stride,
@@ -106,12 +107,12 @@ def lce_backward_decode(
     factor = alpha / tl.load(terms.partial + rows + row)
     codes += row.to(tl.int64) * stride
     gradient += row.to(tl.int64) * out_stride
-    for start in range(begin, tl.minimum(begin + _SPAN, entries), _BLOCK):
+    for start in range(begin, tl.minimum(begin + _SPAN, stop), _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
-        inside = c < entries
+        inside = (c >= skipped) & (c < stop)
         code = tl.load(codes + first + c, mask=inside, other=0).to(tl.float32)
         window = start + tl.arange(0, WINDOWS) * WINDOW
-        known = window < entries
+        known = window < stop
         here = ((first + window) // WINDOW).to(tl.int64) * windows_stride + row
         top = tl.load(maxima + here, mask=known, other=-float("inf"))
         low = tl.load(lowest + here, mask=known, other=0.0)
@@ -120,7 +121,7 @@ def lce_backward_decode(
         e = _number((f.to(tl.int32, bitcast=True) - shift[:, None]) << 2)
         # In a window of only -inf the factor might be infinite, and 0 times infinity is NaN.
         of_window = tl.where(top == -float("inf"), 0.0, to_base(top, base)) * factor
-        tl.store(gradient + c, (e * of_window[:, None]).to(gradient.dtype.element_ty), mask=inside)
+        tl.store(gradient + c - skipped, (e * of_window[:, None]).to(gradient.dtype.element_ty), mask=inside)
 
 
 def decode(
@@ -131,23 +132,26 @@ def decode(
     window: int,
     gradient: torch.Tensor,
 ) -> None:
-    """Write ``gradient [R, C]`` of the entries from ``first`` on, a multiple of ``window``: alpha p times the scales,
-    without the targets' terms.
+    """Write ``gradient [R, C]`` of the entries from ``first`` on: alpha p times the scales, without the targets' terms.
 
     ``codes [R, saved]`` uint8, of windows of ``window`` entries. ``windows [windows, R]``: their largest logits, and
     ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
     :class:`parallel_lce.kernels.token_gradients.GradientTerms`, of alpha and beta without a factor.
     """
     rows, entries = gradient.shape
+    # Programs begin with a whole window.
+    skipped = first % window
+    stop = skipped + entries
     lce_backward_decode.launch(
-        (rows, -(-entries // _SPAN.value)),
+        (rows, -(-stop // _SPAN.value)),
         codes,
         *windows,
         terms,
         gradient,
         rows,
-        first,
-        entries,
+        first - skipped,
+        skipped,
+        stop,
         codes.stride(0),
         windows[0].stride(0),
         gradient.stride(0),

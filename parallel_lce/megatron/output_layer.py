@@ -199,7 +199,8 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool, unit: bool = 
     # The passed weight may be a detached view of the layer's own.
     weights = [w for w in (weight, layer.weight) if w is not None]
     sharded = any(hasattr(w, "__fsdp_param__") or (hasattr(w, "to_local") and not unit) for w in weights)
-    if sharded or (isinstance(layer, FSDPModule) and not unit) or getattr(layer, "gtp_remat_size", 1) > 1:
+    other_unit = FSDPModule in type(layer).__mro__ and not unit
+    if sharded or other_unit or getattr(layer, "gtp_remat_size", 1) > 1:
         return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
     if weight is not None and not unit and dispatches(type(weight)):
         return f"the output weight is a {type(weight).__name__}; use one of bf16, fp16 or fp32"

@@ -42,6 +42,7 @@ from parallel_lce.backends.torch_tiles import (
     row_tiles,
     saved_logits,
     saved_tile,
+    set_at_targets,
     subtract_at_targets,
     take_picked,
     take_targets,
@@ -238,10 +239,8 @@ class BlockBackward:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:
             self._epsilon = self._epsilon / sum_exp.square()
-        if self._beta is not None:
-            # Of the target's fp32 logit, not of a stored exponential.
-            slope = projection.logit_map.slope(partial[TARGET])
-            self._beta = self._beta if slope is None else self._beta * slope
+        # [R]: the soft-cap's slope at the target's fp32 logit, not at a stored one.
+        self._target_slope = None if self._beta is None else projection.logit_map.slope(partial[TARGET])
 
     def hidden_grad(self) -> None:
         """Form dX, and dW and dbias of all tiles but the last."""
@@ -299,10 +298,13 @@ class BlockBackward:
             gradient, slope = self._recomputed(rows, window, weight)
         if self._gamma is not None:
             gradient -= self._gamma[rows]
+        if self._beta is not None and self._target is not None:
+            # Before the slope: these terms may cancel.
+            subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
+            if slope is not None and self._target_slope is not None:
+                set_at_targets(slope, self._target[rows], window, self._target_slope[rows])
         if slope is not None:
             gradient *= slope
-        if self._beta is not None and self._target is not None:
-            subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
         if self._picked is not None:
             add_picked(gradient, self._picked, rows, window)
         return gradient.to(self._x.dtype)

@@ -99,11 +99,22 @@ def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> No
 
 def subtract_at_targets(tile: Tensor, target: Tensor, window: slice, values: Tensor) -> None:
     """Subtract ``values [rows]`` from the targets' entries of a tile."""
+    position, hit = _target_positions(tile, target, window)
+    tile.view(-1).scatter_add_(0, position, values.neg().masked_fill_(~hit, 0.0))
+
+
+def set_at_targets(tile: Tensor, target: Tensor, window: slice, values: Tensor) -> None:
+    """Write ``values [rows]`` to the targets' entries of a tile."""
+    position, hit = _target_positions(tile, target, window)
+    tile.view(-1).scatter_(0, position, torch.where(hit, values, tile.view(-1)[position]))
+
+
+def _target_positions(tile: Tensor, target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
+    """One-dimensional: only at such positions does torch add deterministically. And whether a target is in the tile."""
     entry = target - window.start
     inside = entry.clamp(0, tile.shape[0] - 1)
-    # One-dimensional: only at such positions does torch add deterministically.
     position = torch.add(torch.arange(len(target), device=target.device), inside, alpha=len(target))
-    tile.view(-1).scatter_add_(0, position, values.neg().masked_fill_(inside != entry, 0.0))
+    return position, inside == entry
 
 
 def take_picked(tile: Tensor, picked: PickedLogits, rows: slice, window: slice) -> None:

@@ -20,34 +20,31 @@ from .engine.report import new_parser, parse, session
 from .engine.team import Team
 
 PRODUCTS = "products"
+BETAS = 0.0, 0.5, 1.0
 CHECKED = 256  # tokens whose dX is compared with float64
 USUAL = {"cuda": [Shape(8192, 128256, 4096)], "cpu": [Shape(256, 4096, 256)]}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("python -m benchmarks.distillation", __doc__, "--shape", "--dtype", "--rounds")
-    parser.add_argument("--teacher", type=int, metavar="D", help="hidden size of the teacher; the student's by default")
-    parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser = new_parser("python -m benchmarks.distillation", __doc__, "--shape", "--rounds")
     options = parse(parser, arguments)
     caption = f"of products: speed relative to the four bare matrix products. {ways.GRADIENT_CAPTION}"
     with session(options) as run:
         for shape in options.shape or USUAL[options.device]:
-            teacher = options.teacher or shape.d
-            rows = measure(run.team, shape, teacher, options.dtype, options.beta, options.rounds)
-            title = f"{shape}, teacher D={teacher}, TP {run.team.ranks}, {options.dtype}, forward + backward"
+            rows = measure(run.team, shape, options.dtype, options.rounds)
+            title = f"{shape}, TP {run.team.ranks}, {options.dtype}, forward + backward"
             run.say(ways.table(title, caption, rows, "of products", ways.GRADIENT_COLUMNS))
 
 
-def measure(team: Team, shape: Shape, teacher_size: int, dtype: torch.dtype, betas: list[float], rounds: int) -> list:
-    """A row for the products and for each way and beta."""
-    student = make_problem(shape, dtype, team, seed=0)
-    teacher = make_problem(Shape(shape.n, shape.v, teacher_size), dtype, team, seed=1000)
+def measure(team: Team, shape: Shape, dtype: torch.dtype, rounds: int) -> list:
+    """A row for the products and for each way and beta. Student and teacher have the same hidden size."""
+    student, teacher = (make_problem(shape, dtype, team, seed) for seed in (0, 1000))
     x, w = (t.requires_grad_() for t in (student.hidden, student.weight))
     y, u, target = teacher.hidden, teacher.weight, student.target
     calls: dict[str, Callable] = {PRODUCTS: partial(_products, x.detach(), w.detach(), y, u)}
     truths: dict[str, Tensor] = {}
     checked, count = slice(0, CHECKED), int(student.counted.sum())
-    for beta in betas:
+    for beta in BETAS:
         loss = partial(divergence, x, w, y, u, beta=beta, target=target, process_group=team.group)
         for reduction in ("mean", "none"):
             call = partial(_ours, partial(loss, reduction=reduction), x, w, count)

@@ -8,13 +8,12 @@ order the entries are dealt to the ranks in turn. The bare matrix products have 
 collectives.
 
 A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
-launch/snapshots.py writes them. `./launch/gradient_filter.sh` trains a model, then runs this report on its snapshots.
+a training writes them by configs/snapshots.yaml.
 
 Exit status: 0; 2 for a file that cannot be measured.
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,14 +28,12 @@ from parallel_lce.vocabulary import VocabularyOrder
 
 from .engine import snapshots
 from .engine.accuracy import Answers, answers
-from .engine.passes import calls_of
-from .engine.peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, named
+from .engine.peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, calls_of, named
 from .engine.problem import Problem
 from .engine.report import NONE, milliseconds, new_parser, new_table, parse, session, spread_text
 from .engine.team import NotMeasured, Team, release
 from .engine.timing import interleaved, ratios, spread
 
-PROGRAM = "python -m benchmarks.gradient_filter"
 FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
 BUDGETS = {"saved": ALL, "budget 0": 0}  # logits_budget
 NATURAL, BY_PROBABILITY = "natural", "by probability"
@@ -82,8 +79,8 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
         results.append({"order": name, "gradient_filter": value})
         for memory, budget in BUDGETS.items():
             options = {"gradient_filter": value, "logits_budget": budget, "process_group": team.group}
-            loss = partial(linear_cross_entropy, **options)
-            call = calls[value, memory] = calls_of(named("ours", RANKS), problem, loss)[FORWARD_BACKWARD]
+            ours = replace(named("ours", RANKS), build=lambda *_: partial(linear_cross_entropy, **options))
+            call = calls[value, memory] = calls_of(ours, problem)[FORWARD_BACKWARD]
             results[-1][memory] = {"errors": _errors(call()[1:], truth, own, team)}
     release(team.device)
     seconds = interleaved(calls, team, rounds)
@@ -99,9 +96,11 @@ def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
     """The ids `[V]` in descending order of their mean probability over the tokens, dealt to the ranks in turn.
 
     The ids of the first rank come first. The order is nearly the order of unigram frequency."""
-    zeros = problem.weight.new_zeros(len(problem.weight), dtype=torch.float32)
-    mean = sum((log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32)), zeros)
-    order = VocabularyOrder.by_frequency(mean / problem.shape.n, ranks=ranks)
+    weight = problem.weight.float()
+    total = weight.new_zeros(len(weight))
+    for tokens in problem.blocks:
+        total += (problem.hidden[tokens].float() @ weight.T).softmax(1).sum(0)
+    order = VocabularyOrder.by_frequency(total / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
 
 
@@ -152,18 +151,10 @@ def _texts(errors: Errors) -> list[str]:
     return [f"{errors[name]:.2e}" for name in ("dX", "dW", "dW rows")]
 
 
-def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> Namespace:
-    """Parses the command line. A wrong one ends the program with status 2."""
-    parser = new_parser(program, __doc__, "--json", "--rounds")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
-    options = parse(parser, arguments)
-    if program == PROGRAM and not options.files:  # the shell script adds the files of its training
-        parser.error("no file is given, and at least one is needed")
-    return options
-
-
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    parser = new_parser("python -m benchmarks.gradient_filter", __doc__, "--json", "--rounds")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="safetensors files of hidden, weight and target")
+    options = parse(parser, arguments)
     with session(options) as run:
         sources = [partial(measure, path, options.rounds, run.team) for path in options.files]
         return snapshots.report_on(sources, run, lambda case: run.say(filter_table(case)))

@@ -1,7 +1,7 @@
 """`python -m benchmarks.token_loss`: PPO's clipped objective with an entropy bonus, forward + backward.
 
-By `token_loss`, and by the same function of the results of `token_statistics`, with a default budget and with those
-given. They are compared with the three bare matrix products of forward, dX and dW in the input's dtype, without
+By `token_loss`, and by the same function of the results of `token_statistics`, with the default budget, with 512 MiB
+and with 0. They are compared with the three bare matrix products of forward, dX and dW in the input's dtype, without
 collectives, and with the mean cross-entropy. Under torchrun all ranks are one tensor-parallel group.
 """
 
@@ -18,37 +18,36 @@ from .engine.problem import IGNORE_INDEX, Problem, Shape, make_problem
 from .engine.report import MIB, new_parser, parse, session
 
 PRODUCTS = "products"
+BUDGETS = {"": None, "@512MiB": 512 * MIB, "@0": 0}
 CHECKED = 128  # tokens whose dX is compared with float64
 USUAL = {"cuda": [Shape(8192, 128256, 4096), Shape(4096, 152064, 3584)], "cpu": [Shape(256, 4096, 256)]}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("python -m benchmarks.token_loss", __doc__, "--shape", "--dtype", "--rounds")
-    parser.add_argument("--budgets", type=int, nargs="*", default=[1024, 512, 0], metavar="MIB")
+    parser = new_parser("python -m benchmarks.token_loss", __doc__, "--shape", "--rounds")
     options = parse(parser, arguments)
     caption = f"of products: speed relative to the three bare matrix products. {ways.GRADIENT_CAPTION}"
     with session(options) as run:
         for shape in options.shape or USUAL[options.device]:
             problem = make_problem(shape, options.dtype, run.team)
-            rows = measure(problem, [None, *options.budgets], options.rounds)
+            rows = measure(problem, options.rounds)
             size = problem.weight.numel() * 4 / MIB
             title = f"{problem}, {options.dtype}, forward + backward. An fp32 dW has {size:.0f} MiB"
             run.say(ways.table(title, caption, rows, "of products", ways.GRADIENT_COLUMNS))
 
 
-def measure(problem: Problem, budgets: list[int | None], rounds: int) -> list[dict]:
-    """A row for the products and for each way and budget, in MiB."""
+def measure(problem: Problem, rounds: int) -> list[dict]:
+    """A row for the products and for each way and budget."""
     team, target, x, w = problem.team, problem.target, problem.hidden, problem.weight
     generator = torch.Generator(team.device).manual_seed(1)
     old, advantage = torch.randn(2, len(target), device=team.device, generator=generator)
     given, values = (x.requires_grad_(), w.requires_grad_(), target), (old - 12, advantage)
     losses = {"token_loss": _by_token_loss, "token_statistics": _by_statistics, "mean cross-entropy": _mean}
     calls: dict[str, Callable] = {PRODUCTS: partial(_products, x.detach(), w.detach())}
-    for budget in budgets:
-        options = dict(process_group=team.group, logits_budget=None if budget is None else budget * MIB)
+    for suffix, budget in BUDGETS.items():
+        options = dict(process_group=team.group, logits_budget=budget)
         for name, loss in losses.items():
-            named = name if budget is None else f"{name}@{budget}MiB"
-            calls[named] = partial(_gradients, loss, given, values, options)
+            calls[name + suffix] = partial(_gradients, loss, given, values, options)
     truth = _dense(*given, *values) if team.group is None else None
     truths = {} if truth is None else {name: truth for name in calls if name.startswith("token")}
     return ways.measure(calls, team, rounds, ways.against(truths))

@@ -21,8 +21,7 @@ from parallel_lce.kernels.tuning import Tile
 
 from .engine import ways
 from .engine.options import SUITES
-from .engine.passes import calls_of
-from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, calls_of, named
 from .engine.problem import Problem, make_problem
 from .engine.report import new_parser, parse, session
 

@@ -36,17 +36,6 @@ def torch_loss(x, weight, target):
     return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX)
 
 
-def torch_compile(group, sequence_parallel):
-    return torch.compile(torch_loss, dynamic=False)
-
-
-def whole_sequence(group, sequence_parallel):
-    """A function from this rank's hidden states to the hidden states of the whole sequence. Its backward sums the
-    gradient over the ranks, and scatters it under sequence parallelism."""
-    _, gathered = _mesh_and_gather(group, sequence_parallel)
-    return lambda x: gathered(x).to_local(grad_placements=[Partial()])
-
-
 def mesh_of(group):
     """The ranks as a mesh, under the name that torchtitan gives to it."""
     return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu", mesh_dim_names=("tp",))
@@ -154,15 +143,16 @@ def group_of_one():
 
 
 def verl(group, sequence_parallel):
-    """verl's kernel has no sequence parallelism and does not sum dX over the ranks: `whole_sequence` does both."""
+    """verl's kernel takes the hidden states of the whole sequence, and does not sum dX over the ranks. The backward of
+    the gather does, and scatters it under sequence parallelism."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
     options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}
     order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
-    gathered = None if group is None else whole_sequence(group, sequence_parallel)
+    gathered = None if group is None else _mesh_and_gather(group, sequence_parallel)[1]
 
     def loss(x, weight, target):
-        hidden = x if gathered is None else gathered(x)
+        hidden = x if gathered is None else gathered(x).to_local(grad_placements=[Partial()])
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
         log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))

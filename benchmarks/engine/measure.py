@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 from .accuracy import Judge
-from .passes import calls_of
 from .peak_memory import peak_memory
-from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
+from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer, calls_of
 from .problem import Problem
 from .team import NotMeasured, release
 from .timing import new_order, profile_of, ratios, timer
@@ -27,7 +26,7 @@ def measure(
     calls are profiled at the end. `say` gets messages about the progress.
     """
     problem, team = judge.problem, judge.problem.team
-    entries, losses, calls, readers = {}, {}, {}, {}
+    entries, calls, readers = {}, {}, {}
     for peer in peers:
         about = {"name": peer.name, "upstream": peer.upstream, "family": peer.family}
         entries[peer] = about | {"refused": None, "errors": {}}
@@ -41,22 +40,19 @@ def measure(
         try:
             yield
         except NotMeasured as refusal:
-            entry["refused"], entry["errors"] = str(refusal), refusal.errors or entry["errors"]
+            entry["refused"] = str(refusal)
             for kind in PASSES:
                 entry.pop(kind, None)
             say(f"{entry['name']} {refusal}")
 
     torch.compiler.reset()  # torch.compile would make a loss dynamic that it compiled for another shape
     for peer, entry in remaining():
-        with refusals(entry):
-            losses[peer] = team.agree(lambda: peer.build and peer.build(team.group, problem.sequence_parallel))
-    gc.collect()
-    gc.freeze()  # later collections skip the objects of the libraries
-    for peer, entry in remaining():
         say(f"checking {peer.name}")
         with refusals(entry):
-            calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer]))
-            entry["errors"] = _errors(peer, calls[peer], judge)
+            calls[peer] = team.agree(lambda: calls_of(peer, problem))
+            entry["errors"], wrong = _errors(peer, calls[peer], judge)
+            if wrong:
+                raise NotMeasured(f"refused: {wrong}")
             for kind, call in calls[peer].items():
                 peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
                 gradients = gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
@@ -71,6 +67,7 @@ def measure(
     largest_logit = judge.truth.largest_logit
     del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
+    gc.freeze()  # later collections skip the objects of the libraries
     order = new_order()
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
@@ -109,15 +106,13 @@ def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float,
     return ratios(reference[kind]["seconds"], entry[kind]["seconds"]) if timed else None
 
 
-def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:
-    """The errors of a peer. Raises NotMeasured if a call fails or an error exceeds its limit."""
+def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> tuple[dict[str, float], str]:
+    """What `Judge.check` returns for a peer. Raises NotMeasured if a call fails."""
     team, outputs = judge.problem.team, {}
     for kind, call in calls.items():  # all ranks learn of a failure before the next call's collectives
         team.agree(partial(_poison, judge.problem))
         outputs[kind] = team.agree(call)
-    if peer.family == "gemm-only" or not peer.judged:
-        return {}
-    return judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad)
+    return judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad) if peer.judged else ({}, "")
 
 
 def _poison(problem: Problem) -> None:

@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError, Namespace
 from typing import NamedTuple
 
-from .peers import ONE, RANKS, SAVED, Peer, named, others
+from .peers import ONE, OTHERS, RANKS, SAVED, Peer, named
 from .problem import Shape
 from .report import new_parser, parse
 
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
 
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
     description = "parallel_lce against its peers."
-    parser = new_parser(program, description, "--json", "--rounds", "--shape", "--dtype")
+    parser = new_parser(program, description, "--json", "--rounds", "--shape")
     add = parser.add_argument
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
     words = "only these peers and the GEMM-only baseline; ours may have a logits_budget: ours@512MiB or ours@all"
@@ -82,11 +82,12 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
 
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
     options.shapes, options.host = options.shape or suite.shapes, suite.host
+    others = [peer for peer in OTHERS if setting in peer.settings]
     wanted = options.peers
     if wanted is None:
         wanted = [named(name, setting) for name in suite.ours]
-        wanted += [p for p in others(setting) if _is_default(p, suite, options.device)]
-    baselines = [peer for peer in others(setting) if peer.family == "gemm-only"]
+        wanted += [p for p in others if (p.name in suite.others if suite.others else options.device in p.devices)]
+    baselines = [peer for peer in others if peer.family == "gemm-only"]
     ours, rest = ([peer for peer in wanted if peer.family == family] for family in ("ours", "other"))
     peers = [*ours, *baselines, *rest]
     options.chosen = [peer for peer in peers if not peer.missing]
@@ -105,7 +106,3 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
             if shape.n % tp or shape.v % tp:
                 parser.error(f"--shape: N and V must be multiples of the TP size, got {shape} for TP {tp}")
     return options
-
-
-def _is_default(peer: Peer, suite: Suite, device: str) -> bool:
-    return device in peer.devices if suite.others is None else peer.name in suite.others

@@ -22,7 +22,6 @@ LIBRARIES = "triton megatron-core liger-kernel quack-kernels verl transformers t
 NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps
-DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def parse_shape(text: str) -> Shape:
@@ -41,7 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of several commands
     "--json": dict(metavar="PATH", help="write everything measured, again after each table"),
     "--rounds": dict(type=int, default=5, help="how often each call is timed (%(default)s)"),
     "--shape": SHAPE | dict(help="tokens, vocabulary of all ranks, hidden size; may be repeated"),
-    "--dtype": dict(choices=("float32", "bfloat16", "float16"), help="float32 on cpu, bfloat16 on cuda"),
 }
 
 
@@ -57,7 +55,7 @@ def new_parser(program: str, description: str | None, *names: str) -> ArgumentPa
 
 def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | None = None) -> Namespace:
     """Parses and checks the command line. A wrong one ends the program with status 2. `processes`: of this host; None:
-    the number that torchrun started. Adds `dtype`, of torch, for a command without this option too."""
+    the number that torchrun started. Adds `dtype`: bfloat16 on a GPU, float32 on a CPU."""
     options = parser.parse_args(arguments)
     processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.device == "cuda" and torch.cuda.device_count() < processes:
@@ -72,7 +70,7 @@ def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | 
         parser.error(f"--json: {options.json} is a folder")
     if getattr(options, "rounds", 1) < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    options.dtype = getattr(torch, getattr(options, "dtype", None) or DEFAULT_DTYPE[options.device])
+    options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     return options
 
 
@@ -93,7 +91,7 @@ class Session(NamedTuple):
 def session(options: Namespace) -> Iterator[Session]:
     """Joins the ranks, and prints the facts about the machine."""
     team = Team.here(options.device)
-    say, facts = speaker(team.rank == 0), machine(team.device)
+    say, facts = speaker(team.rank == 0), machine(team.device) | {"ranks": str(team.ranks)}
     say("; ".join(f"{name}: {text}" for name, text in facts.items()))
     content = {"machine": facts, "settings": {"rounds": getattr(options, "rounds", None)}}
     yield Session(team, say, content, getattr(options, "json", None))

@@ -1,14 +1,13 @@
 """Snapshots of a training: reading them, and functions of the reports on them.
 
-A snapshot is a safetensors file with the operands of an output layer, as launch/snapshots.py writes it: `hidden [N, D]`
-and `weight [V, D]`, bf16, and `target [N]` of an integer dtype.
+A snapshot is a safetensors file with the operands of an output layer, as a training by configs/snapshots.yaml writes
+it: `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from .problem import Problem, Shape
 from .report import Session
@@ -57,16 +56,3 @@ def report_on(sources: list[Callable[[], dict]], run: Session, show: Callable[[d
         show(cases[-1])
         run.save()
     return status
-
-
-@torch.no_grad()
-def log_softmax(problem: Problem, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, float]]:
-    """Yields for each block of R tokens: their slice, their log-probabilities `[R, V]`, and max |z|. Logits are in
-    `dtype`, the softmax at least in fp32."""
-    weight = problem.weight.to(dtype)
-    for tokens in problem.blocks:
-        z = problem.hidden[tokens].to(dtype) @ weight.T
-        largest = z.abs().max().item()
-        log_p = z.to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
-        del z
-        yield tokens, log_p, largest

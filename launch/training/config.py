@@ -233,20 +233,20 @@ class _Parser(argparse.ArgumentParser):
         raise Refusal(message)
 
 
-def parse_command_line(description: str | None, argv: list[str], default: Path = DEFAULT_CONFIG) -> Config:
+def parse_command_line(description: str, argv: list[str]) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(description=textwrap.fill(description or "", 100), epilog=_listed(default), formatter_class=raw)
-    parser.add_argument("--config", type=Path, default=default, help="YAML file (default: %(default)s)")
+    parser = _Parser(description=textwrap.fill(description, 100), epilog=_listed(), formatter_class=raw)
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
     parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
     args = parser.parse_intermixed_args(argv)
     return load_config(args.config, args.overrides, args.text)
 
 
-def _listed(default: Path) -> str:
-    """All settings, with the values of this file."""
-    values = load_config(default, []).model_dump()
+def _listed() -> str:
+    """All settings, with the values of the demo."""
+    values = load_config(DEFAULT_CONFIG, []).model_dump()
 
     def value_of(key: str) -> Any:
         found: Any = values

@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     with session(options) as run:
         cells = run.content["cells"] = []
-        run.content.update(suite=options.suite, tp=options.tp, not_here=options.not_here)
-        if options.not_here:
-            run.say("not here: " + "; ".join(f"{peer} ({why})" for peer, why in options.not_here.items()))
+        run.content.update(suite=options.suite, tp=options.tp)
         for tp in options.tp:
             team = Team.of(tp, run.team.device)
             for shape in options.shapes if team else ():

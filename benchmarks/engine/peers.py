@@ -7,7 +7,6 @@ shard [V/P, D], and target has the ids [N] of the whole sequence.
 The GEMM-only baseline is the three matrix products that every loss needs, without a loss. Speeds are relative to it.
 """
 
-import importlib.util
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
 
 from . import libraries, ours
-from .libraries import library
 from .problem import Problem
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
@@ -31,7 +29,6 @@ ONE, RANKS = "one", "ranks"  # one process without a group; a process group, wit
 BOTH = (ONE, RANKS)
 
 GEMM_ONLY, OVERLAPPED, SAVED = "gemm-only", "gemm-only-overlapped", "ours-per-token@all"
-UNITS = {"": 1, "mib": 2**20, "gib": 2**30}
 ALL = 1 << 40  # a logits_budget that holds all exponentials
 
 
@@ -42,90 +39,50 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True)
 class Peer:
-    """One row of the table."""
+    """One row of the table. It is refused where the library that `build` imports is missing."""
 
     name: str
-    upstream: str  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
-    devices: tuple[str, ...]  # devices on which it is measured by default
     build: Callable | None  # build(group, sequence_parallel) returns the loss; group is None on one GPU
+    upstream: str = ANY  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
+    devices: tuple[str, ...] = CUDA  # devices on which it is measured by default
+    settings: tuple[str, ...] = (ONE,)
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
-    settings: tuple[str, ...] = (ONE,)
-    needs: str = ""  # the module that `build` imports
     context: Callable = nullcontext  # in which both passes run
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
-    @property
-    def missing(self) -> str:
-        """The reason why it cannot run in this environment, or ''."""
-        try:
-            exists = not self.needs or importlib.util.find_spec(self.needs) is not None
-        except ImportError:  # the parent package is missing
-            exists = False
-        return "" if exists else f"no {self.needs}"
 
-
-def _ours(name: str, upstream: str, build: Callable, **more) -> Peer:
+def _ours(name: str, build: Callable, upstream: str = ANY, settings: tuple[str, ...] = BOTH, **more) -> Peer:
     """`build(budget, group, sequence_parallel)` returns the loss."""
-    return Peer(name, upstream, CPU_AND_CUDA, build, "ours", **{"settings": BOTH} | more)
+    return Peer(name, build, upstream, CPU_AND_CUDA, settings, "ours", **more)
 
 
 OURS = (
-    _ours("ours", SCALAR, partial(ours.loss, "mean")),
-    _ours("ours-per-token", ANY, partial(ours.loss, "none")),
-    _ours("ours-main-grad", ANY, ours.main_grad, main_grad=True),
-    _ours("ours-statistics", ANY, partial(ours.statistics, lambda *_: {})),
-    _ours("ours-entropy", ANY, partial(ours.statistics, lambda *_: {"expected_logit": True})),
-    _ours("ours-selected", ANY, partial(ours.statistics, ours.selected)),
-    _ours("ours-masked", ANY, partial(ours.statistics, ours.half), judged=False),
-    _ours("ours-replay", ANY, ours.replay, judged=False),
-    _ours("ours-style", SCALAR, ours.style, settings=(RANKS,)),
-    _ours("ours-torchtitan", SCALAR, ours.torchtitan, settings=(RANKS,), needs="torchtitan"),
+    _ours("ours", partial(ours.loss, "mean"), SCALAR),
+    _ours("ours-per-token", partial(ours.loss, "none")),
+    _ours("ours-main-grad", ours.main_grad, main_grad=True),
+    _ours("ours-statistics", partial(ours.statistics, lambda *_: {})),
+    _ours("ours-entropy", partial(ours.statistics, lambda *_: {"expected_logit": True})),
+    _ours("ours-selected", partial(ours.statistics, ours.selected)),
+    _ours("ours-masked", partial(ours.statistics, ours.half), judged=False),
+    _ours("ours-replay", ours.replay, judged=False),
+    _ours("ours-style", ours.style, SCALAR, (RANKS,)),
+    _ours("ours-torchtitan", ours.torchtitan, SCALAR, (RANKS,)),
 )
 OTHERS = (
-    Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", settings=BOTH, judged=False),
-    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", settings=(RANKS,), judged=False),
-    Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
-    Peer("torch-compile", ANY, CUDA, lambda *_: torch.compile(libraries.torch_loss, dynamic=False)),
-    *(
-        Peer(
-            name + suffix,
-            ANY,
-            CUDA,
-            partial(libraries.megatron, name == "megatron-fused", main_grad=bool(suffix)),
-            main_grad=bool(suffix),
-            settings=BOTH,
-            needs="megatron.core",
-        )
-        for suffix in ("", "-main-grad")
-        for name in ("megatron-fused", "megatron")
-    ),
-    Peer(
-        "torch-loss-parallel",
-        ANY,
-        CPU_AND_CUDA,
-        libraries.torch_loss_parallel,
-        settings=(RANKS,),
-        context=loss_parallel,
-    ),
-    Peer("torchtitan", SCALAR, CUDA, partial(libraries.torchtitan, None), settings=(RANKS,), needs="torchtitan"),
-    Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
-    # The environment variable LIGER_KERNEL_IMPL chooses liger's backend.
-    Peer(
-        "liger",
-        SCALAR,
-        CUDA,
-        library("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", reduction="mean"),
-        needs="liger_kernel",
-    ),
-    # With chunks of 8192 tokens the fp32 dW is added to half as often as with the default of 4096.
-    Peer(
-        "quack",
-        SCALAR,
-        CUDA,
-        library("quack.linear_cross_entropy", "chunked_linear_cross_entropy", chunk_size=8192),
-        needs="quack",
-    ),
+    Peer(GEMM_ONLY, None, ANY, CPU_AND_CUDA, BOTH, "gemm-only", judged=False),
+    Peer(OVERLAPPED, None, ANY, CPU_AND_CUDA, (RANKS,), "gemm-only", judged=False),
+    Peer("torch", lambda *_: libraries.torch_loss, ANY, CPU_AND_CUDA),
+    Peer("torch-compile", lambda *_: torch.compile(libraries.torch_loss, dynamic=False)),
+    Peer("megatron-fused", partial(libraries.megatron, True, False), settings=BOTH),
+    Peer("megatron", partial(libraries.megatron, False, False), settings=BOTH),
+    Peer("megatron-fused-main-grad", partial(libraries.megatron, True, True), settings=BOTH, main_grad=True),
+    Peer("megatron-main-grad", partial(libraries.megatron, False, True), settings=BOTH, main_grad=True),
+    Peer("torch-loss-parallel", libraries.torch_loss_parallel, ANY, CPU_AND_CUDA, (RANKS,), context=loss_parallel),
+    Peer("torchtitan", partial(libraries.torchtitan, None), SCALAR, settings=(RANKS,)),
+    Peer("verl", libraries.verl, settings=BOTH),
+    Peer("liger", libraries.liger, SCALAR),
+    Peer("quack", libraries.quack, SCALAR),
 )
 
 
@@ -144,12 +101,10 @@ def named(name: str, setting: str) -> Peer:
 
 def parse_budget(text: str) -> int:
     """'512MiB', '0', '1048576' -> bytes; 'all' -> `ALL`."""
-    if text.lower() == "all":
-        return ALL
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.lower())
-    if match is None or match[2] not in UNITS:
+    match = re.fullmatch(r"(\d+)(|mib|gib)", text.lower())
+    if match is None and text != "all":
         raise ValueError(f"expected bytes, a number with MiB or GiB, or all, got {text!r}")
-    return int(match[1]) * UNITS[match[2]]
+    return int(match[1]) * {"": 1, "mib": 2**20, "gib": 2**30}[match[2]] if match else ALL
 
 
 # --- a peer's two calls ----------------------------------------------------------------------------

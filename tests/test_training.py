@@ -183,7 +183,6 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
         "--clip-grad": train.clip_grad,
         "--seed": train.seed,
         "--tensor-model-parallel-size": parallel.tensor,
-        "--pipeline-model-parallel-size": parallel.pipeline,
     }
     assert {name: float(flags[name]) for name in numbers} == numbers
     assert float(flags.get("--kv-channels", model.hidden // model.heads)) == model.head_dim

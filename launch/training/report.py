@@ -242,7 +242,7 @@ def _description(run: Metrics) -> str:
     parallel, versions = run.config.parallel, ", ".join(f"{name} {version}" for name, version in run.versions.items())
     sequence = " with sequence parallelism" if parallel.sequence and parallel.tensor > 1 else ""
     return (
-        f"TP={parallel.tensor}{sequence}, PP={parallel.pipeline}, DP={parallel.data}; {parallel.processes} × "
+        f"TP={parallel.tensor}{sequence}, DP={parallel.data}; {parallel.processes} × "
         f"{run.device}, {run.backend}, on {run.hosts} host(s); {versions}; {run.text}"
     )
 

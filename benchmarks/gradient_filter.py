@@ -48,19 +48,19 @@ CAPTION = (
 Errors = dict[str, float]  # {'dX', 'dW': relative error, 'dW rows': mean over the rows of each row's relative error}
 
 
-def measure(path: str, rounds: int, team: Team) -> dict:
-    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round.
-
-    Raises NotMeasured, on all ranks, if any rank cannot read the file or V is no multiple of the ranks."""
-    whole = team.agree(partial(snapshots.read, path, Team(team.device)))  # one rank alone may be unable to read it
+def measure(whole: Problem, rounds: int, team: Team) -> dict:
+    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round. Raises
+    NotMeasured if V is no multiple of the ranks."""
     if whole.shape.v % team.ranks:
-        raise NotMeasured(f"{path}: a vocabulary of {whole.shape.v} entries cannot be shared by {team.ranks} ranks")
+        raise NotMeasured(
+            f"{whole.name}: a vocabulary of {whole.shape.v} entries cannot be shared by {team.ranks} ranks"
+        )
     truth, dtype = answers(whole, torch.float64), whole.hidden.dtype
     references = {EXACT: _errors([truth.grad_x.to(dtype), truth.grad_weight.to(dtype)], truth)}
     for name, rounding in ROUNDINGS.items():
         rounded = answers(whole, torch.float64, **rounding)
         references[name] = _errors([rounded.grad_x.to(dtype), rounded.grad_weight.to(dtype)], truth)
-    case = {"name": path, **vars(whole.shape), "tp": team.ranks}
+    case = {"name": whole.name, **vars(whole.shape), "tp": team.ranks}
     case |= {"dtype": whole.dtype_name, "loss": truth.loss.item(), "reference_errors": references, "results": []}
     natural = torch.arange(whole.shape.v, device=team.device)
     for name, order in ((NATURAL, natural), (BY_PROBABILITY, by_probability(whole, team.ranks))):
@@ -156,8 +156,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="safetensors files of hidden, weight and target")
     options = parse(parser, arguments)
     with session(options) as run:
-        sources = [partial(measure, path, options.rounds, run.team) for path in options.files]
-        return snapshots.report_on(sources, run, lambda case: run.say(filter_table(case)))
+
+        def measured(whole: Problem) -> dict:
+            case = measure(whole, options.rounds, run.team)
+            run.say(filter_table(case))
+            return case
+
+        return snapshots.report_on([partial(snapshots.read, path) for path in options.files], run, measured)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ measured.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -202,20 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32
     with session(options) as run:
-
-        def case_of(read: Callable, *arguments) -> dict:
-            return measure(read(*arguments, run.team))
-
-        def show(case: dict) -> None:
-            print(f"measured {case['name']}", file=sys.stderr, flush=True)
-
-        sources = [partial(case_of, snapshots.read, path) for path in options.files]
-        sources += [
-            partial(case_of, random_problem, shape, std)
-            for shape in options.random or [DEFAULT_SHAPE[options.device]]
-            for std in DEVIATIONS
-        ]
-        status, cases = snapshots.report_on(sources, run, show), run.content["cases"]
+        sources = [partial(snapshots.read, path) for path in options.files]
+        for shape in options.random or [DEFAULT_SHAPE[options.device]]:
+            sources += [partial(random_problem, shape, deviation) for deviation in DEVIATIONS]
+        status, cases = snapshots.report_on(sources, run, measure), run.content["cases"]
         for part in (*tables(cases), *map(verdict, cases)):
             run.say(part)
     return status or int(not all(case["holds"] for case in cases))

@@ -6,6 +6,7 @@ it: `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dt
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -40,19 +41,19 @@ def read(path: str, team: Team) -> Problem:
     return Problem(Shape(n, v, d), team, *tensors, name=path)
 
 
-def report_on(sources: list[Callable[[], dict]], run: Session, show: Callable[[dict], None]) -> int:
-    """Calls each source, appends its case to the report's cases, shows the case, and writes the JSON again.
+def report_on(sources: list[Callable[[Team], Problem]], run: Session, measure: Callable[[Problem], dict]) -> int:
+    """Measures the problem of each source, appends its case to the report's cases, and writes the JSON again. Each rank
+    has the whole problem.
 
-    Returns the exit status: 2 if a source raises NotMeasured, else 0."""
+    Returns the exit status: 2 if a rank cannot read a problem or measure it, else 0."""
     status, cases = 0, run.content.setdefault("cases", [])
     for source in sources:
         try:
-            cases.append(source())
+            cases.append(measure(run.team.agree(partial(source, Team(run.team.device)))))
         except NotMeasured as error:
             status = 2
             if run.team.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             continue
-        show(cases[-1])
         run.save()
     return status

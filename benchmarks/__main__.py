@@ -7,10 +7,9 @@ Exit status: 0 if every peer of parallel_lce was measured, 1 if one was refused 
 
 import os
 import sys
-import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -32,19 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     if rank != 0:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore")
     options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    begun = time.monotonic()
-
-    def progress(text: str) -> None:
-        if rank == 0:
-            print(f"{time.monotonic() - begun:5.0f} s  {text}", file=sys.stderr, flush=True)
-
     with session(options) as run:
         cells = run.content["cells"] = []
         run.content.update(suite=options.suite, tp=options.tp)
         for tp in options.tp:
             team = Team.of(tp, run.team.device)
             for shape in options.shapes if team else ():
-                for cell in _cells(make_problem(shape, options.dtype, team), options, progress):
+                for cell in _cells(make_problem(shape, options.dtype, team), options):
                     cells.append(cell)
                     refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
                     for output in (cell_table(cell), *refused, *host_output(cell)):
@@ -55,23 +48,18 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(peer["refused"] for cell in cells for peer in cell["peers"] if peer["family"] == "ours"))
 
 
-def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]) -> Iterator[dict]:
+def _cells(problem: Problem, options: Namespace) -> Iterator[dict]:
     """The measurements of the problem, one cell per layout: without and, over ranks, with sequence parallelism."""
     team = problem.team
     # A single rank has no collectives to overlap.
     peers = [peer for peer in options.chosen if team.ranks > 1 or peer.name != OVERLAPPED]
-    progress(f"{problem}: float64 truth")
     truth, torch_answers = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
     release(team.device)
     layouts = [False, True] if team.ranks > 1 else [False]
     judges = [Judge(replace(problem, sequence_parallel=layout), truth, torch_answers) for layout in layouts]
     del truth, torch_answers  # the judges alone hold the truth now
     for judge in judges:
-
-        def say(text: str) -> None:
-            progress(f"{judge.problem}: {text}")
-
-        yield measure(peers, judge, options.rounds, options.host, say)
+        yield measure(peers, judge, options.rounds, options.host)
     release(team.device)
 
 

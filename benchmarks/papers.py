@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
                 problem = make_problem(shape, options.dtype, team)
                 calls = {name: calls_of(named(name, ONE), problem)[FORWARD] for name in (TORCH, OURS)}
                 rows = ways.measure(calls, team, options.rounds, ways.like_first())
-                inputs = sum(t.numel() * t.element_size() for t in (problem.x, problem.weight, problem.target))
+                inputs = problem.x.nbytes + problem.weight.nbytes + problem.target.nbytes
                 for row in rows:
                     row |= {"n": n, "v": v, "peak": row.get("peak", 0) + inputs}
                 table.add_row(str(n), str(v), *texts(rows), *map(str, of_paper))

@@ -7,8 +7,8 @@ Under torchrun each of the P ranks has V / P entries. In the snapshot's own orde
 order the entries are dealt to the ranks in turn. The bare matrix products have the size of one rank's products, and no
 collectives.
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
-a training writes them by configs/snapshots.yaml.
+A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as a
+training by configs/snapshots.yaml writes them.
 
 Exit status: 0; 2 for a file that cannot be measured.
 """
@@ -38,7 +38,6 @@ FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
 BUDGETS = {"saved": ALL, "budget 0": 0}  # logits_budget
 NATURAL, BY_PROBABILITY = "natural", "by probability"
 ROUNDED_LOGITS, EXACT = "bf16 logits", "exact gradients"
-ROUNDINGS = {ROUNDED_LOGITS: {"logits": torch.bfloat16}, "bf16 gradient of the logits": {"dlogits": torch.bfloat16}}
 CAPTION = (
     "of GEMM-only: speed of forward + backward relative to the three bare products in the same round, medians "
     "(min–max). saved: all exponentials saved; budget 0: with logits_budget=0. Errors of dX and dW relative to float64 "
@@ -52,14 +51,11 @@ def measure(whole: Problem, rounds: int, team: Team) -> dict:
     """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round. Raises
     NotMeasured if V is no multiple of the ranks."""
     if whole.shape.v % team.ranks:
-        raise NotMeasured(
-            f"{whole.name}: a vocabulary of {whole.shape.v} entries cannot be shared by {team.ranks} ranks"
-        )
+        raise NotMeasured(f"{whole.name}: {team.ranks} ranks cannot share a vocabulary of {whole.shape.v} entries")
     truth, dtype = answers(whole, torch.float64), whole.hidden.dtype
-    references = {EXACT: _errors([truth.grad_x.to(dtype), truth.grad_weight.to(dtype)], truth)}
-    for name, rounding in ROUNDINGS.items():
-        rounded = answers(whole, torch.float64, **rounding)
-        references[name] = _errors([rounded.grad_x.to(dtype), rounded.grad_weight.to(dtype)], truth)
+    rounded, references = answers(whole, torch.float64, logits=torch.bfloat16), {}
+    for name, found in ((EXACT, truth), (ROUNDED_LOGITS, rounded)):
+        references[name] = _errors([found.grad_x.to(dtype), found.grad_weight.to(dtype)], truth)
     case = {"name": whole.name, **vars(whole.shape), "tp": team.ranks}
     case |= {"dtype": whole.dtype_name, "loss": truth.loss.item(), "reference_errors": references, "results": []}
     natural = torch.arange(whole.shape.v, device=team.device)
@@ -70,9 +66,9 @@ def measure(whole: Problem, rounds: int, team: Team) -> dict:
 
 def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: int, team: Team) -> list[dict]:
     """One result per value of gradient_filter. `order [V]`: the old ids in the new order of the vocabulary."""
-    changed = reordered(whole, order)
     own = order.chunk(team.ranks)[team.rank]
-    problem = replace(changed, team=team, weight=changed.weight.chunk(team.ranks)[team.rank])
+    # New row i of the vocabulary is old row order[i].
+    problem = replace(whole, team=team, weight=whole.weight[own], target=order.argsort()[whole.target])
     calls: dict[Any, Callable] = {GEMM_ONLY: calls_of(named(GEMM_ONLY, RANKS), problem)[FORWARD_BACKWARD]}
     results = []
     for value in FILTERS:
@@ -102,11 +98,6 @@ def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
         total += (problem.hidden[tokens].float() @ weight.T).softmax(1).sum(0)
     order = VocabularyOrder.by_frequency(total / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
-
-
-def reordered(problem: Problem, order: Tensor) -> Problem:
-    """The same problem with new row i of the vocabulary being old row `order[i]`."""
-    return replace(problem, weight=problem.weight[order], target=order.argsort()[problem.target])
 
 
 def _errors(gradients, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:

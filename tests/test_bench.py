@@ -24,7 +24,7 @@ from benchmarks.engine.accuracy import Judge, answers
 from benchmarks.engine.peers import FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, calls_of, named
 from benchmarks.engine.problem import Problem, Shape, make_problem
 from benchmarks.engine.team import Team
-from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDINGS
+from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDED_LOGITS
 from benchmarks.parity import FP32_HEAD, OURS, random_problem
 from cases import normal
 from releases import ROOT
@@ -378,7 +378,7 @@ def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):
     # The exact gradients, rounded: of a number at most 2^-9 of it, 2^-9 / sqrt(3) in the mean or less.
     references, names = case["reference_errors"], ("dX", "dW", "dW rows")
     assert all(2**-11 < references[EXACT][name] < 2**-9 for name in names)
-    assert all(references[rounded][name] > references[EXACT][name] for rounded in ROUNDINGS for name in names)
+    assert all(references[ROUNDED_LOGITS][name] > references[EXACT][name] for name in names)
     found = [(each["order"], each["gradient_filter"]) for each in case["results"]]
     assert found == [(order, value) for order in (NATURAL, BY_PROBABILITY) for value in FILTERS]
     for none, *filtered in (case["results"][: len(FILTERS)], case["results"][len(FILTERS) :]):

@@ -73,14 +73,12 @@ class Judge:
         return errors
 
 
-def answers(
-    problem: Problem, dtype: torch.dtype, logits: torch.dtype | None = None, dlogits: torch.dtype | None = None
-) -> Answers:
+def answers(problem: Problem, dtype: torch.dtype, logits: torch.dtype | None = None) -> Answers:
     """The results of plain torch in a dtype. On several ranks the vocabulary is sharded, as in Megatron's native loss.
 
     Products are in `dtype`, sums and the softmax at least in float32. In float64 the result is the truth. Tokens are
-    processed in blocks; dW is summed over the blocks and rounded once. `logits`, `dlogits`: lower-precision dtypes to
-    which the logits, or their gradient, are rounded in between."""
+    processed in blocks; dW is summed over the blocks and rounded once. `logits`: a lower-precision dtype to which the
+    logits are rounded in between."""
     team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
     sums = torch.promote_types(dtype, torch.float32)
     count = problem.counted.sum()
@@ -91,7 +89,7 @@ def answers(
         z = (x @ weight.T).to(logits or dtype).to(sums)
         largest_logit = torch.maximum(largest_logit, z.abs().amax())
         loss += (_cross_entropy_(z, problem, tokens) * counted).sum() / count
-        gradient = z.mul_(counted).div_(count).to(dtype).to(dlogits or dtype).to(dtype)
+        gradient = z.mul_(counted).div_(count).to(dtype)
         grad_x[tokens] = gradient @ weight
         grad_weight += gradient.T.to(sums) @ x.to(sums)
     largest_logit = team.reduce(largest_logit, dist.ReduceOp.MAX).item()

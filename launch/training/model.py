@@ -59,28 +59,8 @@ class CausalAttention(torch.nn.Module):
 
 def build_model(config: Config, device: torch.device) -> GPTModel:
     """A GPTModel on `device`, with this rank's shards. Megatron's groups must exist."""
-    # Without Transformer Engine and Apex.
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    norm: Any = RMSNorm
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    layers: Any = TransformerBlockSubmodules([layer] * config.model.layers, layer_norm=norm)
-    model = GPTModel(
-        config=_transformer_config(config),
-        transformer_layer_spec=layers,
-        vocab_size=padded_vocab_size(config),
-        max_sequence_length=config.train.sequence,
-        position_embedding_type="rope",
-        rotary_base=config.model.rotary_base,
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-    )
-    return model.to(device)
-
-
-def _transformer_config(config: Config) -> TransformerConfig:
-    model, parallel = config.model, config.parallel
-    bf16 = config.train.precision == "bf16"
-    return TransformerConfig(
+    model, parallel, bf16 = config.model, config.parallel, config.train.precision == "bf16"
+    transformer = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn_hidden,
@@ -103,6 +83,22 @@ def _transformer_config(config: Config) -> TransformerConfig:
         **WITHOUT_EXTENSIONS,
         **_loss_options(config),
     )
+    # Without Transformer Engine and Apex.
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    norm: Any = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    layers: Any = TransformerBlockSubmodules([layer] * config.model.layers, layer_norm=norm)
+    gpt = GPTModel(
+        config=transformer,
+        transformer_layer_spec=layers,
+        vocab_size=padded_vocab_size(config),
+        max_sequence_length=config.train.sequence,
+        position_embedding_type="rope",
+        rotary_base=config.model.rotary_base,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+    )
+    return gpt.to(device)
 
 
 def _loss_options(config: Config) -> dict[str, Any]:

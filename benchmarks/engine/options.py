@@ -70,8 +70,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
             raise ArgumentTypeError(str(error)) from None
 
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
-    description = "parallel_lce against its peers."
-    parser = new_parser(program, description, "--json", "--rounds", "--shape")
+    parser = new_parser(program, "parallel_lce against its peers.", "--json", "--rounds", "--shape")
     add = parser.add_argument
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
     words = "only these peers and the GEMM-only baseline; ours may have a logits_budget: ours@512MiB or ours@all"

@@ -87,7 +87,8 @@ OTHERS = (
 
 
 def named(name: str, setting: str) -> Peer:
-    """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB. An unknown name: ValueError."""
+    """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB, ours@0 or ours@all, which is
+    `ALL`. An unknown name: ValueError."""
     kind, at, budget = name.partition("@")
     known = {peer.name: peer for peer in (*OURS, *OTHERS) if setting in peer.settings}
     if kind not in known or (at and known[kind].family != "ours"):
@@ -95,16 +96,12 @@ def named(name: str, setting: str) -> Peer:
     peer = known[kind]
     if peer.family != "ours":
         return peer
+    match = re.fullmatch(r"(\d+)(|mib|gib)", budget.lower())
+    if at and not match and budget != "all":
+        raise ValueError(f"expected bytes, a number with MiB or GiB, or all, got {budget!r}")
+    size = int(match[1]) * {"": 1, "mib": 2**20, "gib": 2**30}[match[2]] if match else ALL
     assert peer.build is not None
-    return replace(peer, name=name, build=partial(peer.build, parse_budget(budget) if at else None))
-
-
-def parse_budget(text: str) -> int:
-    """'512MiB', '0', '1048576' -> bytes; 'all' -> `ALL`."""
-    match = re.fullmatch(r"(\d+)(|mib|gib)", text.lower())
-    if match is None and text != "all":
-        raise ValueError(f"expected bytes, a number with MiB or GiB, or all, got {text!r}")
-    return int(match[1]) * {"": 1, "mib": 2**20, "gib": 2**30}[match[2]] if match else ALL
+    return replace(peer, name=name, build=partial(peer.build, size if at else None))
 
 
 # --- a peer's two calls ----------------------------------------------------------------------------

@@ -7,10 +7,9 @@ Exit status: 0 if every peer of parallel_lce was measured, 1 if one was refused 
 
 import os
 import sys
-import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,9 +20,9 @@ from .engine.measure import measure
 from .engine.options import parse_arguments
 from .engine.peers import OVERLAPPED
 from .engine.problem import Problem, make_problem
-from .engine.report import machine, speaker, write_json
+from .engine.report import session
 from .engine.tables import cell_table, host_output
-from .engine.team import Team, join, release
+from .engine.team import Team, release
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,54 +31,35 @@ def main(arguments: list[str] | None = None) -> int:
     if rank != 0:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore")
     options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    device, speaks, say = join(options.device), rank == 0, speaker(rank == 0)
-    facts = machine(device) | {"ranks": str(ranks or 1)}
-    settings = {"suite": options.suite, "rounds": options.rounds, "tp": options.tp}
-    content = {"machine": facts, "settings": settings, "not_here": options.not_here, "cells": []}
-    say("; ".join(f"{name}: {text}" for name, text in facts.items()))
-    if options.not_here:
-        say("not here: " + "; ".join(f"{peer} ({why})" for peer, why in options.not_here.items()))
-    begun = time.monotonic()
-
-    def progress(text: str) -> None:
-        if speaks:
-            print(f"{time.monotonic() - begun:5.0f} s  {text}", file=sys.stderr, flush=True)
-
-    for tp in options.tp:
-        team = Team.of(tp, device)
-        for shape in options.shapes if team else ():
-            for cell in _cells(make_problem(shape, options.dtype, team), options, progress):
-                content["cells"].append(cell)
-                refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                for output in (cell_table(cell), *refused, *host_output(cell)):
-                    say(output)
-                if options.json and speaks:  # after each cell: a later cell may fail
-                    write_json(options.json, content)
-        if ranks:
-            dist.barrier()  # the ranks outside the team wait here
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    ours = [entry for cell in content["cells"] for entry in cell["peers"] if entry["family"] == "ours"]
-    return int(any(entry["refused"] for entry in ours))
+    with session(options) as run:
+        cells = run.content["cells"] = []
+        run.content.update(suite=options.suite, tp=options.tp)
+        for tp in options.tp:
+            team = Team.of(tp, run.team.device)
+            for shape in options.shapes if team else ():
+                for cell in _cells(make_problem(shape, options.dtype, team), options):
+                    cells.append(cell)
+                    refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
+                    for output in (cell_table(cell), *refused, *host_output(cell)):
+                        run.say(output)
+                    run.save()  # after each cell: a later cell may fail
+            if ranks:
+                dist.barrier()  # the ranks outside the team wait here
+    return int(any(peer["refused"] for cell in cells for peer in cell["peers"] if peer["family"] == "ours"))
 
 
-def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]) -> Iterator[dict]:
+def _cells(problem: Problem, options: Namespace) -> Iterator[dict]:
     """The measurements of the problem, one cell per layout: without and, over ranks, with sequence parallelism."""
     team = problem.team
     # A single rank has no collectives to overlap.
     peers = [peer for peer in options.chosen if team.ranks > 1 or peer.name != OVERLAPPED]
-    progress(f"{problem}: float64 truth")
     truth, torch_answers = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
     release(team.device)
     layouts = [False, True] if team.ranks > 1 else [False]
     judges = [Judge(replace(problem, sequence_parallel=layout), truth, torch_answers) for layout in layouts]
     del truth, torch_answers  # the judges alone hold the truth now
     for judge in judges:
-
-        def say(text: str) -> None:
-            progress(f"{judge.problem}: {text}")
-
-        yield measure(peers, judge, options.rounds, options.host, say)
+        yield measure(peers, judge, options.rounds, options.host)
     release(team.device)
 
 

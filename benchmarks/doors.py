@@ -5,8 +5,8 @@ A step is forward and backward, without an optimizer. Weights and tokens are ran
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
-…-loss             the same without layers: little more than the loss
-megatron-…         Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
+qwen2-loss         the same without layers: little more than the loss
+megatron-llama     Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
@@ -25,10 +25,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -47,8 +47,8 @@ GRADIENT_LIMIT = 0.1  # relative difference from the first way's gradient of the
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model, under the names of transformers, and its batch: sequences of equal length. A head alone has no
-    layers."""
+    """Sizes of a model, under the names of transformers, and its batch: sequences of equal length, of random tokens. A
+    head alone has no layers."""
 
     hidden_size: int
     vocab_size: int
@@ -58,27 +58,24 @@ class Size:
     intermediate_size: int = 0
     batch: tuple[int, int] = (4, 2048)
     counted: float = 1.0  # share of each sequence's tokens, the last ones
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         share = f", {self.counted:.0%} counted" if self.counted < 1 else ""
         return "{} x {} tokens".format(*self.batch) + f"{share}, V={self.vocab_size}, D={self.hidden_size}"
 
-
-class Where(NamedTuple):
-    device: torch.device
-    dtype: torch.dtype
-
     def normal(self, seed: int, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, generator=torch.Generator(self.device).manual_seed(seed))
 
-    def ids(self, size: Size) -> Tensor:
+    def ids(self) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(0)
-        return torch.randint(4, size.vocab_size, size.batch, device=self.device, generator=generator)
+        return torch.randint(4, self.vocab_size, self.batch, device=self.device, generator=generator)
 
-    def mask(self, size: Size) -> Tensor:
+    def mask(self) -> Tensor:
         """True for the tokens that count."""
-        ignored = size.batch[1] - max(1, round(size.counted * size.batch[1]))
-        return (torch.arange(size.batch[1], device=self.device) >= ignored).expand(size.batch).contiguous()
+        ignored = self.batch[1] - max(1, round(self.counted * self.batch[1]))
+        return (torch.arange(self.batch[1], device=self.device) >= ignored).expand(self.batch).contiguous()
 
 
 @dataclass
@@ -88,11 +85,10 @@ class Step:
     loss: Callable[[], Tensor]
     leaves: list[Tensor]  # all tensors that get gradients; the first is the output layer's weight
     context: Callable[[], AbstractContextManager] = nullcontext
-    environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """The loss, and the gradient of the output layer's weight. No gradient is left in the leaves."""
-        with self.context(), mock.patch.dict(os.environ, self.environment):
+        with self.context():
             loss = self.loss()
             loss.backward()
         gradient = self.leaves[0].grad
@@ -114,19 +110,9 @@ def between(start: Callable[[], None], stop: Callable[[], None]) -> Iterator[Non
 # Each of the next functions builds the step of a way. It raises ImportError if the way's library is not installed.
 
 
-def step_of(build: Callable[..., Step], way: str, size: Size, where: Where) -> Step:
-    kind, _, budget = way.partition("@")
-    try:
-        step = build(kind, size, where)
-    except ImportError as error:
-        raise NotMeasured(f"not installed: {error}") from None
-    step.environment = {BUDGET_VARIABLE: budget} if budget else {}
-    return step
-
-
-def causal_model(kind: str, way: str, size: Size, where: Where) -> Step:
-    model, ids = model_of(kind, size, where), where.ids(size)
-    labels = ids.masked_fill(~where.mask(size), -100)
+def causal_model(kind: str, way: str, size: Size) -> Step:
+    model, ids = model_of(kind, size), size.ids()
+    labels = ids.masked_fill(~size.mask(), -100)
     if way == "ours":
         importlib.import_module("parallel_lce.transformers").patch(model)
     elif way == "Liger":
@@ -136,18 +122,19 @@ def causal_model(kind: str, way: str, size: Size, where: Where) -> Step:
     return Step(lambda: model(input_ids=ids, labels=labels).loss, leaves_of(model))
 
 
-def model_of(kind: str, size: Size, where: Where) -> Any:
+def model_of(kind: str, size: Size) -> Any:
     library = importlib.import_module("transformers")
     sizes = asdict(size) | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True)
-    del sizes["batch"], sizes["counted"]
+    for ours in ("batch", "counted", "device", "dtype"):
+        del sizes[ours]
     config = getattr(library, f"{kind}Config")(**sizes, use_cache=False)
     torch.manual_seed(0)
-    with where.device:
+    with size.device:
         make = library.AutoModelForCausalLM.from_config
-        return make(config, dtype=where.dtype, attn_implementation="sdpa").train()
+        return make(config, dtype=size.dtype, attn_implementation="sdpa").train()
 
 
-def megatron_model(way: str, size: Size, where: Where) -> Step:
+def megatron_model(way: str, size: Size) -> Step:
     importlib.import_module("megatron.core")
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -164,8 +151,8 @@ def megatron_model(way: str, size: Size, where: Where) -> Step:
         num_layers=1,
         hidden_size=size.hidden_size,
         num_attention_heads=1,
-        params_dtype=where.dtype,
-        bf16=where.dtype == torch.bfloat16,
+        params_dtype=size.dtype,
+        bf16=size.dtype == torch.bfloat16,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=True,
@@ -180,8 +167,8 @@ def megatron_model(way: str, size: Size, where: Where) -> Step:
         vocab_size=size.vocab_size,
         max_sequence_length=size.batch[1],
         position_embedding_type="none",
-    ).to(where.device)
-    ids, mask = where.ids(size), where.mask(size).float()
+    ).to(size.device)
+    ids, mask = size.ids(), size.mask().float()
 
     def loss() -> Tensor:
         return (model(ids, None, None, labels=ids, loss_mask=mask) * mask).sum() / mask.sum()
@@ -200,7 +187,7 @@ def in_trl(way: str) -> Callable[[], AbstractContextManager]:
     return partial(between, plugin.patch, plugin.unpatch) if way == "ours" else nullcontext
 
 
-def trl_head(way: str, size: Size, where: Where) -> Step:
+def trl_head(way: str, size: Size) -> Step:
     utils: Any = importlib.import_module("trl.trainer.utils")
     options = 1.0, 32768, None, 1.0, ("log_probs", "entropy")  # 32768 columns at once, as in TRL
 
@@ -211,13 +198,13 @@ def trl_head(way: str, size: Size, where: Where) -> Step:
         log_probs = utils._ChunkedLogProbFunction.apply(hidden[mask], weight, None, ids[mask], *options)[0]
         return log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
 
-    mask = where.mask(size).flatten()
-    return head_alone(log_probs, size, where, in_trl(way))
+    mask = size.mask().flatten()
+    return head_alone(log_probs, size, in_trl(way))
 
 
-def grpo(way: str, size: Size, where: Where) -> Step:
+def grpo(way: str, size: Size) -> Step:
     trl, datasets, tokenizers = map(importlib.import_module, ("trl", "datasets", "tokenizers"))
-    model, on_cpu = model_of("Qwen2", size, where), where.device.type == "cpu"
+    model, on_cpu = model_of("Qwen2", size), size.device.type == "cpu"
     tokenizer = importlib.import_module("transformers").PreTrainedTokenizerFast(  # needed to make a trainer, not used
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}, unk_token="</s>")),
         eos_token="</s>",
@@ -234,16 +221,16 @@ def grpo(way: str, size: Size, where: Where) -> Step:
         )
     trainer.current_gradient_accumulation_steps = 1  # this and the next line are done by train()
     trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
-    ids, start = where.ids(size), size.batch[1] // 4  # of the completions
-    mask, advantages = torch.ones_like(ids), 1 + where.normal(1, size.batch[0])
+    ids, start = size.ids(), size.batch[1] // 4  # of the completions
+    mask, advantages = torch.ones_like(ids), 1 + size.normal(1, size.batch[0])
     inputs = dict(prompt_ids=ids[:, :start], completion_ids=ids[:, start:], advantages=advantages)
-    counts = where.mask(size).flip(1).long()  # completions end early
+    counts = size.mask().flip(1).long()  # completions end early
     inputs |= dict(prompt_mask=mask[:, :start], completion_mask=counts[:, : -start or None])
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
     return Step(lambda: trainer.compute_loss(trainer.model, inputs), leaves_of(trainer.model), in_trl(way))
 
 
-def verl_head(way: str, size: Size, where: Where) -> Step:
+def verl_head(way: str, size: Size) -> Step:
     module: Any = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
     plugin = importlib.import_module("parallel_lce.verl")
     plugin.uninstall()  # the import has installed it
@@ -256,34 +243,31 @@ def verl_head(way: str, size: Size, where: Where) -> Step:
         log_probs, entropy = kernel(hidden[None], weight, ids[None], 1.0, "none")
         return log_probs + 0.01 * entropy
 
-    mask = where.mask(size).flatten()
+    mask = size.mask().flatten()
 
     context = partial(between, plugin.install, plugin.uninstall) if way == "ours" else nullcontext
-    return head_alone(with_entropy, size, where, context)
+    return head_alone(with_entropy, size, context)
 
 
-def head_alone(value: Callable[..., Tensor], size: Size, where: Where, context: Callable) -> Step:
+def head_alone(value: Callable[..., Tensor], size: Size, context: Callable) -> Step:
     """The loss is the mean of `value(hidden [N, D], weight [V, D], ids [N]) -> [N]`, with an advantage per token that
     counts."""
-    ids = where.ids(size).view(-1)
-    advantages, hidden = 1 + where.normal(1, len(ids)), where.normal(2, len(ids), size.hidden_size)
-    weight = where.normal(3, size.vocab_size, size.hidden_size) * size.hidden_size**-0.5
-    hidden, weight = (tensor.to(where.dtype).requires_grad_() for tensor in (hidden, weight))
-    advantages = advantages * where.mask(size).flatten()
+    ids = size.ids().view(-1)
+    advantages, hidden = 1 + size.normal(1, len(ids)), size.normal(2, len(ids), size.hidden_size)
+    weight = size.normal(3, size.vocab_size, size.hidden_size) * size.hidden_size**-0.5
+    hidden, weight = (tensor.to(size.dtype).requires_grad_() for tensor in (hidden, weight))
+    advantages = advantages * size.mask().flatten()
     return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
 
 
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
 QWEN_1B5 = Size(1536, 151936, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
-LLAMA_LOSS = replace(LLAMA_1B, num_hidden_layers=0)
 QWEN_LOSS = replace(QWEN_1B5, num_hidden_layers=0)
 CASES = {
     "llama": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_1B),
     "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
     "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_LOSS),
-    "llama-loss": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_LOSS),
     "megatron-llama": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
-    "megatron-qwen2": (megatron_model, "Megatron ours ours@0", QWEN_1B5),
     "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
     "trl": (trl_head, "TRL ours ours@0", QWEN_LOSS),
     "verl": (verl_head, "verl ours ours@0", QWEN_LOSS),
@@ -307,25 +291,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--counted", type=float, nargs="+", default=[1.0], help="shares of the tokens that count")
     options = parse(parser, arguments)
     with session(options) as run:
-        where, cases = Where(run.team.device, options.dtype), run.content.setdefault("cases", [])
+        cases = run.content.setdefault("cases", [])
         for name, share in product(options.cases, options.counted):
             build, names, size = CASES[name]
-            size = replace(size if options.device == "cuda" else TINY, counted=share)
-            calls = {way: in_turn(partial(step_of, build, way, size, where)) for way in names.split()}
+            size = size if options.device == "cuda" else TINY
+            size = replace(size, counted=share, device=run.team.device, dtype=options.dtype)
+            calls = {way: in_turn(build, way, size) for way in names.split()}
             rows = ways.measure(calls, run.team, options.rounds, ways.like_first(compared))
             del calls
             release(run.team.device)
-            cases.append({"name": name, **asdict(size), "ways": rows})
-            run.say(ways.table(f"{name}: {size}, {where.dtype}", CAPTION, rows, "×", COLUMNS))
+            cases.append({"name": name, "size": str(size), "ways": rows})
+            run.say(ways.table(f"{name}: {size}, {size.dtype}", CAPTION, rows, "×", COLUMNS))
             run.save()
     refused = [row["refused"] for case in cases for row in case["ways"] if row["way"].startswith("ours")]
     return int(any(reason and not reason.startswith("not installed") for reason in refused))
 
 
-def in_turn(build: Callable[[], Step]) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A call of the step, which the first call builds: the ways before it are measured without it."""
+def in_turn(build: Callable[..., Step], way: str, size: Size) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A call of the way's step, which the first call builds: the ways before it are measured without it."""
+    kind, _, budget = way.partition("@")
     step = cache(build)
-    return lambda: step()()
+
+    def call() -> tuple[Tensor, Tensor]:
+        with mock.patch.dict(os.environ, {BUDGET_VARIABLE: budget} if budget else {}):
+            try:
+                return step(kind, size)()
+            except ImportError as error:
+                raise NotMeasured(f"not installed: {error}") from None
+
+    return call
 
 
 def compared(found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:

@@ -7,14 +7,13 @@ Under torchrun each of the P ranks has V / P entries. In the snapshot's own orde
 order the entries are dealt to the ranks in turn. The bare matrix products have the size of one rank's products, and no
 collectives.
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
-launch/snapshots.py writes them. `./launch/gradient_filter.sh` trains a model, then runs this report on its snapshots.
+A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as a
+training by configs/snapshots.yaml writes them.
 
 Exit status: 0; 2 for a file that cannot be measured.
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,19 +28,16 @@ from parallel_lce.vocabulary import VocabularyOrder
 
 from .engine import snapshots
 from .engine.accuracy import Answers, answers
-from .engine.passes import calls_of
-from .engine.peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, named
+from .engine.peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, calls_of, named
 from .engine.problem import Problem
 from .engine.report import NONE, milliseconds, new_parser, new_table, parse, session, spread_text
 from .engine.team import NotMeasured, Team, release
 from .engine.timing import interleaved, ratios, spread
 
-PROGRAM = "python -m benchmarks.gradient_filter"
 FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
 BUDGETS = {"saved": ALL, "budget 0": 0}  # logits_budget
 NATURAL, BY_PROBABILITY = "natural", "by probability"
 ROUNDED_LOGITS, EXACT = "bf16 logits", "exact gradients"
-ROUNDINGS = {ROUNDED_LOGITS: {"logits": torch.bfloat16}, "bf16 gradient of the logits": {"dlogits": torch.bfloat16}}
 CAPTION = (
     "of GEMM-only: speed of forward + backward relative to the three bare products in the same round, medians "
     "(min–max). saved: all exponentials saved; budget 0: with logits_budget=0. Errors of dX and dW relative to float64 "
@@ -51,19 +47,16 @@ CAPTION = (
 Errors = dict[str, float]  # {'dX', 'dW': relative error, 'dW rows': mean over the rows of each row's relative error}
 
 
-def measure(path: str, rounds: int, team: Team) -> dict:
-    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round.
-
-    Raises NotMeasured, on all ranks, if any rank cannot read the file or V is no multiple of the ranks."""
-    whole = team.agree(partial(snapshots.read, path, Team(team.device)))  # one rank alone may be unable to read it
+def measure(whole: Problem, rounds: int, team: Team) -> dict:
+    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round. Raises
+    NotMeasured if V is no multiple of the ranks."""
     if whole.shape.v % team.ranks:
-        raise NotMeasured(f"{path}: a vocabulary of {whole.shape.v} entries cannot be shared by {team.ranks} ranks")
+        raise NotMeasured(f"{whole.name}: {team.ranks} ranks cannot share a vocabulary of {whole.shape.v} entries")
     truth, dtype = answers(whole, torch.float64), whole.hidden.dtype
-    references = {EXACT: _errors([truth.grad_x.to(dtype), truth.grad_weight.to(dtype)], truth)}
-    for name, rounding in ROUNDINGS.items():
-        rounded = answers(whole, torch.float64, **rounding)
-        references[name] = _errors([rounded.grad_x.to(dtype), rounded.grad_weight.to(dtype)], truth)
-    case = {"name": path, **vars(whole.shape), "tp": team.ranks}
+    rounded, references = answers(whole, torch.float64, logits=torch.bfloat16), {}
+    for name, found in ((EXACT, truth), (ROUNDED_LOGITS, rounded)):
+        references[name] = _errors([found.grad_x.to(dtype), found.grad_weight.to(dtype)], truth)
+    case = {"name": whole.name, **vars(whole.shape), "tp": team.ranks}
     case |= {"dtype": whole.dtype_name, "loss": truth.loss.item(), "reference_errors": references, "results": []}
     natural = torch.arange(whole.shape.v, device=team.device)
     for name, order in ((NATURAL, natural), (BY_PROBABILITY, by_probability(whole, team.ranks))):
@@ -73,17 +66,17 @@ def measure(path: str, rounds: int, team: Team) -> dict:
 
 def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: int, team: Team) -> list[dict]:
     """One result per value of gradient_filter. `order [V]`: the old ids in the new order of the vocabulary."""
-    changed = reordered(whole, order)
     own = order.chunk(team.ranks)[team.rank]
-    problem = replace(changed, team=team, weight=changed.weight.chunk(team.ranks)[team.rank])
+    # New row i of the vocabulary is old row order[i].
+    problem = replace(whole, team=team, weight=whole.weight[own], target=order.argsort()[whole.target])
     calls: dict[Any, Callable] = {GEMM_ONLY: calls_of(named(GEMM_ONLY, RANKS), problem)[FORWARD_BACKWARD]}
     results = []
     for value in FILTERS:
         results.append({"order": name, "gradient_filter": value})
         for memory, budget in BUDGETS.items():
             options = {"gradient_filter": value, "logits_budget": budget, "process_group": team.group}
-            loss = partial(linear_cross_entropy, **options)
-            call = calls[value, memory] = calls_of(named("ours", RANKS), problem, loss)[FORWARD_BACKWARD]
+            ours = replace(named("ours", RANKS), build=lambda *_: partial(linear_cross_entropy, **options))
+            call = calls[value, memory] = calls_of(ours, problem)[FORWARD_BACKWARD]
             results[-1][memory] = {"errors": _errors(call()[1:], truth, own, team)}
     release(team.device)
     seconds = interleaved(calls, team, rounds)
@@ -99,15 +92,12 @@ def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
     """The ids `[V]` in descending order of their mean probability over the tokens, dealt to the ranks in turn.
 
     The ids of the first rank come first. The order is nearly the order of unigram frequency."""
-    zeros = problem.weight.new_zeros(len(problem.weight), dtype=torch.float32)
-    mean = sum((log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32)), zeros)
-    order = VocabularyOrder.by_frequency(mean / problem.shape.n, ranks=ranks)
+    weight = problem.weight.float()
+    total = weight.new_zeros(len(weight))
+    for tokens in problem.blocks:
+        total += (problem.hidden[tokens].float() @ weight.T).softmax(1).sum(0)
+    order = VocabularyOrder.by_frequency(total / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
-
-
-def reordered(problem: Problem, order: Tensor) -> Problem:
-    """The same problem with new row i of the vocabulary being old row `order[i]`."""
-    return replace(problem, weight=problem.weight[order], target=order.argsort()[problem.target])
 
 
 def _errors(gradients, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:
@@ -152,21 +142,18 @@ def _texts(errors: Errors) -> list[str]:
     return [f"{errors[name]:.2e}" for name in ("dX", "dW", "dW rows")]
 
 
-def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> Namespace:
-    """Parses the command line. A wrong one ends the program with status 2."""
-    parser = new_parser(program, __doc__, "--json", "--rounds")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
-    options = parse(parser, arguments)
-    if program == PROGRAM and not options.files:  # the shell script adds the files of its training
-        parser.error("no file is given, and at least one is needed")
-    return options
-
-
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    parser = new_parser("python -m benchmarks.gradient_filter", __doc__, "--json", "--rounds")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="safetensors files of hidden, weight and target")
+    options = parse(parser, arguments)
     with session(options) as run:
-        sources = [partial(measure, path, options.rounds, run.team) for path in options.files]
-        return snapshots.report_on(sources, run, lambda case: run.say(filter_table(case)))
+
+        def measured(whole: Problem) -> dict:
+            case = measure(whole, options.rounds, run.team)
+            run.say(filter_table(case))
+            return case
+
+        return snapshots.report_on([partial(snapshots.read, path) for path in options.files], run, measured)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,23 @@
-"""`python -m benchmarks.papers`: published figures, and the same measured here.
+"""`python -m benchmarks.papers`: Table 2 of a paper, and the same measured here.
 
-table2    Table 2 of the paper: forward without gradients; memory counts the inputs; figures 4 and 5 as pictures
-gemma2    an article's example: 328 GB of logits
+Forward without gradients, D = 4096. Memory counts the inputs. `--plot` draws figures 4 and 5.
 
 The paper's figures are of a GB200. Plain torch is measured here beside ours: logits in the dtype of the input,
 cross-entropy in float32. On a CPU all sizes are tiny. Exit status: 1 if a loss of ours differs from plain torch's or
-runs out of memory. A loss is not compared where torch's does not fit the GPU, as in gemma2.
+runs out of memory.
 """
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
 
 from .engine import ways
-from .engine.passes import calls_of
-from .engine.peers import FORWARD, ONE, PASSES, named
-from .engine.problem import Problem, Shape, make_problem
+from .engine.peers import FORWARD, ONE, calls_of, named
+from .engine.problem import Shape, make_problem
 from .engine.report import MIB, NONE, RATIO, milliseconds, new_parser, new_table, parse, session, spread_text
-from .engine.team import Team, release
+from .engine.team import release
 from .engine.timing import ratios, spread
 
-GB, GIB = 10**9, 2**30
 TORCH, OURS = "torch", "ours"
-
 # V, and by N: milliseconds of the canonical loss and of the paper's, MiB of either (the paper writes MB).
 PAPER = "https://arxiv.org/abs/2511.17599"
 TABLE_2 = {
@@ -45,83 +38,10 @@ TABLE_2 = {
     ],
 }
 VOCABULARIES = (32768, 65536, 131072, 262144)
-
-
-class Setting(NamedTuple):
-    """How all parts are measured."""
-
-    team: Team
-    dtype: torch.dtype
-    rounds: int
-
-    def problem(self, n: int, v: int, d: int) -> Problem:
-        tiny = self.team.device.type == "cpu"
-        return make_problem(Shape(n // 256, v // 256, 32) if tiny else Shape(n, v, d), self.dtype, self.team)
-
-
-def call_of(name: str, problem: Problem, kind: str):
-    peer = named(name, ONE)
-    assert peer.build is not None
-    return calls_of(peer, problem, peer.build(None, False))[kind]
-
-
-def bytes_of(problem: Problem) -> int:
-    """Bytes of the inputs: hidden states, weight and target."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (problem.x, problem.weight, problem.target))
-
-
-def table_2(setting: Setting) -> tuple[Any, list[dict]]:
-    """A row for each of 20 sizes, D = 4096."""
-    left, right = ["N", "V"], ["torch, ms", "ours, ms", "ours / torch", "less memory", "torch, MiB", "ours, MiB"]
-    right += ["paper: canonical, ms", "proposed, ms", "canonical, MiB", "proposed, MiB"]
-    caption = "Forward without gradients; the paper's figures are of a GB200. ours / torch: median (min–max) of rounds."
-    table, found = new_table(f"Table 2 of {PAPER}", caption, left, right), []
-    for n, published in TABLE_2.items():
-        for v, of_paper in zip(VOCABULARIES, published):
-            problem = setting.problem(n, v, 4096)
-            calls = {name: call_of(name, problem, FORWARD) for name in (TORCH, OURS)}
-            rows = ways.measure(calls, setting.team, setting.rounds, ways.like_first())
-            held = bytes_of(problem)
-            for row in rows:
-                row |= dict(n=n, v=v, peak=held + row["peak"]) if not row["refused"] else dict(n=n, v=v)
-            ms, mib = ([text(row) for row in rows] for text in (_ms, _mib))
-            table.add_row(str(n), str(v), *ms, *_compared(*rows), *mib, *map(str, of_paper))
-            found += rows
-            del problem, calls
-            release(setting.team.device)
-    return table, found
-
-
-def _ms(row: dict) -> str:
-    return NONE if row["refused"] else milliseconds(spread(row["seconds"])[0])
-
-
-def _mib(row: dict) -> str:
-    return NONE if row["refused"] else f"{row['peak'] / MIB:.0f}"
-
-
-def _compared(of_torch: dict, ours: dict) -> list[str]:
-    """The ratio of times, and of memory."""
-    if of_torch["refused"] or ours["refused"]:
-        return [NONE] * 2
-    ratio = spread_text(ratios(ours["seconds"], of_torch["seconds"]), RATIO)
-    return [ratio, f"{100 * (1 - ours['peak'] / of_torch['peak']):.1f} %"]
-
-
-def gemma2(setting: Setting) -> tuple[Any, list[dict]]:
-    """The article *Cut Cross Entropy: 20x Memory reduction in LLM Pre-training*: eight sequences of 80,000 tokens,
-    V = 256128; Gemma 2 9B's D = 3584. A call takes seconds: there is one round."""
-    problem = setting.problem(640_000, 256_128, 3584)
-    logits = problem.shape.n * problem.shape.v * 2 / GB
-    calls = {kind: call_of("ours@0", problem, kind) for kind in PASSES}
-    rows = ways.measure(calls, setting.team, 1, lambda way, found: {})
-    caption = f"All logits in bf16: {logits:.0f} GB. GB beyond the inputs; gradients count."
-    columns = {"GB": lambda row: f"{row['peak'] / GB:.2f}"}
-    return ways.table(f"{problem}, logits_budget=0", caption, rows, "×", columns), rows
-
-
-PARTS = {"table2": table_2, "gemma2": gemma2}
-
+LEFT = ["N", "V"]
+RIGHT = ["torch, ms", "ours, ms", "ours / torch", "less memory", "torch, MiB", "ours, MiB"]
+RIGHT += ["paper: canonical, ms", "proposed, ms", "canonical, MiB", "proposed, MiB"]
+CAPTION = "Forward without gradients; the paper's figures are of a GB200. ours / torch: median (min–max) of rounds."
 
 PICTURES = {  # of table2: the label, a row's value, and which published figures, canonical and proposed
     "latency": ("ms", lambda row: 1e3 * spread(row["seconds"])[0], slice(0, 2)),
@@ -154,21 +74,44 @@ def draw(folder: Path, title: str, rows: list[dict]) -> None:
         figure.savefig(folder / f"{picture}.png", dpi=100)
 
 
+def texts(rows: list[dict]) -> list[str]:
+    """Columns of torch's row and of ours: their times and the ratio of these, the memory saved, and their memory."""
+    ms, mib = [NONE] * 2, [NONE] * 2
+    for number, row in enumerate(rows):
+        if not row["refused"]:
+            ms[number], mib[number] = milliseconds(spread(row["seconds"])[0]), f"{row['peak'] / MIB:.0f}"
+    if NONE in ms:
+        return [*ms, NONE, NONE, *mib]
+    of_torch, ours = rows
+    ratio = spread_text(ratios(ours["seconds"], of_torch["seconds"]), RATIO)
+    return [*ms, ratio, f"{100 * (1 - ours['peak'] / of_torch['peak']):.1f} %", *mib]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = new_parser("python -m benchmarks.papers", __doc__, "--json", "--rounds")
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=[*PARTS])
-    parser.add_argument("--plot", metavar="FOLDER", help="of the pictures of table2: latency.png and memory.png")
+    parser.add_argument("--plot", metavar="FOLDER", help="of the pictures latency.png and memory.png")
     options = parse(parser, arguments)
     with session(options) as run:
-        setting, parts = Setting(run.team, options.dtype, options.rounds), run.content.setdefault("parts", {})
-        for name in options.parts:
-            table, parts[name] = PARTS[name](setting)
-            run.say(table)
-            run.save()
-            if name == "table2" and options.plot:
-                draw(Path(options.plot), run.content["machine"]["device"], parts[name])
-            release(run.team.device)
-    return int(any(row["refused"] for rows in parts.values() for row in rows if row["way"] != TORCH))
+        team, found = run.team, run.content.setdefault("rows", [])
+        table = new_table(f"Table 2 of {PAPER}", CAPTION, LEFT, RIGHT)
+        for n, published in TABLE_2.items():
+            for v, of_paper in zip(VOCABULARIES, published):
+                shape = Shape(n // 256, v // 256, 32) if options.device == "cpu" else Shape(n, v, 4096)
+                problem = make_problem(shape, options.dtype, team)
+                calls = {name: calls_of(named(name, ONE), problem)[FORWARD] for name in (TORCH, OURS)}
+                rows = ways.measure(calls, team, options.rounds, ways.like_first())
+                inputs = problem.x.nbytes + problem.weight.nbytes + problem.target.nbytes
+                for row in rows:
+                    row |= {"n": n, "v": v, "peak": row.get("peak", 0) + inputs}
+                table.add_row(str(n), str(v), *texts(rows), *map(str, of_paper))
+                found += rows
+                del problem, calls
+                release(team.device)
+        run.say(table)
+        run.save()
+        if options.plot:
+            draw(Path(options.plot), run.content["machine"]["device"], found)
+    return int(any(row["refused"] for row in found if row["way"] == OURS))
 
 
 if __name__ == "__main__":

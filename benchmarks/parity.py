@@ -7,16 +7,15 @@ bf16 logits    logits in bf16, converted to fp32 for the softmax, as trainers do
 fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
 
 A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
-launch/snapshots.py writes them. `./launch/parity.sh` trains a model, then runs this report on its snapshots. The report
-also measures random inputs: normal logits with four standard deviations, and targets drawn from the softmax.
+a training writes them by configs/snapshots.yaml. The report also measures random inputs: normal logits with four
+standard deviations, and targets drawn from the softmax.
 
 Exit status: 0 if the errors of ours are within the limits of docs/benchmarks.md, else 1; 2 for a file that cannot be
 measured.
 """
 
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -57,6 +56,8 @@ class Found(NamedTuple):
 
     values: Sequence[Tensor]  # [N] each, fp32 or fp64, in nats
     gradients: Sequence[Tensor]  # dX, [N, D] each
+    tops: Tensor = torch.empty(0)  # [N], log-probabilities of the tokens' largest entries; of `dense` alone
+    largest_logit: float = 0.0  # max |z|; of `dense` alone
 
 
 def ours(problem: Problem) -> Found:
@@ -71,24 +72,25 @@ def ours(problem: Problem) -> Found:
 def dense(problem: Problem, dtype: torch.dtype) -> Found:
     """The results of plain torch, with logits in `dtype` and a softmax at least in fp32."""
     weight = problem.weight.to(dtype)
-    values, gradients = [], []
+    values, gradients, tops, largest_logit = [], [], [], 0.0
     for tokens in problem.blocks:
         x = problem.hidden[tokens].to(dtype).requires_grad_()
-        log_p = (x @ weight.T).to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+        z = x @ weight.T
+        largest_logit = max(largest_logit, z.detach().abs().max().item())
+        log_p = z.to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+        tops.append(log_p.detach().amax(1))
         of_target = log_p.gather(1, problem.target[tokens, None]).squeeze(1)
         of_block = of_target, -(log_p.exp() * log_p).sum(1)
         gradients.append([torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in of_block])
         values.append([value.detach() for value in of_block])
-    return Found([torch.cat(blocks) for blocks in zip(*values)], [torch.cat(blocks) for blocks in zip(*gradients)])
+    joined = ([torch.cat(blocks) for blocks in zip(*each)] for each in (values, gradients))
+    return Found(*joined, torch.cat(tops), largest_logit)
 
 
 def measure(problem: Problem) -> dict:
     """The errors of all three ways relative to float64, as JSON has them."""
-    tops, largest_logit = [], 0.0  # tops: log-probabilities of the tokens' largest entries
-    for _, log_p, in_block in snapshots.log_softmax(problem, torch.float64):
-        tops.append(log_p.amax(1))
-        largest_logit = max(largest_logit, in_block)
-    truth, groups, deviations = dense(problem, torch.float64), _groups(torch.cat(tops)), {}
+    truth, deviations = dense(problem, torch.float64), {}
+    groups = _groups(truth.tops)
     ways = {OURS: ours, ROUNDED: partial(dense, dtype=torch.bfloat16), FP32_HEAD: partial(dense, dtype=torch.float32)}
     for way, compute in ways.items():
         found = compute(problem)
@@ -109,7 +111,7 @@ def measure(problem: Problem) -> dict:
     return {
         "name": problem.name,
         **vars(problem.shape),
-        "max_abs_logit": largest_logit,
+        "max_abs_logit": truth.largest_logit,
         "max_sum_of_magnitudes": largest_sum,
         "allowed": allowed,
         "holds": all(deviations[OURS][name] <= allowed[name] for name in allowed)  # not for NaN
@@ -193,30 +195,17 @@ def verdict(case: dict) -> str:
     return f"{case['name']}: {'ours holds' if case['holds'] else 'FAILED'}: {'; '.join(words)}"
 
 
-def parse_arguments(arguments: list[str] | None, program: str = "python -m benchmarks.parity") -> Namespace:
-    """Parses the command line. A wrong one ends the program with status 2."""
-    parser = new_parser(program, __doc__, "--json")
+def main(arguments: list[str] | None = None) -> int:
+    parser = new_parser("python -m benchmarks.parity", __doc__, "--json")
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
     parser.add_argument("--random", help="size of random inputs; may be repeated", **SHAPE)
     options = parse(parser, arguments)
-    options.random = options.random or [DEFAULT_SHAPE[options.device]]
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32
     with session(options) as run:
-
-        def case_of(read: Callable, *arguments) -> dict:
-            return measure(read(*arguments, run.team))
-
-        def show(case: dict) -> None:
-            print(f"measured {case['name']}", file=sys.stderr, flush=True)
-
-        sources = [partial(case_of, snapshots.read, path) for path in options.files]
-        sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
-        status, cases = snapshots.report_on(sources, run, show), run.content["cases"]
+        sources = [partial(snapshots.read, path) for path in options.files]
+        for shape in options.random or [DEFAULT_SHAPE[options.device]]:
+            sources += [partial(random_problem, shape, deviation) for deviation in DEVIATIONS]
+        status, cases = snapshots.report_on(sources, run, measure), run.content["cases"]
         for part in (*tables(cases), *map(verdict, cases)):
             run.say(part)
     return status or int(not all(case["holds"] for case in cases))

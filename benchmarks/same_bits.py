@@ -34,7 +34,7 @@ USUAL = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("python -m benchmarks.same_bits", __doc__, "--shape", "--dtype")
+    parser = new_parser("python -m benchmarks.same_bits", __doc__, "--shape")
     options = parse(parser, arguments, processes=1)  # ranks may share a GPU
     with session(options) as run:
         for shape in options.shape or USUAL[options.device]:

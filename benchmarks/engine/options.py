@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError, Namespace
 from typing import NamedTuple
 
-from .peers import ONE, RANKS, SAVED, Peer, named, others
+from .peers import ONE, OTHERS, RANKS, SAVED, Peer, named
 from .problem import Shape
 from .report import new_parser, parse
 
@@ -58,8 +58,8 @@ DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches o
 def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
     """Parses the command line. `ranks`: of the whole run, None for one process; `ranks_here`: of this host.
 
-    Adds to the options: `shapes`; `chosen`, the Peers to measure; and `not_here`, {name: why this peer cannot run}.
-    Options that would fail during the measurement end the program at once.
+    Adds to the options: `shapes`; and `chosen`, the Peers to measure. Options that would fail during the measurement
+    end the program at once.
     """
     setting = ONE if ranks is None else RANKS
 
@@ -70,8 +70,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
             raise ArgumentTypeError(str(error)) from None
 
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
-    description = "parallel_lce against its peers."
-    parser = new_parser(program, description, "--json", "--rounds", "--shape", "--dtype")
+    parser = new_parser(program, "parallel_lce against its peers.", "--json", "--rounds", "--shape")
     add = parser.add_argument
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
     words = "only these peers and the GEMM-only baseline; ours may have a logits_budget: ours@512MiB or ours@all"
@@ -82,18 +81,14 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
 
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
     options.shapes, options.host = options.shape or suite.shapes, suite.host
+    others = [peer for peer in OTHERS if setting in peer.settings]
     wanted = options.peers
     if wanted is None:
         wanted = [named(name, setting) for name in suite.ours]
-        wanted += [p for p in others(setting) if _is_default(p, suite, options.device)]
-    baselines = [peer for peer in others(setting) if peer.family == "gemm-only"]
+        wanted += [p for p in others if (p.name in suite.others if suite.others else options.device in p.devices)]
+    baselines = [peer for peer in others if peer.family == "gemm-only"]
     ours, rest = ([peer for peer in wanted if peer.family == family] for family in ("ours", "other"))
-    peers = [*ours, *baselines, *rest]
-    options.chosen = [peer for peer in peers if not peer.missing]
-    options.not_here = {peer.name: peer.missing for peer in peers if peer.missing}
-    if options.peers and options.not_here:
-        lacking = ", ".join(f"{name} ({why})" for name, why in options.not_here.items())
-        parser.error(f"cannot run here: {lacking}")
+    options.chosen = [*ours, *baselines, *rest]
 
     ranks = ranks or 1
     powers = {2**k for k in range(ranks.bit_length())}
@@ -105,7 +100,3 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
             if shape.n % tp or shape.v % tp:
                 parser.error(f"--shape: N and V must be multiples of the TP size, got {shape} for TP {tp}")
     return options
-
-
-def _is_default(peer: Peer, suite: Suite, device: str) -> bool:
-    return device in peer.devices if suite.others is None else peer.name in suite.others

@@ -93,16 +93,14 @@ def statistics(asked, budget, group, sequence_parallel):
     return loss
 
 
-ASKED = {  # {kind: function that returns the options of further statistics}
-    "ours-statistics": lambda *_: {},
-    "ours-entropy": lambda *_: {"expected_logit": True},
-    "ours-selected": lambda x, weight, target, group: {"selected": _ids(x, weight, target, SELECTED, group)},
-    # Half of the tokens count.
-    "ours-masked": lambda x, weight, target, group: {
-        "mask": torch.arange(len(target), device=x.device) % 2 == 0,
-        "counted_tokens": -(-len(target) // 2),
-    },
-}
+def selected(x, weight, target, group):
+    """Log-probabilities of random entries."""
+    return {"selected": _ids(x, weight, target, SELECTED, group)}
+
+
+def half(x, weight, target, group):
+    """Half of the tokens count."""
+    return {"mask": torch.arange(len(target), device=x.device) % 2 == 0, "counted_tokens": -(-len(target) // 2)}
 
 
 def replay(budget, group, sequence_parallel):

@@ -7,17 +7,18 @@ shard [V/P, D], and target has the ids [N] of the whole sequence.
 The GEMM-only baseline is the three matrix products that every loss needs, without a loss. Speeds are relative to it.
 """
 
-import importlib.util
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
 
 from . import libraries, ours
-from .libraries import library
+from .problem import Problem
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 PASSES = (FORWARD, FORWARD_BACKWARD)  # FORWARD: without gradients; FORWARD_BACKWARD: with dX and dW
@@ -28,112 +29,152 @@ ONE, RANKS = "one", "ranks"  # one process without a group; a process group, wit
 BOTH = (ONE, RANKS)
 
 GEMM_ONLY, OVERLAPPED, SAVED = "gemm-only", "gemm-only-overlapped", "ours-per-token@all"
-UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 ALL = 1 << 40  # a logits_budget that holds all exponentials
+
+
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One row of the table."""
+    """One row of the table. It is refused where the library that `build` imports is missing."""
 
     name: str
-    upstream: str  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
-    devices: tuple[str, ...]  # devices on which it is measured by default
     build: Callable | None  # build(group, sequence_parallel) returns the loss; group is None on one GPU
+    upstream: str = ANY  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
+    devices: tuple[str, ...] = CUDA  # devices on which it is measured by default
+    settings: tuple[str, ...] = (ONE,)
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
-    settings: tuple[str, ...] = (ONE,)
-    needs: str = ""  # the module that `build` imports
     context: Callable = nullcontext  # in which both passes run
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
-    @property
-    def missing(self) -> str:
-        """The reason why it cannot run in this environment, or ''."""
-        try:
-            exists = not self.needs or importlib.util.find_spec(self.needs) is not None
-        except ImportError:  # the parent package is missing
-            exists = False
-        return "" if exists else f"no {self.needs}"
+
+def _ours(name: str, build: Callable, upstream: str = ANY, settings: tuple[str, ...] = BOTH, **more) -> Peer:
+    """`build(budget, group, sequence_parallel)` returns the loss."""
+    return Peer(name, build, upstream, CPU_AND_CUDA, settings, "ours", **more)
 
 
-OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that returns the loss)}
-    "ours": (SCALAR, partial(ours.loss, "mean")),
-    "ours-per-token": (ANY, partial(ours.loss, "none")),
-    "ours-main-grad": (ANY, ours.main_grad),
-    **{kind: (ANY, partial(ours.statistics, asked)) for kind, asked in ours.ASKED.items()},
-    "ours-replay": (ANY, ours.replay),
-    "ours-style": (SCALAR, ours.style),
-    "ours-torchtitan": (SCALAR, ours.torchtitan),
-}
-DOORS = {"ours-style": "", "ours-torchtitan": "torchtitan"}  # kinds that run over ranks alone: what `build` imports
-UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
-_LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
-_CCE = "cut_cross_entropy", "linear_cross_entropy"
-_QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
+OURS = (
+    _ours("ours", partial(ours.loss, "mean"), SCALAR),
+    _ours("ours-per-token", partial(ours.loss, "none")),
+    _ours("ours-main-grad", ours.main_grad, main_grad=True),
+    _ours("ours-statistics", partial(ours.statistics, lambda *_: {})),
+    _ours("ours-entropy", partial(ours.statistics, lambda *_: {"expected_logit": True})),
+    _ours("ours-selected", partial(ours.statistics, ours.selected)),
+    _ours("ours-masked", partial(ours.statistics, ours.half), judged=False),
+    _ours("ours-replay", ours.replay, judged=False),
+    _ours("ours-style", ours.style, SCALAR, (RANKS,)),
+    _ours("ours-torchtitan", ours.torchtitan, SCALAR, (RANKS,)),
+)
 OTHERS = (
-    Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", settings=BOTH),
-    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", settings=(RANKS,)),
-    Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
-    Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
-    *(
-        Peer(
-            name + suffix,
-            ANY,
-            CUDA,
-            partial(libraries.megatron, name == "megatron-fused", main_grad=bool(suffix)),
-            main_grad=bool(suffix),
-            settings=BOTH,
-            needs="megatron.core",
-        )
-        for suffix in ("", "-main-grad")
-        for name in ("megatron-fused", "megatron")
-    ),
-    Peer(
-        "torch-loss-parallel",
-        ANY,
-        CPU_AND_CUDA,
-        libraries.torch_loss_parallel,
-        settings=(RANKS,),
-        context=loss_parallel,
-    ),
-    Peer("torchtitan", SCALAR, CUDA, partial(libraries.torchtitan, None), settings=(RANKS,), needs="torchtitan"),
-    Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
-    # The environment variable LIGER_KERNEL_IMPL chooses liger's backend.
-    Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
-    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips small gradients
-    Peer("cce-exact", ANY, CUDA, library(*_CCE, impl="cce_exact"), needs="cut_cross_entropy"),
-    # With chunks of 8192 tokens the fp32 dW is added to half as often as with the default of 4096.
-    Peer("quack", SCALAR, CUDA, library(*_QUACK, chunk_size=8192), needs="quack"),
+    Peer(GEMM_ONLY, None, ANY, CPU_AND_CUDA, BOTH, "gemm-only", judged=False),
+    Peer(OVERLAPPED, None, ANY, CPU_AND_CUDA, (RANKS,), "gemm-only", judged=False),
+    Peer("torch", lambda *_: libraries.torch_loss, ANY, CPU_AND_CUDA),
+    Peer("torch-compile", lambda *_: torch.compile(libraries.torch_loss, dynamic=False)),
+    Peer("megatron-fused", partial(libraries.megatron, True, False), settings=BOTH),
+    Peer("megatron", partial(libraries.megatron, False, False), settings=BOTH),
+    Peer("megatron-fused-main-grad", partial(libraries.megatron, True, True), settings=BOTH, main_grad=True),
+    Peer("megatron-main-grad", partial(libraries.megatron, False, True), settings=BOTH, main_grad=True),
+    Peer("torch-loss-parallel", libraries.torch_loss_parallel, ANY, CPU_AND_CUDA, (RANKS,), context=loss_parallel),
+    Peer("torchtitan", partial(libraries.torchtitan, None), SCALAR, settings=(RANKS,)),
+    Peer("verl", libraries.verl, settings=BOTH),
+    Peer("liger", libraries.liger, SCALAR),
+    Peer("quack", libraries.quack, SCALAR),
 )
 
 
 def named(name: str, setting: str) -> Peer:
-    """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB. An unknown name: ValueError."""
+    """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB, ours@0 or ours@all, which is
+    `ALL`. An unknown name: ValueError."""
     kind, at, budget = name.partition("@")
-    known = {peer.name: peer for peer in others(setting)}
-    of_ours = [kind for kind in OURS if setting == RANKS or kind not in DOORS]
-    if kind in of_ours:
-        upstream, build = OURS[kind]
-        build = partial(build, parse_budget(budget) if at else None)
-        main_grad, judged = kind == "ours-main-grad", kind not in UNJUDGED
-        needs = DOORS.get(kind, "")
-        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad, BOTH, needs, judged=judged)
-    if name not in known:
-        raise ValueError(f"no such peer: {name}; known: {', '.join([*of_ours, *known])}")
-    return known[name]
+    known = {peer.name: peer for peer in (*OURS, *OTHERS) if setting in peer.settings}
+    if kind not in known or (at and known[kind].family != "ours"):
+        raise ValueError(f"no such peer: {name}; known: {', '.join(known)}")
+    peer = known[kind]
+    if peer.family != "ours":
+        return peer
+    match = re.fullmatch(r"(\d+)(|mib|gib)", budget.lower())
+    if at and not match and budget != "all":
+        raise ValueError(f"expected bytes, a number with MiB or GiB, or all, got {budget!r}")
+    size = int(match[1]) * {"": 1, "mib": 2**20, "gib": 2**30}[match[2]] if match else ALL
+    assert peer.build is not None
+    return replace(peer, name=name, build=partial(peer.build, size if at else None))
 
 
-def others(setting: str) -> list[Peer]:
-    """All peers except those of parallel_lce."""
-    return [peer for peer in OTHERS if setting in peer.settings]
+# --- a peer's two calls ----------------------------------------------------------------------------
 
 
-def parse_budget(text: str) -> int:
-    """'512MiB', '0', '1048576' -> bytes; 'all' -> `ALL`."""
-    if text.lower() == "all":
-        return ALL
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.lower())
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"expected bytes, a number with KiB, MiB or GiB, or all, got {text!r}")
-    return int(match[1]) * UNITS[match[2]]
+def calls_of(peer: Peer, problem: Problem) -> dict[str, Callable]:
+    """`{pass: function()}`: forward without gradients, and forward + backward, which returns the loss, dX and dW; for a
+    GEMM-only baseline dX and dW."""
+    if peer.build is None:
+        return _baseline_calls(problem, peer.name == OVERLAPPED)
+    return _loss_calls(peer.build(problem.team.group, problem.sequence_parallel), problem, peer)
+
+
+def _loss_calls(loss, problem, peer):
+    """As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
+    leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
+    x, weight, target = problem.x, problem.weight, problem.target
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if peer.main_grad else None
+
+    def forward():
+        with torch.no_grad(), peer.context():
+            return loss(x, weight, target)
+
+    def forward_backward():
+        leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        if buffer is not None:
+            leaf_weight.main_grad, leaf_weight.grad_added_to_main_grad = buffer, False
+        with peer.context():
+            value = loss(leaf_x, leaf_weight, target)
+            value.backward()
+        return value.detach(), leaf_x.grad, leaf_weight.grad if buffer is None else buffer
+
+    return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
+
+
+def _baseline_calls(problem, collectives):
+    """The matrix products that every loss needs, 6 N V D / P flops. The logits z take the place of their gradient.
+
+    With `collectives`, also the collectives of stock Megatron, each beside a product that does not depend on it. dX is
+    all-reduced beside z.T @ x. Under sequence parallelism the hidden states are gathered before x @ W.T, and again
+    beside z @ W, since Megatron does not save the gathered N * D elements; dX is reduce-scattered beside z.T @ x.
+    """
+    weight, options = problem.weight, {"group": problem.team.group, "async_op": True}
+    gathers = collectives and problem.sequence_parallel
+    x = problem.x if gathers else problem.hidden
+
+    def gather():
+        """The hidden states of all ranks, and the handle of their gather."""
+        whole = x.new_empty(problem.hidden.shape)
+        return whole, all_gather(whole, x, **options)
+
+    def product():
+        whole, work = gather() if gathers else (x, None)
+        if work:
+            work.wait()
+        return whole @ weight.T
+
+    def forward():
+        product()  # the logits are freed at once, as by a loss that does not need them
+
+    def forward_backward():
+        z = product()
+        whole, work = gather() if gathers else (x, None)
+        grad_x = z @ weight
+        if work:
+            work.wait()
+            summed, grad_x = grad_x, torch.empty_like(x)
+            work = reduce_scatter(grad_x, summed, **options)
+        elif collectives:
+            work = dist.all_reduce(grad_x, **options)
+        grad_weight = z.T @ whole
+        if work:
+            work.wait()
+        return grad_x, grad_weight
+
+    return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}

@@ -22,7 +22,6 @@ LIBRARIES = "triton megatron-core liger-kernel quack-kernels verl transformers t
 NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps
-DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def parse_shape(text: str) -> Shape:
@@ -41,7 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of several commands
     "--json": dict(metavar="PATH", help="write everything measured, again after each table"),
     "--rounds": dict(type=int, default=5, help="how often each call is timed (%(default)s)"),
     "--shape": SHAPE | dict(help="tokens, vocabulary of all ranks, hidden size; may be repeated"),
-    "--dtype": dict(choices=("float32", "bfloat16", "float16"), help="float32 on cpu, bfloat16 on cuda"),
 }
 
 
@@ -57,7 +55,7 @@ def new_parser(program: str, description: str | None, *names: str) -> ArgumentPa
 
 def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | None = None) -> Namespace:
     """Parses and checks the command line. A wrong one ends the program with status 2. `processes`: of this host; None:
-    the number that torchrun started. Adds `dtype`, of torch, for a command without this option too."""
+    the number that torchrun started. Adds `dtype`: bfloat16 on a GPU, float32 on a CPU."""
     options = parser.parse_args(arguments)
     processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.device == "cuda" and torch.cuda.device_count() < processes:
@@ -72,7 +70,7 @@ def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | 
         parser.error(f"--json: {options.json} is a folder")
     if getattr(options, "rounds", 1) < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    options.dtype = getattr(torch, getattr(options, "dtype", None) or DEFAULT_DTYPE[options.device])
+    options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     return options
 
 
@@ -80,20 +78,32 @@ class Session(NamedTuple):
     """A run of a report."""
 
     team: Team  # the ranks that torchrun started, or this process alone
-    say: Callable[[Any], None]  # prints a table or a text, on rank 0
+    say: Callable[[Any], None]  # prints a table, or a text without wrapping it, on rank 0
     content: dict[str, Any]  # of the JSON
     path: str | None  # of the JSON
 
     def save(self) -> None:
+        """Writes NaN and infinities as null: JSON has neither."""
         if self.path and self.team.rank == 0:
-            write_json(self.path, self.content)
+            content = json.loads(json.dumps(self.content), parse_constant=lambda _: None)
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def session(options: Namespace) -> Iterator[Session]:
     """Joins the ranks, and prints the facts about the machine."""
+    from rich.console import Console
+
     team = Team.here(options.device)
-    say, facts = speaker(team.rank == 0), machine(team.device)
+    console = Console(highlight=False, markup=False, emoji=False, quiet=team.rank != 0)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+
+    def say(what: Any) -> None:
+        console.print(what, soft_wrap=isinstance(what, str))
+
+    facts = machine(team.device) | {"ranks": str(team.ranks)}
     say("; ".join(f"{name}: {text}" for name, text in facts.items()))
     content = {"machine": facts, "settings": {"rounds": getattr(options, "rounds", None)}}
     yield Session(team, say, content, getattr(options, "json", None))
@@ -123,16 +133,6 @@ def _cpu_name() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def speaker(speaks: bool = True) -> Callable[[Any], None]:
-    """A function that prints a table, or a text without wrapping it. Unless this rank `speaks`, it prints nothing."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False, quiet=not speaks)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return lambda what: console.print(what, soft_wrap=isinstance(what, str))
 
 
 def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]):
@@ -166,10 +166,3 @@ RATIO = "{:.2f} ({:.2f}–{:.2f})"  # a form of spread_text
 def spread_text(values: tuple[float, float, float] | None, form: str = "{:.3f} ({:.3f}–{:.3f})") -> str:
     """'median (min–max)'"""
     return form.format(*values) if values else NONE
-
-
-def write_json(path: str, content: dict) -> None:
-    """Writes NaN and infinities as null: JSON has neither."""
-    content = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,14 +1,14 @@
 """Snapshots of a training: reading them, and functions of the reports on them.
 
-A snapshot is a safetensors file with the operands of an output layer, as launch/snapshots.py writes it: `hidden [N, D]`
-and `weight [V, D]`, bf16, and `target [N]` of an integer dtype.
+A snapshot is a safetensors file with the operands of an output layer, as a training by configs/snapshots.yaml writes
+it: `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from .problem import Problem, Shape
 from .report import Session
@@ -41,32 +41,19 @@ def read(path: str, team: Team) -> Problem:
     return Problem(Shape(n, v, d), team, *tensors, name=path)
 
 
-def report_on(sources: list[Callable[[], dict]], run: Session, show: Callable[[dict], None]) -> int:
-    """Calls each source, appends its case to the report's cases, shows the case, and writes the JSON again.
+def report_on(sources: list[Callable[[Team], Problem]], run: Session, measure: Callable[[Problem], dict]) -> int:
+    """Measures the problem of each source, appends its case to the report's cases, and writes the JSON again. Each rank
+    has the whole problem.
 
-    Returns the exit status: 2 if a source raises NotMeasured, else 0."""
+    Returns the exit status: 2 if a rank cannot read a problem or measure it, else 0."""
     status, cases = 0, run.content.setdefault("cases", [])
     for source in sources:
         try:
-            cases.append(source())
+            cases.append(measure(run.team.agree(partial(source, Team(run.team.device)))))
         except NotMeasured as error:
             status = 2
             if run.team.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             continue
-        show(cases[-1])
         run.save()
     return status
-
-
-@torch.no_grad()
-def log_softmax(problem: Problem, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, float]]:
-    """Yields for each block of R tokens: their slice, their log-probabilities `[R, V]`, and max |z|. Logits are in
-    `dtype`, the softmax at least in fp32."""
-    weight = problem.weight.to(dtype)
-    for tokens in problem.blocks:
-        z = problem.hidden[tokens].to(dtype) @ weight.T
-        largest = z.abs().max().item()
-        log_p = z.to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
-        del z
-        yield tokens, log_p, largest

@@ -8,6 +8,7 @@ from .report import NONE, RATIO, mebibytes, milliseconds, new_table, spread_ms, 
 
 ERRORS = ("loss", "dX", "dW")  # JSON also has the errors of the worst rows
 SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
+STYLE = {"ours": "bold"}
 CAPTION = (
     " Milliseconds of the slowest rank. of GEMM-only: speed relative to the bare products in the same round; of "
     "overlapped: relative to the products with collectives. MiB: peak above the inputs, largest of the ranks; beyond: "
@@ -43,7 +44,7 @@ def cell_table(cell: dict):
             row += [mebibytes(entry[kind][size]) for size in ("peak_bytes", "beyond_gradients_bytes")]
         row += [spread_text(ratio(cell, ours, entry["name"], FORWARD_BACKWARD), RATIO)]
         row += [f"{entry['errors'][e] / unit[e]:.2f}" if e in entry["errors"] and unit[e] else NONE for e in ERRORS]
-        table.add_row(*row, style=_style(entry))
+        table.add_row(*row, style=STYLE.get(entry["family"]))
     return table
 
 
@@ -58,9 +59,5 @@ def host_output(cell: dict) -> Iterator:
             if profile:
                 on_gpu = [f"{profile['operations']:.4g}", milliseconds(profile["gpu_seconds"])]
             row = entry["name"], SHORT[kind], spread_ms(entry[kind]["host_seconds"]), *on_gpu
-            table.add_row(*row, style=_style(entry))
+            table.add_row(*row, style=STYLE.get(entry["family"]))
         yield table
-
-
-def _style(entry: dict) -> str | None:
-    return "bold" if entry["family"] == "ours" else None

@@ -24,23 +24,7 @@ IDLE_TIMEOUT = timedelta(hours=2)  # of ranks outside the team, which wait until
 
 
 class NotMeasured(Exception):
-    """A peer or a file is not measured. The message has the reason; `errors` has the peer's errors, if known."""
-
-    def __init__(self, message: str, errors: dict[str, float] | None = None):
-        super().__init__(message)
-        self.errors = errors or {}
-
-
-def join(device_type: str) -> torch.device:
-    """This process's device, which ranks share if there are fewer. Joins the ranks over gloo if torchrun started this
-    process."""
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=IDLE_TIMEOUT)
-    return device
+    """A peer or a file is not measured, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +52,15 @@ class Team:
 
     @classmethod
     def here(cls, device_type: str) -> "Team":
-        """All ranks that torchrun started, or this process alone."""
-        team = cls.of(int(os.environ.get("WORLD_SIZE", "1")), join(device_type))
+        """All ranks that torchrun started, joined over gloo, or this process alone. Ranks share devices if there are
+        fewer."""
+        device = torch.device("cpu")
+        if device_type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+            torch.cuda.set_device(device)
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo", timeout=IDLE_TIMEOUT)
+        team = cls.of(int(os.environ.get("WORLD_SIZE", "1")), device)
         assert team is not None  # every rank is a member
         return team
 

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -39,26 +39,15 @@ def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]
     return partial(read, warm_up, calls)
 
 
-def new_order() -> Callable[[Iterable], list]:
-    """A function that shuffles what it is given, anew at each call. All ranks get the same orders."""
-    random = Random(0)
-
-    def order(items: Iterable) -> list:
-        listed = [*items]
-        return random.sample(listed, len(listed))
-
-    return order
-
-
 def interleaved(calls: dict, team: Team, rounds: int) -> dict:
     """`{key: [seconds of its call, one per round]}`. Each round has its own order of calls: the preceding call changes
     the GPU's clock rate."""
-    order = new_order()
+    random = Random(0)  # all ranks get the same orders
     readers = {key: timer(call, team) for key, call in calls.items()}
     seconds = {key: [] for key in calls}
     for _ in range(rounds):
         gc.collect()
-        for key in order(calls):
+        for key in random.sample([*calls], len(calls)):
             seconds[key].append(readers[key]())
     return seconds
 

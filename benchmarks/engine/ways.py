@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .peak_memory import peak_memory
-from .report import NONE, RATIO, mebibytes, new_table, spread_ms, spread_text
+from .report import NONE, RATIO, new_table, spread_ms, spread_text
 from .team import NotMeasured, Team, release
 from .timing import interleaved, ratios
 
@@ -53,26 +53,6 @@ def like_first(judge: Callable[[Any, Any], dict] = same_loss) -> Callable[[str, 
         return judge(found, first[0])
 
     return compare
-
-
-def against(truths: dict[str, Tensor]) -> Callable[[str, Any], dict]:
-    """A judge: the relative `error` of dX, the second tensor of a result, over the first R tokens of which there is a
-    truth [R, D]. None for a way without one."""
-
-    def judge(way: str, found: Any) -> dict:
-        truth = truths.get(way)
-        if truth is None:
-            return {"error": None}
-        return {"error": ((found[1][: len(truth)].double() - truth).norm() / truth.norm()).item()}
-
-    return judge
-
-
-GRADIENT_COLUMNS = {  # of `table`, for calls that return their gradients
-    "MiB": lambda row: mebibytes(row["peak"] - row["kept"]),
-    "dX error": lambda row: NONE if row["error"] is None else f"{row['error']:.1e}",
-}
-GRADIENT_CAPTION = "MiB: peak beyond the gradients. dX error: relative to float64, over the first tokens."
 
 
 def table(title: str, caption: str, rows: list[dict], speed: str, columns: dict[str, Callable[[dict], str]]):

@@ -7,7 +7,6 @@ import argparse
 import difflib
 import os
 import re
-import textwrap
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -99,7 +98,6 @@ class LossConfig(Section):
 
 class ParallelConfig(Section):
     tensor: Count = 1
-    pipeline: Count = 1  # stages, each with as many layers
     data: Count = 1
     sequence: StrictBool = False  # sequence parallelism on top of tensor parallelism
     overlap_grad_reduce: StrictBool = False  # sum gradients over data-parallel ranks while the backward runs
@@ -111,11 +109,11 @@ class ParallelConfig(Section):
     @property
     def processes(self) -> int:
         """Number of ranks in the whole launch."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.data
 
     @property
     def layout(self) -> str:
-        return f"parallel.tensor={self.tensor} * pipeline={self.pipeline} * data={self.data}"
+        return f"parallel.tensor={self.tensor} * data={self.data}"
 
 
 class MemoryConfig(Section):
@@ -186,13 +184,11 @@ class Config(Section):
             ("model.heads", "parallel.tensor", True),
             ("model.kv_heads", "parallel.tensor", True),
             ("model.ffn_hidden", "parallel.tensor", True),
-            ("model.layers", "parallel.pipeline", True),
             ("model.hidden", "model.heads", model.head_dim is None),
             ("train.sequence", "parallel.tensor", parallel.sequence),
-            ("train.held_out_samples", "train.micro_batch", parallel.pipeline > 1),
         ):
             size, by = attrgetter(multiple, divisor)(self)
-            if needed and (size or 0) % by:
+            if needed and size % by:
                 raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
         model.head_dim = model.head_dim or model.hidden // model.heads
         if model.head_dim % 2:
@@ -233,29 +229,14 @@ class _Parser(argparse.ArgumentParser):
         raise Refusal(message)
 
 
-def parse_command_line(description: str | None, argv: list[str], default: Path = DEFAULT_CONFIG) -> Config:
+def parse_command_line(description: str, argv: list[str]) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(description=textwrap.fill(description or "", 100), epilog=_listed(default), formatter_class=raw)
-    parser.add_argument("--config", type=Path, default=default, help="YAML file (default: %(default)s)")
+    parser = _Parser(description=description, epilog="configs/demo.yaml has all settings, and explains them.")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
     parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
     args = parser.parse_intermixed_args(argv)
     return load_config(args.config, args.overrides, args.text)
-
-
-def _listed(default: Path) -> str:
-    """All settings, with the values of this file."""
-    values = load_config(default, []).model_dump()
-
-    def value_of(key: str) -> Any:
-        found: Any = values
-        for name in key.split("."):
-            found = (found or {}).get(name)
-        return "null" if found is None else str(found).lower() if isinstance(found, bool) else found
-
-    lines = [f"  {key}={value_of(key)}" for key in settings()]
-    return "\n".join(["settings, with their defaults; configs/demo.yaml explains them:", *lines])
 
 
 def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -312,7 +293,9 @@ def described(errors: ValidationError) -> str:
             names = [f"{key}.{name}" for name in error["input"]] if isinstance(error["input"], dict) else []
             for name in names or [key]:
                 near = difflib.get_close_matches(name, [*settings()], n=1)
-                words.append(f"no such setting: {name}; {f'did you mean {near[0]}?' if near else '--help lists all'}")
+                words.append(
+                    f"no such setting: {name}; {f'did you mean {near[0]}?' if near else 'configs/demo.yaml has all'}"
+                )
             continue
         if error["type"] == "model_type":
             message = f"a section, of settings such as {next(name for name in settings() if name.startswith(key))}"

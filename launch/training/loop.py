@@ -68,8 +68,8 @@ class Stepper:
             transformer.grad_sync_func = self.model.start_grad_sync
 
     def __call__(self, batches: list[Batch], step: int, done: float) -> list[torch.Tensor]:
-        """Trains on this rank's micro batches as step `step`, when this share of the training is done. The last
-        pipeline stage returns each micro batch's [sum of losses, tokens]."""
+        """Trains on this rank's micro batches as step `step`, when this share of the training is done. Returns each
+        micro batch's [sum of losses, tokens]."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.train, step, done)
             group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms
@@ -102,8 +102,6 @@ class Stepper:
         for report in reports:
             total += report
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        stages: Any = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.broadcast(total, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
         loss, tokens = total.tolist()
         return loss / tokens
 
@@ -122,7 +120,7 @@ def share_done(train: TrainConfig, steps: int, seconds: float) -> float:
 
 
 def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """Runs a micro batch through this stage: hidden states [s, b, h], on the last stage losses of tokens [b, s]."""
+    """Runs a micro batch: the losses of its tokens [b, s], and what sums them."""
     batch = next(batches)
 
     def sum_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,7 +133,7 @@ def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Te
 
 @torch.no_grad()
 def last_hidden(gpt: GPTModel, batch: Batch) -> torch.Tensor:
-    """The hidden states [s/P, b, h] that the output layer projects. `gpt` is the whole model, not a pipeline stage."""
+    """The hidden states [s/P, b, h] that the output layer projects."""
     outputs = []
     hook = gpt.decoder.register_forward_hook(lambda module, args, output: outputs.append(output))
     gpt(batch.tokens, batch.position_ids, None, labels=batch.labels)
@@ -163,8 +161,8 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
 def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
     """Peak bytes of the output layer and the loss on this rank, in one forward and backward.
 
-    `gpt`: the whole model. Call this within `no_sync` of its data-parallel wrapper. It replaces the decoder's forward:
-    do not train `gpt` afterwards.
+    Call this within `no_sync` of the data-parallel wrapper. It replaces the decoder's forward: do not train `gpt`
+    afterwards.
 
     The last hidden states, as a leaf tensor, replace the decoder's output, so that only the output layer and the loss
     run. The peak includes the gradient of the hidden states. The weight's is added to its `main_grad`, which exists
@@ -223,13 +221,11 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
         create_gloo_process_groups=False,  # only checkpoints need them
         distributed_timeout_minutes=parallel.timeout_seconds / 60,  # pyright: ignore[reportArgumentType]
     )
     torch.manual_seed(seed)
-    # As Megatron does: parameters that are drawn on GPUs differ between pipeline stages.
-    model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(seed)
     return device
 
 
@@ -266,7 +262,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
             progress.update(bar, completed=done, step=step + 1, loss=f"{losses[-1]:.4f}")
     step_peak, loss_peak = torch.cuda.max_memory_allocated() if on_gpu else 0, 0
     held_out_loss = stepper.evaluate(unseen) if unseen else None
-    if config.memory.micro_batch and parallel.pipeline == 1:  # a pipeline stage does not hold the whole model
+    if config.memory.micro_batch:
         batch = batches.batch_of(batches.samples(len(losses), config.memory.micro_batch))
         with stepper.model.no_sync():  # the gradients of this step are not used
             loss_peak = loss_peak_bytes(stepper.gpt, batch)

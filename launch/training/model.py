@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnMaskType
@@ -59,33 +58,9 @@ class CausalAttention(torch.nn.Module):
 
 
 def build_model(config: Config, device: torch.device) -> GPTModel:
-    """This pipeline stage's part of a GPTModel on `device`, with this rank's shards. Megatron's groups must exist."""
-    # Without Transformer Engine and Apex.
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    norm: Any = RMSNorm
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    number = config.model.layers // config.parallel.pipeline
-    layers: Any = TransformerBlockSubmodules([layer] * number, layer_norm=norm)
-    model = GPTModel(
-        config=_transformer_config(config, device),
-        transformer_layer_spec=layers,
-        vocab_size=padded_vocab_size(config),
-        max_sequence_length=config.train.sequence,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=config.model.rotary_base,
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-    )
-    return model.to(device)
-
-
-def _transformer_config(config: Config, device: torch.device) -> TransformerConfig:
-    model, parallel = config.model, config.parallel
-    bf16 = config.train.precision == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return TransformerConfig(
+    """A GPTModel on `device`, with this rank's shards. Megatron's groups must exist."""
+    model, parallel, bf16 = config.model, config.parallel, config.train.precision == "bf16"
+    transformer = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn_hidden,
@@ -99,19 +74,31 @@ def _transformer_config(config: Config, device: torch.device) -> TransformerConf
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         bf16=bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        deallocate_pipeline_outputs=True,
-        batch_p2p_sync=device.type == "cuda",
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
         calculate_per_token_loss=True,
         use_cpu_initialization=model.initialize_on_cpu,
         **(RECOMPUTE if model.recompute else {}),
         **WITHOUT_EXTENSIONS,
         **_loss_options(config),
     )
+    # Without Transformer Engine and Apex.
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    norm: Any = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    layers: Any = TransformerBlockSubmodules([layer] * config.model.layers, layer_norm=norm)
+    gpt = GPTModel(
+        config=transformer,
+        transformer_layer_spec=layers,
+        vocab_size=padded_vocab_size(config),
+        max_sequence_length=config.train.sequence,
+        position_embedding_type="rope",
+        rotary_base=config.model.rotary_base,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+    )
+    return gpt.to(device)
 
 
 def _loss_options(config: Config) -> dict[str, Any]:

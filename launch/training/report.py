@@ -76,21 +76,6 @@ def snapshots_in(folder: str | Path) -> list[Path]:
     return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
-def is_trained(config: Config) -> bool:
-    """Whether the output folder has all snapshots of this configuration. Raises a Refusal for those of another."""
-    if config.snapshots is None:
-        raise Refusal("snapshots=None: the report needs some, as configs/snapshots.yaml has them")
-    if not Path(config.output, "metrics.json").exists():
-        return False
-    before = read_metrics(Path(config.output))
-    steps, elsewhere = len(before.losses), {"output": True, "text": {"cache"}, "compare": True}
-    # The settings in `elsewhere` do not affect the content of the files that a training writes.
-    if before.config.model_dump(exclude=elsewhere) != config.model_dump(exclude=elsewhere):
-        raise Refusal(f"{config.output} has snapshots of another configuration: give another output=, or remove them")
-    wanted = {f"step-{step}" for step in (*config.snapshots.steps, steps) if step <= steps}
-    return wanted <= {path.stem for path in snapshots_in(config.output)}
-
-
 def remove_results(folder: str | Path) -> None:
     """Makes the folder, and removes the results of an earlier run, since the new run may overwrite only some of them.
     config.yaml stays: the new run may be started with it."""
@@ -257,7 +242,7 @@ def _description(run: Metrics) -> str:
     parallel, versions = run.config.parallel, ", ".join(f"{name} {version}" for name, version in run.versions.items())
     sequence = " with sequence parallelism" if parallel.sequence and parallel.tensor > 1 else ""
     return (
-        f"TP={parallel.tensor}{sequence}, PP={parallel.pipeline}, DP={parallel.data}; {parallel.processes} × "
+        f"TP={parallel.tensor}{sequence}, DP={parallel.data}; {parallel.processes} × "
         f"{run.device}, {run.backend}, on {run.hosts} host(s); {versions}; {run.text}"
     )
 

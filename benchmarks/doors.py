@@ -5,8 +5,8 @@ A step is forward and backward, without an optimizer. Weights and tokens are ran
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
-qwen2-loss         the same without layers: little more than the loss
-megatron-llama     Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
+...-loss           the same without layers: little more than the loss
+megatron-...       Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
@@ -262,12 +262,14 @@ def head_alone(value: Callable[..., Tensor], size: Size, context: Callable) -> S
 
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
 QWEN_1B5 = Size(1536, 151936, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
-QWEN_LOSS = replace(QWEN_1B5, num_hidden_layers=0)
+LLAMA_LOSS, QWEN_LOSS = (replace(size, num_hidden_layers=0) for size in (LLAMA_1B, QWEN_1B5))
 CASES = {
     "llama": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_1B),
     "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
     "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_LOSS),
+    "llama-loss": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_LOSS),
     "megatron-llama": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
+    "megatron-qwen2": (megatron_model, "Megatron ours ours@0", QWEN_1B5),
     "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
     "trl": (trl_head, "TRL ours ours@0", QWEN_LOSS),
     "verl": (verl_head, "verl ours ours@0", QWEN_LOSS),

@@ -58,11 +58,14 @@ def encoded(e, top, target, position, codes):
     ``top``: the tile's largest logits. ``target``: the tokens' target ids and logits, or None. ``position``: as in
     :func:`parallel_lce.kernels.epilogue.finish_tile`. If the target is the tile's largest, the largest other is the
     second. To compare each column with the target's would take more registers than there are."""
-    r, _, window, rows, _ = position
+    r, _, window, rows, entries = position
     largest, second = tl.reduce((e, e * 0.0), 1, _two_largest)
     if target is not None:
         target_id, logit = target
-        here = (target_id >= window * e.shape[1]) & (target_id < (window + 1) * e.shape[1])
+        # The padding of a shard's last window has the ids of the next shard, whose logits are not known here.
+        here = (target_id >= window * e.shape[1]) & (target_id < tl.minimum((window + 1) * e.shape[1], entries))
+        # Nearly equal entries hide nothing of each other. Either may be the target: a code above 255 would be another.
+        here &= second < 0.5 * largest
         largest = tl.where(here & is_largest(logit, top), second, largest)
     shift = _ONE - (largest.to(tl.int32, bitcast=True) >> 2)
     lowest = _number((tl.min(e, 1).to(tl.int32, bitcast=True) >> 2) + shift)
@@ -118,9 +121,10 @@ def lce_backward_decode(
         shift = tl.load(shifts + here, mask=known, other=0)
         f = low[:, None] + code * _step(low)[:, None]
         e = _number((f.to(tl.int32, bitcast=True) - shift[:, None]) << 2)
-        # In a window of only -inf the factor might be infinite, and 0 times infinity is NaN.
-        of_window = tl.where(top == -float("inf"), 0.0, to_base(top, base)) * factor
-        tl.store(gradient + c, (e * of_window[:, None]).to(gradient.dtype.element_ty), mask=inside)
+        # In a window of only -inf this factor might be infinite, and 0 times infinity is NaN. The product of both
+        # factors might underflow.
+        of_window = tl.where(top == -float("inf"), 0.0, to_base(top, base))
+        tl.store(gradient + c, (e * of_window[:, None] * factor).to(gradient.dtype.element_ty), mask=inside)
 
 
 def decode(

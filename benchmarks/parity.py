@@ -83,8 +83,8 @@ def dense(problem: Problem, dtype: torch.dtype) -> Found:
         of_block = of_target, -(log_p.exp() * log_p).sum(1)
         gradients.append([torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in of_block])
         values.append([value.detach() for value in of_block])
-    joined = ([torch.cat(blocks) for blocks in zip(*each)] for each in (values, gradients))
-    return Found(*joined, torch.cat(tops), largest_logit)
+    of_values, of_gradients = ([torch.cat(blocks) for blocks in zip(*each)] for each in (values, gradients))
+    return Found(of_values, of_gradients, torch.cat(tops), largest_logit)
 
 
 def measure(problem: Problem) -> dict:

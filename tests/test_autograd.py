@@ -13,9 +13,11 @@ from blocks import counted_forwards
 from cases import dense_loss
 from measures import assert_close
 from parallel_lce.backends import backend_of
+from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
 from parallel_lce.run import statistics as statistics_module
-from tools import REDUCED, fields, shrunk, small, statistics
+from parallel_lce.run.entry import fused_loss
+from tools import REDUCED, chosen_backend, fields, given, shrunk, small, statistics
 
 SIZE = dict(N=48, V=200, D=8)
 
@@ -189,3 +191,31 @@ def test_subclasses_of_tensors_and_parameters(backend, device):
     assert torch.equal(torch.Tensor(found.detach()), expected.detach())
     found.backward()
     assert weight.grad is not None
+
+
+def test_a_token_of_any_stride(backend, device):
+    """A contiguous tensor of one row may have any. What was kept of a call with another stride is not for it."""
+    t = small(device, N=1, V=150, D=16, dtype="bf16")
+    longer = torch.cat([t.x.detach(), t.x.detach()[:, :1]], 1)[:, :16]
+    losses = [parallel_lce.linear_cross_entropy(x, t.weight, t.target, reduction="sum") for x in (t.x, longer)]
+    assert longer.stride(0) == 17 and torch.equal(*losses)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_what_autograd_gets_beside_main_grad_is_cleared(dense, device, kernels):
+    """In saved memory, of which a second backward runs."""
+    t, found = small(device, N=48, V=200, D=8, dtype="bf16"), []
+    total = torch.zeros_like(t.weight, dtype=torch.float32)
+
+    def placeholder(memory):
+        found.append(within(memory, t.weight).zero_())
+        return found[-1]
+
+    with chosen_backend("dense" if dense else "triton"):
+        options, tensors = given(t.x, t.weight, t.target, reduction="none")
+        loss = fused_loss(options, tensors, None, main_grad=MainGrad(total, placeholder)).sum()
+        loss.backward(retain_graph=True)
+        once = total.clone()
+        loss.backward()
+    assert found[0].untyped_storage().nbytes() > found[0].nbytes, "it is in that memory"
+    assert_close(total, 2 * once, rtol=0.01)

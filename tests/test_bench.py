@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ pytest.importorskip("safetensors", reason="needs the benchmark's packages")
 
 from safetensors.torch import save_file
 
+import parallel_lce
 import torchtitan_training
 from benchmarks import __main__ as command
 from benchmarks import gradient_filter, losses, papers, parity, same_bits, tune
@@ -247,6 +249,17 @@ def test_bits_that_differ_are_counted(capsys):
         "TP 3, the last shard of 240, others of 130": [130, 260, 500],
         "TP 3, the last shard of 166, others of 167": [167, 334, 500],
     }
+
+
+def test_each_tile_that_is_measured_is_used():
+    triton_forward = pytest.importorskip("parallel_lce.backends.triton_forward", reason="needs triton")
+    x, weight, target = torch.ones(8, 16).bfloat16(), torch.ones(256, 16).bfloat16(), torch.ones(8, dtype=torch.int64)
+    new = mock.patch.object(triton_forward, "new_window_partials", wraps=triton_forward.new_window_partials)
+    with chosen_backend("triton"), new as made:
+        for entries in (64, 128, 64):
+            with tune.forced(tune.Tile(64, entries, 32, 4, 2), 2):
+                parallel_lce.linear_cross_entropy(x, weight, target)
+    assert [call.args[1] for call in made.call_args_list] == [4, 2, 4]
 
 
 @pytest.mark.slow

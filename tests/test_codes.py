@@ -23,12 +23,13 @@ ALL, MOST = R * V + BLOCK, R * 640 + BLOCK
 
 def problem(device: str = "cpu", far: bool = False):
     """``x, weight, target, z [R, V]``: of every sixth token the target is its largest logit, by far; or so is another
-    entry; or two entries tie, one of them the target; or all logits are alike; or, if ``far``, all but the target are
-    far from 0."""
+    entry; or two entries tie, one of them the target; or all logits are below 0, and the first of two shards may end
+    before the target; or all logits are alike; or, if ``far``, all but the target are far from 0."""
     z, kind = normal(R, V, seed=1) * 2, torch.arange(R) % 6
     target = torch.randint(V, (R,), generator=torch.Generator().manual_seed(0))
-    target[::7], target[1::9] = 5, -100
+    target[::7], target[1::9], target[3::12] = 5, -100, 240
     rows, at = torch.arange(R), target.clamp(min=0)
+    z[kind == 3] -= 10
     z[kind == 4] *= 0.01
     z[kind == 5] -= 90 * far
     z[rows, at] = torch.where((kind == 0) | ((kind == 5) & far), 12.0, z[rows, at])
@@ -132,6 +133,56 @@ def test_a_bias_scales_and_reductions(device, kernels, reduction):
     torch.testing.assert_close(loss.double(), true, rtol=1e-6, atol=0)
     for found, exact in zip(leaves, truth):
         assert (found.grad.double() - exact.grad).norm() <= 0.006 * exact.grad.norm()
+
+
+def gradient_of_weight(x, weight, target, upstream):
+    """And the exact one."""
+    leaves = weight.requires_grad_(), weight.detach().double().requires_grad_()
+    with chosen_backend("triton"), shrunk(BLOCK):
+        given = dict(reduction="none", logits_budget=len(x) * len(weight) + BLOCK)
+        linear_cross_entropy(x, leaves[0], target, **given).backward(upstream)
+        assert planned().codes
+    true = torch.nn.functional.cross_entropy(x.double() @ leaves[1].t(), target, reduction="none")
+    return leaves[0].grad.double(), torch.autograd.grad(true, leaves[1], upstream.double())[0]
+
+
+def test_windows_of_another_tile_than_the_backwards(device, kernels):
+    """Hooks return a weight that TMA cannot address, whose tile is narrower."""
+
+    def moved(t):
+        if t.dtype != torch.bfloat16 or t.dim() < 2 or len(t) == 16:
+            return t
+        memory = t.new_empty(t.numel() + 1)[1:].view(t.shape)
+        return memory.copy_(t)
+
+    x = torch.eye(16, device=device).bfloat16()
+    weight = (
+        (normal(1100, 16, seed=1) + torch.arange(1100)[:, None] // 256 % 2 * 4).to(device).bfloat16().requires_grad_()
+    )
+    block, target = 16 * 768, torch.arange(16, device=device)
+    with chosen_backend("triton"), shrunk(block), torch.autograd.graph.saved_tensors_hooks(lambda t: t, moved):
+        given = dict(reduction="none", logits_budget=16 * 1100 + block)
+        linear_cross_entropy(x, weight, target, **given).sum().backward()
+        assert planned().codes
+    leaf = weight.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(x.double() @ leaf.t(), target, reduction="sum").backward()
+    assert (weight.grad.double() - leaf.grad).norm() <= 0.006 * leaf.grad.norm()
+
+
+def test_a_tie_of_huge_logits(device, kernels):
+    """The target is smaller than the largest logit, by less than the roundings of a sum as large."""
+    x = torch.cat([torch.eye(R), torch.ones(R, 1)], 1).to(device).bfloat16()
+    weight = torch.zeros(V, R + 1, device=device, dtype=torch.bfloat16)
+    weight[300:302, R], weight[301, :R] = 8192, 2.0**-7
+    found, exact = gradient_of_weight(x, weight, torch.full((R,), 300, device=device), torch.ones(R, device=device))
+    torch.testing.assert_close(found[301, :R], exact[301, :R], rtol=0.02, atol=0)
+
+
+def test_large_logits_of_small_gradients(device, kernels):
+    x, weight, target, _ = problem(device)
+    weight, target = weight.clamp(min=-2, max=2) + 66, target.clamp(min=0)
+    found, exact = gradient_of_weight(x, weight, target, torch.full((R,), 1e-12, device=device))
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
 
 
 @pytest.mark.slow

@@ -274,4 +274,5 @@ def test_codes_where_exponentials_do_not_fit(ranks):
     assert some.codes == (ranks == 1) or some.saved < 128256 // ranks
     assert not most.codes and most.saved < 128256 // ranks
     assert not replace(call(budget=whole // 2 + SMALLEST_BLOCK, codable=False)).codes
-    assert coded.limited(2 * 128256 // ranks, 2, 1).saved <= whole // 2 // 8192 + 1
+    for rows in (128256 * 17 // (16 * ranks), 2 * 128256 // ranks):
+        assert coded.limited(rows, 2, 1).saved * 8192 + coded.scratch_bytes <= coded.block_bytes

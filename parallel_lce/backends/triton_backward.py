@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import BackwardTask, HiddenGrad
 from parallel_lce.backends.triton_operands import aligned_contiguous
-from parallel_lce.backends.triton_slices import Piece, Slice, is_coded, tiling
+from parallel_lce.backends.triton_slices import Piece, Slice, is_coded, tiling, window_of
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
@@ -68,9 +68,10 @@ class BlockBackward:
         own_capacity = 0 if task.form is None else task.form.begin(task)
         capacity = max(capacity, own_capacity // x.element_size())
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
+        window = window_of(saved, self._projection.real_rows) if saved and self._coded else 1
 
         def cut_for(capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
-            return tiling(self._projection, x, self._saved_entries, capacity, widest)
+            return tiling(self._projection, x, self._saved_entries, capacity, widest, window)
 
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.

@@ -68,12 +68,12 @@ _PROGRAMS: dict[tuple, _Program] = {}
 
 
 def _traits(task: ForwardTask, x: Tensor) -> tuple:
-    """All that a program depends on. ``x``: contiguous."""
+    """All that a program depends on. ``x``: contiguous, so that of one token its stride is any."""
     projection, weight, logit_map = task.projection, task.projection.weight, task.projection.logit_map
     scale, token_scale, softcap, token_softcap = logit_map
     given = task.target is None, projection.bias is None, token_scale is None, token_softcap is None
     aligned = (x.data_ptr() | weight.data_ptr()) & 15 == 0
-    sizes = x.shape, x.dtype, x.get_device(), weight.stride(0), projection.real_rows, projection.start
+    sizes = x.shape, x.stride(0), x.dtype, x.get_device(), weight.stride(0), projection.real_rows, projection.start
     asked = task.columns, task.save, task.save_window_partials, task.codes
     return (*sizes, *given, aligned, scale, softcap, *asked, _PARTIAL_BYTES)
 

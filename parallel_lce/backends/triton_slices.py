@@ -42,8 +42,14 @@ def is_coded(saved: Saved | tuple[()]) -> bool:
     return bool(saved) and saved.exponentials is not None and saved.exponentials.dtype == torch.uint8
 
 
+def window_of(saved: Saved, real_rows: int) -> int:
+    """Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
+    ``product_of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment."""
+    return next_power_of_2(-(-real_rows // saved.maxima.shape[0]))
+
+
 def tiling(
-    projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int
+    projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int, window: int = 1
 ) -> tuple[list[tuple[int, int]], list[slice]]:
     """Cut the recomputed gradient of ``x [R, D]`` into ranges of the shard's entries, from ``saved_entries`` on, and
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
@@ -51,11 +57,11 @@ def tiling(
     The entries of a range are the K dimension of the product for dX; the rows of a piece, of the product for dW. Each
     product is added to a sum in memory, which slows a product with a K dimension below ``LONG_SLICE``. So the rows are
     cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest`` entries. If
-    exponentials are saved, all rows stay together."""
+    exponentials are saved, all rows stay together. Ranges begin with windows of ``window`` entries."""
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
     if start == real:
         return [], [slice(0, rows)]
-    width = product_of(projection, x, start, real).tile.entries
+    width = max(product_of(projection, x, start, real).tile.entries, window)
     fitting, height = max(width, capacity // rows // width * width), rows
     wide = max(width, min(LONG_SLICE, math.isqrt(capacity), widest) // width * width)
     if fitting < min(wide, real) and not saved_entries:
@@ -183,7 +189,7 @@ class Piece:
     def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
-            window = self._window(saved)
+            window = window_of(saved, projection.real_rows)
         return token_gradients(
             gradient,
             saved,
@@ -196,11 +202,6 @@ class Piece:
             rewrite=self._rewrite,
         )
 
-    def _window(self, saved: Saved) -> int:
-        """Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
-        ``product_of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment."""
-        return next_power_of_2(-(-self._projection.real_rows // saved.maxima.shape[0]))
-
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)
         decoded = 0
@@ -210,7 +211,7 @@ class Piece:
             decoded = max(0, min(stop, codes.shape[1]) - start)
             if decoded:
                 windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]
-                window = self._window(self._codes)
+                window = window_of(self._codes, self._projection.real_rows)
                 decode(codes[self.rows], windows, self._terms, start, window, gradient[:, :decoded])
         if start + decoded < stop:
             self._rows(None).form(start + decoded, stop, gradient[:, decoded:])

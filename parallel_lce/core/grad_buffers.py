@@ -39,7 +39,8 @@ def within(memory: Tensor | None, like: Tensor) -> Tensor:
     """An uninitialised tensor like this one, in the ``memory`` if that is large enough, else in new memory."""
     if memory is None or not memory.is_contiguous() or not like.is_contiguous():
         return torch.empty_like(like)
-    elements = memory.detach().view(-1).view(torch.uint8)
+    # Autograd, which may have saved the memory, must not see that it is overwritten.
+    elements = memory.data.view(-1).view(torch.uint8)
     size = like.numel() * like.element_size()
     if len(elements) < size or memory.data_ptr() % 16:
         return torch.empty_like(like)

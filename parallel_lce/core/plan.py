@@ -127,7 +127,7 @@ class Plan:
         entry = sp_size * size * (1 if self.codes else itemsize)
         room = self.block_bytes - self.hidden_bytes
         recomputes = self.first_rows < self.part_rows or shard_rows * entry > room
-        if recomputes and not self.accumulate:
+        if self.codes or (recomputes and not self.accumulate):  # codes are always decoded into scratch memory
             room -= self.scratch_bytes
         return replace(self, saved=min(shard_rows, max(0, room) // entry))
 

@@ -58,11 +58,14 @@ def encoded(e, top, target, position, codes):
     ``top``: the tile's largest logits. ``target``: the tokens' target ids and logits, or None. ``position``: as in
     :func:`parallel_lce.kernels.epilogue.finish_tile`. If the target is the tile's largest, the largest other is the
     second. To compare each column with the target's would take more registers than there are."""
-    r, _, window, rows, _ = position
+    r, _, window, rows, entries = position
     largest, second = tl.reduce((e, e * 0.0), 1, _two_largest)
     if target is not None:
         target_id, logit = target
-        here = (target_id >= window * e.shape[1]) & (target_id < (window + 1) * e.shape[1])
+        # The padding of a shard's last window has the ids of the next shard, whose logits are not known here.
+        here = (target_id >= window * e.shape[1]) & (target_id < tl.minimum((window + 1) * e.shape[1], entries))
+        # Nearly equal entries hide nothing of each other. Either may be the target: a code above 255 would be another.
+        here &= second < 0.5 * largest
         largest = tl.where(here & is_largest(logit, top), second, largest)
     shift = _ONE - (largest.to(tl.int32, bitcast=True) >> 2)
     lowest = _number((tl.min(e, 1).to(tl.int32, bitcast=True) >> 2) + shift)
@@ -92,8 +95,7 @@ def lce_backward_decode(
     gradient,
     rows,
     first,
-    skipped,
-    stop,
+    entries,
     stride,
     windows_stride,
     out_stride,
@@ -107,21 +109,22 @@ def lce_backward_decode(
     factor = alpha / tl.load(terms.partial + rows + row)
     codes += row.to(tl.int64) * stride
     gradient += row.to(tl.int64) * out_stride
-    for start in range(begin, tl.minimum(begin + _SPAN, stop), _BLOCK):
+    for start in range(begin, tl.minimum(begin + _SPAN, entries), _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
-        inside = (c >= skipped) & (c < stop)
+        inside = c < entries
         code = tl.load(codes + first + c, mask=inside, other=0).to(tl.float32)
         window = start + tl.arange(0, WINDOWS) * WINDOW
-        known = window < stop
+        known = window < entries
         here = ((first + window) // WINDOW).to(tl.int64) * windows_stride + row
         top = tl.load(maxima + here, mask=known, other=-float("inf"))
         low = tl.load(lowest + here, mask=known, other=0.0)
         shift = tl.load(shifts + here, mask=known, other=0)
         f = low[:, None] + code * _step(low)[:, None]
         e = _number((f.to(tl.int32, bitcast=True) - shift[:, None]) << 2)
-        # In a window of only -inf the factor might be infinite, and 0 times infinity is NaN.
-        of_window = tl.where(top == -float("inf"), 0.0, to_base(top, base)) * factor
-        tl.store(gradient + c - skipped, (e * of_window[:, None]).to(gradient.dtype.element_ty), mask=inside)
+        # In a window of only -inf this factor might be infinite, and 0 times infinity is NaN. The product of both
+        # factors might underflow.
+        of_window = tl.where(top == -float("inf"), 0.0, to_base(top, base))
+        tl.store(gradient + c, (e * of_window[:, None] * factor).to(gradient.dtype.element_ty), mask=inside)
 
 
 def decode(
@@ -132,26 +135,23 @@ def decode(
     window: int,
     gradient: torch.Tensor,
 ) -> None:
-    """Write ``gradient [R, C]`` of the entries from ``first`` on: alpha p times the scales, without the targets' terms.
+    """Write ``gradient [R, C]`` of the entries from ``first`` on, a multiple of ``window``: alpha p times the scales,
+    without the targets' terms.
 
     ``codes [R, saved]`` uint8, of windows of ``window`` entries. ``windows [windows, R]``: their largest logits, and
     ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
     :class:`parallel_lce.kernels.token_gradients.GradientTerms`, of alpha and beta without a factor.
     """
     rows, entries = gradient.shape
-    # Programs begin with a whole window.
-    skipped = first % window
-    stop = skipped + entries
     lce_backward_decode.launch(
-        (rows, -(-stop // _SPAN.value)),
+        (rows, -(-entries // _SPAN.value)),
         codes,
         *windows,
         terms,
         gradient,
         rows,
-        first - skipped,
-        skipped,
-        stop,
+        first,
+        entries,
         codes.stride(0),
         windows[0].stride(0),
         gradient.stride(0),

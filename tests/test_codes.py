@@ -115,7 +115,8 @@ def test_without_a_gradient_of_the_target(device, kernels):
     torch.testing.assert_close(weight.grad.double()[at], p.t()[at], atol=1e-7, rtol=0.005)
 
 
-@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_bias_scales_and_reductions(device, kernels, reduction):
     x, weight, target, z = problem(device)
     bias, scale = normal(V, seed=3).to(device).bfloat16(), torch.linspace(0.5, 1.5, R, device=device)
@@ -146,6 +147,7 @@ def gradient_of_weight(x, weight, target, upstream):
     return leaves[0].grad.double(), torch.autograd.grad(true, leaves[1], upstream.double())[0]
 
 
+@pytest.mark.slow
 def test_windows_of_another_tile_than_the_backwards(device, kernels):
     """Hooks return a weight that TMA cannot address, whose tile is narrower."""
 
@@ -169,6 +171,7 @@ def test_windows_of_another_tile_than_the_backwards(device, kernels):
     assert (weight.grad.double() - leaf.grad).norm() <= 0.006 * leaf.grad.norm()
 
 
+@pytest.mark.slow
 def test_a_tie_of_huge_logits(device, kernels):
     """The target is smaller than the largest logit, by less than the roundings of a sum as large."""
     x = torch.cat([torch.eye(R), torch.ones(R, 1)], 1).to(device).bfloat16()
@@ -178,6 +181,7 @@ def test_a_tie_of_huge_logits(device, kernels):
     torch.testing.assert_close(found[301, :R], exact[301, :R], rtol=0.02, atol=0)
 
 
+@pytest.mark.slow
 def test_large_logits_of_small_gradients(device, kernels):
     x, weight, target, _ = problem(device)
     weight, target = weight.clamp(min=-2, max=2) + 66, target.clamp(min=0)
@@ -207,6 +211,7 @@ def test_logits_that_are_not_finite(device, kernels):
     assert (x.grad[1:].double() - truth[0].grad[1:]).norm() <= 0.006 * truth[0].grad[1:].norm()
 
 
+@pytest.mark.slow
 def test_only_one_byte_is_saved(device, kernels):
     x, weight, target, _ = problem(device)
     saved: dict[int, int] = {}

@@ -27,7 +27,7 @@ class _TorchOnCpu:
 @functools.cache
 def adapt_megatron_to_cpu() -> None:
     """Replaces Megatron-core's uses of CUDA with those of the CPU, for the life of this process. The model's own
-    configuration switches off fusions and GPU initialisation."""
+    configuration switches off fusions, GPU initialisation and the pipeline's `batch_p2p_sync`."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads, optimizer
@@ -59,6 +59,8 @@ def adapt_megatron_to_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
     for module in (schedules, optimizer, clip_grads, utils, rope_utils):  # counts, loss scales, norms, positions
         module.torch = _TorchOnCpu()  # pyright: ignore[reportAttributeAccessIssue]
+    # Megatron moves tied embeddings on two pipeline stages to the GPU before they are first summed.
+    torch.Tensor.cuda = lambda self, *args, **options: self
 
 
 def pass_as_cuda(parameters: Iterable[torch.nn.Parameter]) -> None:

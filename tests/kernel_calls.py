@@ -126,18 +126,17 @@ def capped(saved: int, device: str) -> None:
 
 
 def coded(tokens: int, device: str) -> None:
-    """Losses whose exponentials are saved as codes, most or all."""
+    """Losses whose exponentials are saved as codes, most or all, and statistics without a target."""
     x, weight = operands(tokens, 1000, 64, torch.bfloat16, device)
     target, scratch = torch.zeros(tokens, dtype=torch.int64, device=device), 2 * tokens * 256
     with shrunk(scratch):
         for entries in (768, 1000):
             budget = scratch + tokens * entries
-            parallel_lce.linear_cross_entropy(
-                x, weight, target, reduction="none", logits_budget=budget, logit_scale=torch.ones(tokens, device=device)
-            ).sum().backward()
-            parallel_lce.linear_cross_entropy(
-                x, weight, target, reduction="none", logits_budget=budget
-            ).sum().backward()
+            given = dict(reduction="none", logits_budget=budget)
+            for scale in (torch.ones(tokens, device=device), 1.0):
+                losses = parallel_lce.linear_cross_entropy(x, weight, target, logit_scale=scale, **given)
+                losses.sum().backward()
+            parallel_lce.token_statistics(x, weight, None, logits_budget=budget).lse.sum().backward()
 
 
 def _in_blocks(tokens: int, call: Callable) -> Callable:

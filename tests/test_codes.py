@@ -225,3 +225,14 @@ def test_only_one_byte_is_saved(device, kernels):
     with chosen_backend("triton"), shrunk(BLOCK), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         linear_cross_entropy(x, weight, target, reduction="none", logits_budget=ALL)
     assert R * V <= sum(saved.values()) <= 1.25 * R * V
+
+
+def test_without_targets(device, kernels):
+    """Every entry has a code, the largest too."""
+    x, weight, _, z = problem(device)
+    weight.requires_grad_()
+    with chosen_backend("triton"), shrunk(BLOCK):
+        token_statistics(x, weight, None, logits_budget=ALL).lse.sum().backward()
+        assert planned().codes
+    p, allowed = allowed_errors(z, torch.full((R,), -100, device=z.device))
+    assert ((weight.grad.double() - p.t()).abs() <= (allowed + 2.0**-8 * p).t()).all()

@@ -100,7 +100,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     if task.codes and program.save:
         shift = partial.new_empty(program.windows, rows, dtype=torch.int32)
         lowest = torch.empty_like(shift, dtype=torch.float32)
-        codes = CodeColumns(shift, lowest, None if target is None else (target, of_target))
+        codes = CodeColumns(shift, lowest)
     elif program.flat:
         flat = x.new_ones(rows, dtype=torch.float32)
     if target is None:
@@ -113,6 +113,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         some, of_rows = part.rows, product if len(program.ranges) == 1 else product.of_rows(part.rows)
         windows = new_window_partials(of_rows.x, program.windows, columns)
         epilogue = ForwardEpilogue(windows, flat=flat, codes=codes)
+        if codes is not None and target is not None:
+            epilogue = epilogue._replace(target=target, target_logit=of_target)
         if part.projection is None:
             part.projection = of_rows.bound(exponentials, epilogue)
         operands = program.operands(of_rows.x, of_rows.weight, exponentials)

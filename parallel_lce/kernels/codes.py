@@ -32,13 +32,11 @@ _ONE = tl.constexpr(0x3F800000)
 
 
 class CodeColumns(NamedTuple):
-    """What the forward stores and reads beside the codes."""
+    """What the forward stores beside the codes."""
 
-    # [windows, R] int32, and fp32: each window's shift and its lowest f. Outputs.
+    # [windows, R] int32, and fp32: each window's shift and its lowest f
     shift: torch.Tensor
     lowest: torch.Tensor
-    # [R] int64 ids relative to the shard, and [R] fp32 logits, or None
-    target: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @triton.jit
@@ -52,15 +50,15 @@ def _number(bits):
 
 
 @triton.jit
-def encoded(e, top, target, position, codes):
+def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
     """The codes of a tile's exponentials ``e [BLOCK_M, BLOCK_N]``: int32 whose lowest byte is the code.
 
-    ``top``: the tile's largest logits. ``target``: the tokens' target ids and logits, or None. ``position``: as in
+    ``top``: the tile's largest logits. ``target``: the targets' ids and logits. ``position``: as in
     :func:`parallel_lce.kernels.epilogue.finish_tile`. If the target is the tile's largest, the largest other is the
     second. To compare each column with the target's would take more registers than there are."""
     r, _, window, rows, entries = position
     largest, second = tl.reduce((e, e * 0.0), 1, _two_largest)
-    if target is not None:
+    if HAS_TARGET:
         target_id, logit = target
         # The padding of a shard's last window has the ids of the next shard, whose logits are not known here.
         here = (target_id >= window * e.shape[1]) & (target_id < tl.minimum((window + 1) * e.shape[1], entries))

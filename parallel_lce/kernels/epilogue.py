@@ -52,6 +52,10 @@ class ForwardEpilogue(NamedTuple):
     flat: torch.Tensor | None = None
     # The tile becomes codes in place of exponentials; None: it does not.
     codes: CodeColumns | None = None
+    # Beside codes: [R] int64 ids relative to the shard, and [R] fp32 logits. None: no targets. Not in ``codes``, since
+    # Triton 3.6 compares no tuple with None that contains one.
+    target: torch.Tensor | None = None
+    target_logit: torch.Tensor | None = None
 
 
 class BackwardEpilogue(NamedTuple):
@@ -80,11 +84,11 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
         scales, flat = loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0)
         if epilogue.codes is None:
             return (scales, flat)
-        elif epilogue.codes.target is None:
-            return (scales, flat, None)
+        elif epilogue.target is None:
+            return (scales, flat, r)  # a placeholder: functions of Triton 3.6 cannot return None
         else:
-            target, logits = epilogue.codes.target
-            return (scales, flat, (local_ids(target, r, rows, _NO_ENTRY), loaded(logits, r, valid, 1.0)))
+            ids = local_ids(epilogue.target, r, rows, _NO_ENTRY)
+            return (scales, flat, (ids, loaded(epilogue.target_logit, r, valid, 1.0)))
 
 
 @triton.jit
@@ -118,7 +122,7 @@ def finish_tile(
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
         if epilogue.codes is not None:
-            return encoded(e, top, row_values[2], position, epilogue.codes)
+            return encoded(e, top, row_values[2], position, epilogue.codes, epilogue.target is not None)
         else:
             if SAVED_SCALE != 1.0:
                 e *= (SAVED_SCALE / largest_of(top))[:, None]

@@ -17,8 +17,10 @@ pytest.importorskip("triton", reason="needs triton")
 from blocks import launches
 from cases import DTYPES, normal
 from parallel_lce import linear_cross_entropy, token_statistics
-from parallel_lce.backends import named, triton_backward
-from parallel_lce.backends.interface import Scratch
+from parallel_lce.backends import named, triton_backward, triton_forward
+from parallel_lce.backends.interface import ForwardTask, Projection, Scratch
+from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.partials import Columns
 from tools import chosen_backend, on_ranks, shrunk, small
 
 KINDS = 9  # of tokens, in turn
@@ -215,3 +217,27 @@ def test_slices_that_are_projected_again(N, D, budget, block, slices, device, mo
         loss.sum().backward()
     assert freed.called == (N in (300, 600))  # nothing was saved
     assert [each.given["entries"] for each in found if each.of_gradient] == slices
+
+
+def test_launches_are_kept_for_each_kind_of_block(kernels, device):
+    """Whatever a kept launch depends on gives a block a program of its own. The interpreter keeps no compiled kernel,
+    and would not show a wrong one."""
+    x, weight = normal(40, 64).to(device, torch.bfloat16), normal(300, 64, seed=1).to(device, torch.bfloat16)
+    each = torch.ones(40, device=device)
+    projection = Projection(weight, None, 0, 300)
+    task = ForwardTask(projection, x, torch.zeros(40, dtype=torch.int64, device=device), Columns(), 300)
+    maps = [LogitMap(2.0), LogitMap(1.0, None, 5.0), LogitMap(1.0, each), LogitMap(1.0, each, None, each)]
+    kinds = [
+        task,
+        *[task._replace(projection=replace(projection, logit_map=each)) for each in maps],
+        task._replace(projection=replace(projection, bias=weight[:, 0].contiguous())),
+        *[task._replace(projection=replace(projection, **given)) for given in (dict(start=7), dict(real_rows=256))],
+        *[task._replace(columns=Columns(**{name: True})) for name in ("weighted", "argmax", "low")],
+        *[task._replace(save=save) for save in (0, 256)],
+        *[task._replace(**given) for given in (dict(codes=True), dict(save_window_partials=True), dict(target=None))],
+        task._replace(x=x[:39]),
+        task._replace(x=x.half(), projection=replace(projection, weight=weight.half())),
+    ]
+    traits = [triton_forward._traits(kind, kind.x) for kind in kinds]
+    assert len(set(traits)) == len(kinds)
+    assert triton_forward._traits(task._replace(out=normal(3, 40).to(device)), x.clone()) == traits[0]

@@ -15,7 +15,7 @@ from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.features.filter import form
+from parallel_lce.features.filter import choice, form
 from parallel_lce.features.filter.kernels import products, windows
 from parallel_lce.features.filter.kernels.products import sparse_product
 from parallel_lce.features.filter.kernels.tiles import TILE, active_tile_lists
@@ -26,7 +26,7 @@ EPS = 2**-7
 
 @pytest.fixture(autouse=True)
 def _chosen(kernels):
-    with chosen_backend("triton"):
+    with chosen_backend("triton"), mock.patch.dict(choice._CHOICES, clear=True):
         yield
 
 
@@ -395,3 +395,23 @@ def test_ranks(member, sequence_parallel):
         dx, dw = recomputed(*given, gradient_filter=WIDE_EPS)
     assert_close(found[0], dx.chunk(2)[member.rank].double() if sequence_parallel else dx.double(), 1e-2)
     assert_close(found[1], dw.chunk(2)[member.rank].double(), 1e-2)
+
+
+# --- whether to filter -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
+def test_a_filter_that_would_skip_little_is_left_out(options, listed, device, monkeypatch):
+    """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one."""
+    monkeypatch.setattr(choice, "PERIOD", 4)
+    monkeypatch.setattr(choice, "DELAY", 2)
+    x, weight, target = sure = problem("bf16", device, N, V, slope=5.0)
+    unsure = [t.detach().div(16).requires_grad_() for t in (x, weight)]  # whose probabilities are all near 1 / V
+    found = []
+    for t in [[*unsure, target]] * 4 + [sure] * 3:
+        with mock.patch.object(form, "FilteredGradient", wraps=form.FilteredGradient) as products:
+            filtered = gradients(*t, gradient_filter=0.5 / V, **options)
+        found.append("F" if products.call_count else "-")
+        if len(found) == 3:
+            assert all(map(torch.equal, filtered, gradients(*t, **options)))
+    assert "".join(found) == "FF--F-F"

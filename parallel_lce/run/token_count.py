@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_lce.backends import is_meta_or_fake
+from parallel_lce.core.host_number import HostNumber
 from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64, as_number
 from parallel_lce.core.private import get_proxy_mode, transforming, version
 
-# Of each CUDA device, by its number.
-_streams: dict[int, torch.cuda.Stream] = {}
 # Of labels: the number of those that count, and the labels' version.
 _counts = WeakTensorKeyDictionary()
 
@@ -29,23 +27,9 @@ class TokenCount:
     """What :func:`count_tokens` returns: the argument ``counted_tokens`` of the fused functions."""
 
     def __init__(self, mask: Tensor) -> None:
-        self._total: Tensor | None = None
-        self._copied: Any = None
+        self._total = HostNumber(mask.sum()) if _can_be_read(mask) else None
         # Tokens that may count beyond those of the mask.
         self.more = 0
-        if not _can_be_read(mask):
-            return
-        self._total = total = mask.sum()
-        if mask.is_cuda:
-            stream = _streams.get(total.get_device())
-            if stream is None:
-                stream = _streams[total.get_device()] = torch.cuda.Stream(total.device)
-            stream.wait_stream(torch.cuda.current_stream(total.device))
-            with torch.cuda.stream(stream):
-                self._total = torch.empty((), dtype=total.dtype, device="cpu", pin_memory=True)
-                self._total.copy_(total, non_blocking=True)
-                self._copied = stream.record_event()
-            self._source = total  # lives as long as the copy may read it
 
     @property
     def unknown(self) -> bool:
@@ -62,11 +46,9 @@ class TokenCount:
         """The number, or the bound. Waits until the device has copied it. None where the host must not wait: in a
         trace, in a captured CUDA graph, and for a mask of which nobody could read it."""
         total = self._total
-        if total is None or _in_trace() or (self._copied is not None and torch.cuda.is_current_stream_capturing()):
+        if total is None or _in_trace() or (total.waits and torch.cuda.is_current_stream_capturing()):
             return None
-        if self._copied is not None:
-            self._copied.synchronize()
-        return int(total) + self.more
+        return total.read() + self.more
 
 
 def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCount:

@@ -16,6 +16,7 @@ from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask
 from parallel_lce.backends.triton_operands import GradientOperands, aligned_contiguous, product_of, stride_of
 from parallel_lce.core.memory import some_rows
+from parallel_lce.features.filter.choice import Choice, choice_for
 from parallel_lce.features.filter.kernels.products import sparse_product
 from parallel_lce.features.filter.kernels.tiles import (
     TILE,
@@ -70,12 +71,21 @@ class FilterForm:
         self._windows: WindowPartials | None = None
         # By the first row of a piece.
         self._active: dict[int, ActiveWindows] = {}
+        self._filters = True
+        # Counts the active tiles of this backward.
+        self._counting: Choice | None = None
 
     def begin(self, task: BackwardTask) -> int:
-        """All windows are projected for dbias, and if saved-tensor hooks changed the operands' alignment, and with it
-        the tile."""
+        """Chooses whether this backward is filtered. All windows are projected if it is not, for dbias, and if
+        saved-tensor hooks changed the operands' alignment, and with it the tile."""
         saved, projection = task.saved, task.projection
-        if not saved or saved.sums is None or task.grads.dbias is not None or not fills_sample(len(task.x)):
+        if worth_filtering(task.x.numel() * projection.real_rows):
+            choice = choice_for(task.x, projection.real_rows, self._eps)
+            self._filters, is_counted = choice.begin(task.x.is_cuda and torch.cuda.is_current_stream_capturing())
+            self._counting = choice if is_counted else None
+        if not self._filters or not saved or saved.sums is None:
+            return 0
+        if task.grads.dbias is not None or not fills_sample(len(task.x)):
             return 0
         if len(saved.maxima) != product_of(projection, task.x, 0, projection.real_rows).windows:
             return 0
@@ -91,15 +101,20 @@ class FilterForm:
         if active is None:
             active = ActiveWindows(rows, self._windows.of_rows(piece), start, self._eps)
             self._active[piece.start] = active
-        return active.form(start, start + gradient.shape[1], gradient)
+        return self._counted(gradient, active.form(start, start + gradient.shape[1], gradient))
 
     def products(
         self, rows: GradientOperands, start: int, gradient: Tensor, dx_factor: Tensor | None
     ) -> FilteredGradient | None:
-        if not worth_filtering(rows.x.numel() * gradient.shape[1]):
+        if not self._filters or not worth_filtering(rows.x.numel() * gradient.shape[1]):
             return None
         inverse = inverse_of(units_of(rows), dx_factor)
-        return FilteredGradient(gradient, find_active_tiles(gradient, inverse, self._eps, rows.targets, start))
+        return self._counted(gradient, find_active_tiles(gradient, inverse, self._eps, rows.targets, start))
+
+    def _counted(self, gradient: Tensor, active: ActiveTiles) -> FilteredGradient:
+        if self._counting is not None:
+            self._counting.count(active.of_rows)
+        return FilteredGradient(gradient, active)
 
 
 class FilteredGradient:
@@ -180,7 +195,7 @@ class ActiveWindows:
         # [entries from ``first`` on], fp32.
         self._mean_logits = _mean_logits(rows, first)
 
-    def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
+    def form(self, start: int, stop: int, gradient: Tensor) -> ActiveTiles:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
         eps, rows, entries = self._eps, self._rows, stop - start
         width = product_of(rows.projection, rows.x, start, stop).tile.entries
@@ -190,9 +205,7 @@ class ActiveWindows:
         sampled = self._sample.sums(self._sampled_gradient(start, stop), bounds, width, eps)
         of_hidden = entry_shares(sampled, width, of_weight)
         rows.form(start, stop, gradient, list_active_windows(bounds, eps))
-        return FilteredGradient(
-            gradient, ActiveTiles(*active_tile_lists(bounds, eps, entries, width), masses, of_hidden, of_weight)
-        )
+        return ActiveTiles(*active_tile_lists(bounds, eps, entries, width), masses, of_hidden, of_weight)
 
     def _sampled_gradient(self, start: int, stop: int) -> Tensor:
         """The gradient of the sample, for all entries of the slice. Called once per slice: placing the targets changes

@@ -23,7 +23,7 @@ MOST_ACTIVE = 0.85
 16384 to 65536 entries with D=4096, takes as long as an exact one at a share of about 0.88 where the exponentials were
 saved, and of 0.92 where they are recomputed."""
 
-PERIOD, DELAY = 32, 8
+PERIOD, DELAY = 32, 4
 
 
 class Choice:

@@ -404,7 +404,6 @@ def test_ranks(member, sequence_parallel):
 def test_a_filter_that_would_skip_little_is_left_out(options, listed, device, monkeypatch):
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one."""
     monkeypatch.setattr(choice, "PERIOD", 4)
-    monkeypatch.setattr(choice, "DELAY", 2)
     x, weight, target = sure = problem("bf16", device, N, V, slope=5.0)
     unsure = [t.detach().div(16).requires_grad_() for t in (x, weight)]  # whose probabilities are all near 1 / V
     found = []

@@ -220,6 +220,10 @@ def dense(
         sizes = o.layer.scale.abs().to(wide) * (of_log_p.sum(1, keepdim=True).abs() + of_among.abs() + of_log_p.abs())
         results |= {"z": z.detach(), "error": error, "log_p": log_p.detach(), "equal": _equal_tokens(o.layer)}
         results["coefficient"] = sizes.amax() if sizes.numel() else 0.0
+        if c.kind == "divergence" and c.N:
+            # In fp16 all gradients are scaled by what the largest might be: a log-ratio of 64.
+            largest = 64 * o.upstream["loss"].abs().amax() * o.layer.scale.abs().amax()
+            results["coefficient"] = largest / (max(1, int((~o.quiet).sum())) if c.reduction == "mean" else 1)
         # Of a probability, or of a gradient, that underflows.
         each = sizes.amax(1, keepdim=True) if sizes.numel() else torch.zeros(c.N, 1, dtype=wide)
         results["underflow"] = r.tiny * each.clamp(min=1.0).expand(c.N, c.V)

@@ -76,21 +76,14 @@ class FilterForm:
         self._counting: Choice | None = None
 
     def begin(self, task: BackwardTask) -> int:
-        """Chooses whether this backward is filtered. All windows are projected if it is not, for dbias, and if
-        saved-tensor hooks changed the operands' alignment, and with it the tile."""
-        saved, projection = task.saved, task.projection
-        if worth_filtering(task.x.numel() * projection.real_rows):
-            choice = choice_for(task.x, projection.real_rows, self._eps)
+        """Chooses whether this backward is filtered, and whether only active windows are projected again."""
+        windows, entries = _windows_of(task), task.projection.real_rows
+        if worth_filtering(task.x.numel() * entries):
+            choice = choice_for(task.x, entries, self._eps, windows is not None)
             self._filters, is_counted = choice.begin(task.x.is_cuda and torch.cuda.is_current_stream_capturing())
             self._counting = choice if is_counted else None
-        if not self._filters or not saved or saved.sums is None:
-            return 0
-        if task.grads.dbias is not None or not fills_sample(len(task.x)):
-            return 0
-        if len(saved.maxima) != product_of(projection, task.x, 0, projection.real_rows).windows:
-            return 0
-        self._windows = WindowPartials(saved.maxima, saved.sums)
-        return WINDOWED_BYTES
+        self._windows = windows if self._filters else None
+        return 0 if self._windows is None else WINDOWED_BYTES
 
     def recomputes(self, x: Tensor, entries: int) -> bool:
         return self._windows is not None and fills_sample(len(x)) and worth_filtering(x.numel() * entries)
@@ -163,6 +156,16 @@ def with_window_partials(task: ForwardTask) -> ForwardTask:
     # Products for dW begin at multiples of 256 entries.
     fitting = tile.rows == TILE and tile.entries in (TILE, 2 * TILE)
     return task._replace(x=x, save_window_partials=fitting and worth_filtering(at_once * hidden_size))
+
+
+def _windows_of(task: BackwardTask) -> WindowPartials | None:
+    """The forward's window partials, if they tell which windows to project. All are projected for dbias, and if
+    saved-tensor hooks changed the operands' alignment, and with it the tile."""
+    saved, projection = task.saved, task.projection
+    if not saved or saved.sums is None or task.grads.dbias is not None or not fills_sample(len(task.x)):
+        return None
+    known = len(saved.maxima) == product_of(projection, task.x, 0, projection.real_rows).windows
+    return WindowPartials(saved.maxima, saved.sums) if known else None
 
 
 def fills_sample(rows: int) -> bool:

@@ -17,7 +17,7 @@ import triton.language as tl
 from parallel_lce.features.filter.kernels.tiles import TILE, new_masses
 from parallel_lce.kernels.arithmetic import exponential_from, finite_base, to_base
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.token_gradients import Targets
 
 FEWEST_SAMPLED = 4
@@ -31,7 +31,9 @@ _STEPS = 3, 5, 7, 11, 13
 
 _TILE = tl.constexpr(TILE)
 # Row blocks that are projected together, so that the rows of the weight they share stay in the L2 cache.
-_TOGETHER = 16
+_TOGETHER = tl.constexpr(16)
+# Windows per step of their list.
+_LISTED = 1024
 
 
 class TokenSample(NamedTuple):
@@ -164,12 +166,30 @@ def window_masses(
     return largest, masses
 
 
+@Relaunched
+@triton.jit(do_not_specialize=["row_blocks", "windows"])
+def lce_backward_active_windows(largest, listed, eps, row_blocks, windows, BLOCK: tl.constexpr):
+    """One program lists all active windows, ``_TOGETHER`` row blocks after the other."""
+    count = 0
+    for start in range(0, row_blocks * windows, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        first = position // (windows * _TOGETHER) * _TOGETHER
+        within, width = position - first * windows, tl.minimum(row_blocks - first, _TOGETHER)
+        # Beyond the last one a group has no row blocks.
+        window, block = within // tl.maximum(width, 1), first + within % tl.maximum(width, 1)
+        bound = tl.load(largest + block * windows + window, mask=position < row_blocks * windows, other=0.0)
+        is_active = (bound > eps).to(tl.int32)
+        place = count + tl.cumsum(is_active, 0)
+        tl.store(listed + place, window * row_blocks + block, mask=is_active != 0)
+        count += tl.sum(is_active, 0)
+    tl.store(listed, count)
+
+
 def list_active_windows(largest: torch.Tensor, eps: float) -> torch.Tensor:
     """The list, for :meth:`parallel_lce.kernels.product.Product.launch`, of the windows whose bound exceeds ``eps``.
     ``largest``: the bounds of :func:`window_masses`."""
     row_blocks, windows = largest.shape
-    numbers = torch.arange(largest.numel(), device=largest.device).view(windows, row_blocks)
-    numbers = torch.cat([some.flatten() for some in numbers.split(_TOGETHER, 1)])
-    is_active = largest.t().flatten()[numbers] > eps
-    active_first = is_active.to(torch.uint8).argsort(descending=True, stable=True)
-    return torch.cat([is_active.sum(0, keepdim=True), numbers[active_first]]).int()
+    listed = largest.new_empty(1 + largest.numel(), dtype=torch.int32)
+    block = min(_LISTED, next_power_of_2(largest.numel()))
+    lce_backward_active_windows.launch((1,), largest, listed, float(eps), row_blocks, windows, BLOCK=block)
+    return listed

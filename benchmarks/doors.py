@@ -1,5 +1,5 @@
-"""`python -m benchmarks.doors`: training steps of transformers, Megatron-core, TRL and verl with their own losses and
-with ours.
+"""`python -m benchmarks.doors`: training steps of transformers, Megatron-core, TRL, verl and torchtitan with their own
+losses and with ours.
 
 A step is forward and backward, without an optimizer. Weights and tokens are random. On a GPU the models have the shapes
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
@@ -10,6 +10,7 @@ megatron-...       Megatron-core's GPTModel without layers, with its fused nativ
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
+torchtitan         torchtitan's chunked loss alone, as its trainer calls it, with the output layer's backward
 
 ours@0 is ours with a logits_budget of 0. `--counted 1 0.1` measures each case with all of its tokens, and with a tenth
 that counts, the last of each sequence, as after a prompt.
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from parallel_lce import count_tokens
 from parallel_lce.core.budget import BUDGET_VARIABLE
+from parallel_lce.run.token_count import count_labels
 
 from .engine import ways
 from .engine.libraries import group_of_one
@@ -260,6 +262,26 @@ def head_alone(value: Callable[..., Tensor], size: Size, context: Callable) -> S
     return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
 
 
+def torchtitan_head(way: str, size: Size) -> Step:
+    losses: Any = importlib.import_module("torchtitan.components.loss")
+    config = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
+    if way == "ours":
+        config = importlib.import_module("parallel_lce.torchtitan").linear_cross_entropy(config)
+    torch.manual_seed(0)
+    lm_head = torch.nn.Linear(size.hidden_size, size.vocab_size, bias=False, device=size.device, dtype=size.dtype)
+    hidden = size.normal(2, *size.batch, size.hidden_size).to(size.dtype).requires_grad_()
+    mask, loss_fn = size.mask(), config.build()
+    labels, tokens = size.ids().masked_fill(~mask, losses.IGNORE_INDEX), mask.sum()
+    loss_fn.set_lm_head(lm_head)
+
+    def loss() -> Tensor:
+        if way == "ours":  # as the door does it, before the model's forward
+            count_labels(labels)
+        return loss_fn(hidden, labels, tokens)[0]
+
+    return Step(loss, [lm_head.weight, hidden])
+
+
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
 QWEN_1B5 = Size(1536, 151936, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
 LLAMA_LOSS, QWEN_LOSS = (replace(size, num_hidden_layers=0) for size in (LLAMA_1B, QWEN_1B5))
@@ -274,6 +296,7 @@ CASES = {
     "trl": (trl_head, "TRL ours ours@0", QWEN_LOSS),
     "verl": (verl_head, "verl ours ours@0", QWEN_LOSS),
     "verl-wide": (verl_head, "verl ours ours@0", Size(4096, 131072)),
+    "torchtitan": (torchtitan_head, "torchtitan ours ours@0", LLAMA_LOSS),
 }
 TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
 CAPTION = (

@@ -29,7 +29,7 @@ from transformers_models import OTHERS, RELEASE
 from transformers_standin import CausalLM, ChunkedLogProbFunction, installed_trl
 
 FIRST = {"llama": "transformers", "qwen2": "transformers", "trl": "TRL", "verl": "verl", "verl-wide": "verl"}
-FIRST |= {"torchtitan": "torchtitan"}
+FIRST |= {"torchtitan": "torchtitan", "qwen2-eval": "transformers"}
 STAND_INS = "trl", "torchtitan", "spmd_types"
 COMMAND = ["--device", "cpu", "--rounds", "2"]
 
@@ -146,7 +146,7 @@ def test_releases(tmp_path):
     path = tmp_path / "figures.json"
     folders = f"{tmp_path / 'site-packages'}:{torchtitan_training.release()}"
     environment = {"PYTHONPATH": folders, "HF_HUB_OFFLINE": "1"}
-    names = ["llama", "qwen2", "grpo", "trl", "torchtitan"]
+    names = ["llama", "qwen2", "qwen2-eval", "grpo", "trl", "torchtitan"]
     command = [sys.executable, "-m", "benchmarks.doors", *COMMAND, "--json", str(path), "--cases", *names]
     done = ran(*command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

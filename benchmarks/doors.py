@@ -1,15 +1,17 @@
-"""`python -m benchmarks.doors`: training steps of transformers, Megatron-core, TRL and verl with their own losses and
-with ours.
+"""`python -m benchmarks.doors`: training steps of transformers, Megatron-core, TRL, verl and torchtitan with their own
+losses and with ours.
 
 A step is forward and backward, without an optimizer. Weights and tokens are random. On a GPU the models have the shapes
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
 ...-loss           the same without layers: little more than the loss
+...-eval           its evaluation: the loss and logits.argmax(-1), without a backward; dW off is that of the ids
 megatron-...       Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
+torchtitan         torchtitan's chunked loss alone, as its trainer calls it, with the output layer's backward
 
 ours@0 is ours with a logits_budget of 0. `--counted 1 0.1` measures each case with all of its tokens, and with a tenth
 that counts, the last of each sequence, as after a prompt.
@@ -36,6 +38,7 @@ from torch import Tensor
 
 from parallel_lce import count_tokens
 from parallel_lce.core.budget import BUDGET_VARIABLE
+from parallel_lce.run.token_count import count_labels
 
 from .engine import ways
 from .engine.libraries import group_of_one
@@ -43,6 +46,7 @@ from .engine.report import mebibytes, new_parser, parse, session
 from .engine.team import NotMeasured, release
 
 GRADIENT_LIMIT = 0.1  # relative difference from the first way's gradient of the output layer's weight, by norms
+Call = Callable[[], tuple[Tensor, Tensor]]  # a step: the loss, and that gradient, or what else shows that it is right
 
 
 @dataclass(frozen=True)
@@ -110,16 +114,22 @@ def between(start: Callable[[], None], stop: Callable[[], None]) -> Iterator[Non
 # Each of the next functions builds the step of a way. It raises ImportError if the way's library is not installed.
 
 
-def causal_model(kind: str, way: str, size: Size) -> Step:
-    model, ids = model_of(kind, size), size.ids()
+def causal_model(kind: str, way: str, size: Size, training: bool = True) -> Call:
+    model, ids = model_of(kind, size).train(training), size.ids()
     labels = ids.masked_fill(~size.mask(), -100)
     if way == "ours":
-        importlib.import_module("parallel_lce.transformers").patch(model)
+        importlib.import_module("parallel_lce.transformers").patch(model, eval_logits=training)
     elif way == "Liger":
         apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind.lower()}")
         nothing_else = dict(rope=False, swiglu=False, rms_norm=False, cross_entropy=False)
         apply(**nothing_else, fused_linear_cross_entropy=True, model=model)
-    return Step(lambda: model(input_ids=ids, labels=labels).loss, leaves_of(model))
+
+    @torch.no_grad()
+    def evaluated() -> tuple[Tensor, Tensor]:
+        output = model(input_ids=ids, labels=labels)
+        return output.loss, output.logits.argmax(-1)
+
+    return Step(lambda: model(input_ids=ids, labels=labels).loss, leaves_of(model)) if training else evaluated
 
 
 def model_of(kind: str, size: Size) -> Any:
@@ -260,6 +270,26 @@ def head_alone(value: Callable[..., Tensor], size: Size, context: Callable) -> S
     return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
 
 
+def torchtitan_head(way: str, size: Size) -> Step:
+    losses: Any = importlib.import_module("torchtitan.components.loss")
+    config = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
+    if way == "ours":
+        config = importlib.import_module("parallel_lce.torchtitan").linear_cross_entropy(config)
+    torch.manual_seed(0)
+    lm_head = torch.nn.Linear(size.hidden_size, size.vocab_size, bias=False, device=size.device, dtype=size.dtype)
+    hidden = size.normal(2, *size.batch, size.hidden_size).to(size.dtype).requires_grad_()
+    mask, loss_fn = size.mask(), config.build()
+    labels, tokens = size.ids().masked_fill(~mask, losses.IGNORE_INDEX), mask.sum()
+    loss_fn.set_lm_head(lm_head)
+
+    def loss() -> Tensor:
+        if way == "ours":  # as the door does it, before the model's forward
+            count_labels(labels)
+        return loss_fn(hidden, labels, tokens)[0]
+
+    return Step(loss, [lm_head.weight, hidden])
+
+
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
 QWEN_1B5 = Size(1536, 151936, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
 LLAMA_LOSS, QWEN_LOSS = (replace(size, num_hidden_layers=0) for size in (LLAMA_1B, QWEN_1B5))
@@ -268,12 +298,14 @@ CASES = {
     "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
     "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_LOSS),
     "llama-loss": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_LOSS),
+    "qwen2-eval": (partial(causal_model, "Qwen2", training=False), "transformers ours ours@0", QWEN_LOSS),
     "megatron-llama": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
     "megatron-qwen2": (megatron_model, "Megatron ours ours@0", QWEN_1B5),
     "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
     "trl": (trl_head, "TRL ours ours@0", QWEN_LOSS),
     "verl": (verl_head, "verl ours ours@0", QWEN_LOSS),
     "verl-wide": (verl_head, "verl ours ours@0", Size(4096, 131072)),
+    "torchtitan": (torchtitan_head, "torchtitan ours ours@0", LLAMA_LOSS),
 }
 TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
 CAPTION = (
@@ -309,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(reason and not reason.startswith("not installed") for reason in refused))
 
 
-def in_turn(build: Callable[..., Step], way: str, size: Size) -> Callable[[], tuple[Tensor, Tensor]]:
+def in_turn(build: Callable[..., Call], way: str, size: Size) -> Call:
     """A call of the way's step, which the first call builds: the ways before it are measured without it."""
     kind, _, budget = way.partition("@")
     step = cache(build)
@@ -330,7 +362,7 @@ def compared(found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict
     row = ways.same_loss(loss, right)
     off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
     if not off <= GRADIENT_LIMIT:
-        raise NotMeasured(f"refused: the gradient of the output layer's weight differs by {off:.1e}")
+        raise NotMeasured(f"refused: the gradient of the output layer's weight, or the ids, differ by {off:.1e}")
     return row | {"gradient_off": off}
 
 

@@ -10,6 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
@@ -73,20 +74,33 @@ _GATHERED = "maybe_gather_lm_head_ctx"
 
 class _OfPartitioned(torch.autograd.Function):
     """``fused(*arguments)`` of parameters of ZeRO-3. As TRL's own function it is called where they are whole, and makes
-    them whole again, by ``gathered(*parameters)``, for its backward alone."""
+    them whole again, by ``gathered(*parameters)``, for its backward alone.
+
+    The graph of ``fused`` has leaves of its own, since the parameters' hooks belong to the graph around. What it would
+    save is saved here: for the caller's hooks of saved tensors, and until the backward."""
 
     @staticmethod
     def forward(ctx, fused, gathered, *arguments):
         ctx.set_materialize_grads(False)
-        # The fused function saves these parameters as they are, so no copy of them is kept.
-        partitioned = [each for each in arguments if hasattr(each, "ds_id")]
-        inputs = [
-            each.detach().requires_grad_() if needed and not hasattr(each, "ds_id") else each
-            for each, needed in zip(arguments, ctx.needs_input_grad[2:])
-        ]
-        with torch.enable_grad():
+        partitioned, needs = [each for each in arguments if hasattr(each, "ds_id")], ctx.needs_input_grad[2:]
+        saved: list[Tensor] = []
+
+        def place(tensor: Tensor) -> tuple[Any, Any]:
+            for each in partitioned:  # of which no copy is kept
+                if tensor.data_ptr() == each.data_ptr() and tensor.shape == each[: len(tensor)].shape:
+                    return each, slice(len(tensor))
+            saved.append(tensor.detach())
+            return saved, len(saved) - 1
+
+        inputs = [each.detach().requires_grad_() if need else each for each, need in zip(arguments, needs)]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(place, lambda found: getitem(*found)):
             results = fused(*inputs)
-        ctx.inputs, ctx.results, ctx.gathered = inputs, results, lambda: gathered(*partitioned)
+        ctx.save_for_backward(*saved)
+        saved.clear()
+        ctx.leaves = [each for each, need in zip(inputs, needs) if need]
+        for leaf in ctx.leaves:
+            leaf.data = leaf.new_empty(0)  # else the graph would keep it
+        ctx.results, ctx.saved, ctx.gathered = results, saved, lambda: gathered(*partitioned)
         outputs = [each if each is None else each.detach() for each in results]
         constant = [o for o, each in zip(outputs, results) if each is not None and not each.requires_grad]
         ctx.mark_non_differentiable(*constant)
@@ -95,15 +109,15 @@ class _OfPartitioned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
-        needed = [number for number, need in enumerate(ctx.needs_input_grad[2:]) if need]
         results, given = zip(*[pair for pair in zip(ctx.results, upstream) if pair[1] is not None])
-        gradients: list[Tensor | None] = [None] * (2 + len(ctx.inputs))
-        with ctx.gathered():
-            inputs = [ctx.inputs[number] for number in needed]
-            found = torch.autograd.grad(results, inputs, given, retain_graph=True, allow_unused=True)
-        for number, gradient in zip(needed, found):
-            gradients[2 + number] = gradient
-        return tuple(gradients)
+        ctx.saved.extend(ctx.saved_tensors)
+        try:
+            with ctx.gathered():
+                found = torch.autograd.grad(results, ctx.leaves, given, retain_graph=True, allow_unused=True)
+        finally:
+            ctx.saved.clear()
+        gradients = iter(found)
+        return tuple([next(gradients) if need else None for need in ctx.needs_input_grad])
 
 
 @constant_in_graphs

@@ -1,5 +1,5 @@
-"""The benchmark of steps in transformers, TRL and verl, on the CPU: by default with stand-ins; with --all also with
-releases of transformers and TRL."""
+"""The benchmark of steps in transformers, TRL, verl and torchtitan, on the CPU: by default with stand-ins; with --all
+also with releases of transformers, TRL and torchtitan."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import parallel_lce.megatron
 import parallel_lce.verl
+import torchtitan_standin
+import torchtitan_training
 from benchmarks import doors
 from benchmarks.engine import timing
 from blocks import counted_forwards
@@ -27,6 +29,8 @@ from transformers_models import OTHERS, RELEASE
 from transformers_standin import CausalLM, ChunkedLogProbFunction, installed_trl
 
 FIRST = {"llama": "transformers", "qwen2": "transformers", "trl": "TRL", "verl": "verl", "verl-wide": "verl"}
+FIRST |= {"torchtitan": "torchtitan", "qwen2-eval": "transformers"}
+STAND_INS = "trl", "torchtitan", "spmd_types"
 COMMAND = ["--device", "cpu", "--rounds", "2"]
 
 
@@ -38,7 +42,7 @@ def kernel(hidden, weight, labels, temperature, reduction):
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Stand-ins of transformers, TRL's head and verl's kernel. There is no GRPOTrainer and no Liger."""
+    """Stand-ins of transformers, TRL's head, verl's kernel and torchtitan's loss. No GRPOTrainer, and no Liger."""
     monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
     library = ModuleType("transformers")
     library.LlamaConfig = library.Qwen2Config = SimpleNamespace
@@ -46,9 +50,9 @@ def libraries(monkeypatch):
     library.AutoModelForCausalLM = SimpleNamespace(from_config=make)
     verl = ModuleType(name := "verl.utils.kernel.linear_cross_entropy")
     verl.linear_cross_entropy = kernel
-    with installed_trl():
-        of_trl = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "trl"}
-    for name, module in of_trl.items():
+    with installed_trl(), torchtitan_standin.installed() as door:
+        own = {name: each for name, each in sys.modules.items() if name.partition(".")[0] in STAND_INS or each is door}
+    for name, module in own.items():
         monkeypatch.setitem(sys.modules, name, module)
     for module in (library, *map(ModuleType, ("verl", "verl.utils", "verl.utils.kernel")), verl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -89,7 +93,7 @@ def test_each_way_is_measured_if_its_library_is_installed(libraries, tmp_path, c
 
 
 def test_a_share_of_the_tokens_counts(libraries, tmp_path, capsys):
-    names = ["llama", "trl", "verl", "megatron-llama"]
+    names = ["llama", "trl", "verl", "megatron-llama", "torchtitan"]
     for name in names:
         with counted_forwards(torch_backend) as rows:
             status, cases = measured(tmp_path / "figures.json", "--counted", "0.25", "--cases", name)
@@ -105,6 +109,7 @@ def test_ours_runs_within_its_own_steps_alone(libraries, monkeypatch, tmp_path):
     monkeypatch.setattr("parallel_lce.trl.token_statistics", refuse)
     monkeypatch.setattr("parallel_lce.rl.statistics_of", refuse)
     monkeypatch.setattr("parallel_lce.transformers.linear_cross_entropy", refuse)
+    monkeypatch.setattr("parallel_lce.linear_cross_entropy", refuse)
     status, cases = measured(tmp_path / "figures.json", "--cases", *FIRST)
     assert status == 1
     for name, first in FIRST.items():
@@ -139,8 +144,9 @@ def test_releases(tmp_path):
     folder = folder_of("transformers", RELEASE, others=tuple(OTHERS.split()))
     (tmp_path / "site-packages").symlink_to(folder)  # datasets needs this name, as in transformers_models.py
     path = tmp_path / "figures.json"
-    environment = {"PYTHONPATH": str(tmp_path / "site-packages"), "HF_HUB_OFFLINE": "1"}
-    names = ["llama", "qwen2", "grpo", "trl"]
+    folders = f"{tmp_path / 'site-packages'}:{torchtitan_training.release()}"
+    environment = {"PYTHONPATH": folders, "HF_HUB_OFFLINE": "1"}
+    names = ["llama", "qwen2", "qwen2-eval", "grpo", "trl", "torchtitan"]
     command = [sys.executable, "-m", "benchmarks.doors", *COMMAND, "--json", str(path), "--cases", *names]
     done = ran(*command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

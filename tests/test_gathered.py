@@ -3,20 +3,22 @@ by the released package. tests/test_transformers.py has the units of FSDP."""
 
 import contextlib
 import os
+import weakref
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import parallel_lce.transformers as door
 import transformers_models
 import zero_standin
 from parallel_lce import gathered, token_statistics
 from parallel_lce import trl as trl_door
+from parallel_lce.core.private import keep_with
 from releases import folder_of
 from tools import on_ranks, started
-from transformers_models import D, V, batch, fused, model_of, warned
+from transformers_models import D, V, batch, fused, model_of, unmade, warned
 from transformers_standin import installed_trl
 from zero_standin import OTHERS, RELEASE, Released, StandIn, installed
 
@@ -49,6 +51,18 @@ CASES = {
 }
 
 
+def hooked(model: nn.Module) -> None:
+    """A step shows how often the hooks of gradients run."""
+
+    def doubled(parameter: Tensor) -> None:
+        parameter.grad *= 2
+
+    for each in model.parameters():
+        if each.requires_grad:
+            each.register_hook(lambda gradient: 0.6 * gradient)
+            each.register_post_accumulate_grad_hook(doubled)
+
+
 def fused_beside_stock(member, zero: str, case: str) -> None:
     """Losses, weights and logits after two steps; collectives of the same number; and no copy of the weight is kept
     between forward and backward."""
@@ -58,6 +72,7 @@ def fused_beside_stock(member, zero: str, case: str) -> None:
         model = model_of("stand-in", kind).train()
         if frozen:
             model.get_submodule(frozen).requires_grad_(False)
+        hooked(model)
         engine, found = engine_of(zero, model), []
         if patched:
             door.patch(model, **options)
@@ -87,17 +102,22 @@ def fused_beside_stock(member, zero: str, case: str) -> None:
     assert not said and sorted(own) == sorted(theirs)
 
 
-def own_loss_beside_stock(member, zero: str) -> None:
-    """Where the forward makes the logits."""
+def own_forward_beside_stock(member, zero: str, twice: bool) -> None:
+    """Where the forward makes the logits, or calls the output layer ``twice``, for two losses."""
 
-    class Plus(type(model_of("stand-in", "plain"))):
+    class Own(type(model_of("stand-in", "plain"))):
         def forward(self, input_ids, labels):
-            z = self.lm_head(self.model["embed"](input_ids)) + 1.0
-            return {"loss": self.loss_function(z, labels, self.vocabulary), "logits": z}
+            z = self.lm_head(hidden := self.model["embed"](input_ids))
+            z = z if twice else z + 1.0
+            loss = self.loss_function(z, labels, self.vocabulary)
+            if twice:
+                loss = loss + self.loss_function(self.lm_head(hidden.sin()), labels, self.vocabulary)
+            return {"loss": loss, "logits": z}
 
     def results(patch):
         model = model_of("stand-in", "plain").train()
-        model.__class__ = Plus
+        model.__class__ = Own
+        hooked(model)
         engine = engine_of(zero, model)
         patch(model)
         for step in range(2):
@@ -106,7 +126,8 @@ def own_loss_beside_stock(member, zero: str) -> None:
             engine.step()
         weights = engine.whole()
         engine.end()
-        return [out["loss"].detach(), out["logits"].detach(), *weights]
+        assert unmade(out["logits"]) == (twice and patch is door.patch)
+        return [out["loss"].detach(), *([] if twice else [out["logits"].detach()]), *weights]
 
     with linear_of(zero):
         stock = results(lambda model: model)
@@ -114,7 +135,7 @@ def own_loss_beside_stock(member, zero: str) -> None:
             ours = results(door.patch)
     for found, expected in zip(ours, stock, strict=True):
         torch.testing.assert_close(found, expected)
-    assert len(said) == 1 and "its forward makes them by 'add'" in said[0]
+    assert not said if twice else len(said) == 1 and "its forward makes them by 'add'" in said[0]
 
 
 def parameters_of(*sizes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
@@ -126,7 +147,8 @@ def parameters_of(*sizes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
 def test_trls_functions(member, frozen):
-    """Of weights that are whole in the forward, and again in the backward. Two backwards through one graph."""
+    """Of weights that are whole in the forward, and again in the backward. Two uses of a weight, whose gradient has
+    hooks; two backwards through one graph."""
     sizes = (V, D), (V,), (V, D), (V + 5, D + 3)
 
     def results(functions, made, context):
@@ -134,9 +156,14 @@ def test_trls_functions(member, frozen):
         (x, y), ids = parameters_of((7, D), (7, D + 3), seed=1 + member.rank), torch.arange(7)
         with context:
             found = functions[0].apply(x, w, b, ids, 0.7, 40, 2.0, 0.3, ("entropy", "is_top1"))
+            again, *_ = functions[0].apply(x.sin(), w, b, ids, 0.7, 40)
             divergence, entropy = functions[1].apply(x, s, None, y, u, None, 0.3)
         total = (found[0] * torch.arange(7.0)).sum() + found[1].square().sum() + divergence.square().sum()
-        return [*found, divergence, entropy], total, x
+        return [*found, again, divergence, entropy], total + again.sum(), x
+
+    def hooked(each, accumulated):
+        each.register_hook(lambda gradient: 2 * gradient)
+        each.register_post_accumulate_grad_hook(lambda parameter: accumulated.append(parameter.grad.clone()))
 
     with installed_trl():
         from trl.trainer import distillation_trainer, utils
@@ -145,9 +172,13 @@ def test_trls_functions(member, frozen):
         for w, _, _, u in (theirs, mine):
             w.requires_grad_(not frozen), u.requires_grad_(False)
         functions = own, distillation_trainer.ChunkedDivergenceFunction
-        expected, total, x = results(functions, theirs, contextlib.nullcontext())
         trained = [number for number, each in enumerate(theirs) if each.requires_grad]
-        stock = torch.autograd.grad(total, [x, *(theirs[number] for number in trained)])
+        of_theirs, of_mine = [], []
+        for number in trained:
+            hooked(theirs[number], of_theirs), hooked(mine[number], of_mine)
+        expected, total, x = results(functions, theirs, contextlib.nullcontext())
+        stock = torch.autograd.grad(total, [x, *(theirs[number] for number in trained)], retain_graph=True)
+        total.backward()
         for each in mine:
             zero_standin.partition(each)
         trl_door.patch()
@@ -155,13 +186,62 @@ def test_trls_functions(member, frozen):
         with warned((trl_door.TRLWarning,)) as said:
             found, total, z = results(functions, mine, zero_standin.gathered(*mine))
         assert not said and not any(each.numel() for each in mine)
-        leaves = [z, *(mine[number] for number in trained)]
-        ours = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
+        ours = torch.autograd.grad(total, [z, *(mine[number] for number in trained)], retain_graph=True)
+        with zero_standin.gathered(*mine):  # as by the model's hooks, when gradients are accumulated
+            total.backward()
         trl_door.unpatch()
-    for mine, theirs in zip((*found, *ours[0], *ours[1]), (*expected, *stock, *stock), strict=True):
+    of_theirs, of_mine = (sorted(each, key=Tensor.numel) for each in (of_theirs, of_mine))  # in no order
+    for mine, theirs in zip((*found, *ours, z.grad, *of_mine), (*expected, *stock, x.grad, *of_theirs), strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None:
             torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@on_ranks(1)
+def test_what_trls_functions_keep(member):
+    """No whole weight. Hidden states until the backward, and as the caller's hooks of saved tensors want it."""
+
+    def given():
+        return [2 * each for each in parameters_of((7, D), (7, D + 3), seed=1)]
+
+    def use(functions, x, y):
+        total = functions[0].apply(x, w, b, torch.arange(7), 0.7, 40)[0].sum()
+        return total + functions[1].apply(x, w, None, y, u, None, 0.3)[0].sum()
+
+    def lives(tensor):
+        keep_with(tensor, token := {"a token"})
+        return weakref.ref(token)
+
+    def offload(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    w, b, u = made = parameters_of((V, D), (V,), (V + 5, D + 3))
+    with installed_trl():
+        from trl.trainer import distillation_trainer, utils
+
+        for each in made:
+            zero_standin.partition(each)
+        trl_door.patch()
+        functions = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
+        found = []
+        for packed in (None, []):
+            hooks = torch.autograd.graph.saved_tensors_hooks(offload, lambda tensor: tensor)
+            with zero_standin.gathered(*made):
+                weights, hidden = [lives(each) for each in made], given()
+                with contextlib.nullcontext() if packed is None else hooks:
+                    total = use(functions, *hidden)
+                hidden = [lives(hidden.pop()) for _ in (0, 1)]
+            assert not any(each() for each in weights), "a whole weight is kept"
+            assert all(bool(each()) == (packed is None) for each in hidden)
+            assert not packed or ((7, D) in packed and not {(V, D), (V, D + 3)} & {*packed})
+            found.append([total.detach(), *torch.autograd.grad(total, made[:2])])
+            assert not any(each() for each in hidden), "hidden states are kept after the backward"
+            with pytest.raises(RuntimeError, match="second time"):
+                torch.autograd.grad(total, made[:2])
+        trl_door.unpatch()
+    assert all(map(torch.equal, *found))
 
 
 def trl_beside_stock(member, kind: str) -> None:
@@ -172,6 +252,7 @@ def trl_beside_stock(member, kind: str) -> None:
     def results(patched: bool):
         model = model_of("release", kind).train()
         utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+        hooked(model)
         engine, found = Released(model, rate=1.0), []
         kept = transformers.integrations.HfDeepSpeedConfig(engine.config)
         with (
@@ -199,14 +280,14 @@ def trl_beside_stock(member, kind: str) -> None:
     assert not said and sorted(own) == sorted(theirs)
 
 
-@pytest.mark.parametrize("case", [*CASES, None])
+@pytest.mark.parametrize("case", [*CASES, True, False])
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
 def test_zero3(member, case):
-    if case is None:
-        own_loss_beside_stock(member, "stand-in")
-    else:
+    if case in CASES:
         fused_beside_stock(member, "stand-in", case)
+    else:
+        own_forward_beside_stock(member, "stand-in", twice=case)
 
 
 @pytest.mark.slow
@@ -216,7 +297,8 @@ def test_zero3_of_the_release(member):
     """In one test, since DeepSpeed keeps process groups."""
     for case in CASES:
         fused_beside_stock(member, "release", case)
-    own_loss_beside_stock(member, "release")
+    for twice in (True, False):
+        own_forward_beside_stock(member, "release", twice)
     for kind in ("plain", "capped"):
         trl_beside_stock(member, kind)
 

@@ -83,6 +83,9 @@ class ChunkedLossWrapper(BaseLoss):
     def __init__(self, config, *, compile_config=None) -> None:
         self.loss_fn, self.lm_head = config.loss_fn.build(compile_config=compile_config), None
 
+    def set_lm_head(self, lm_head) -> None:
+        self.lm_head = lm_head
+
     def __call__(self, pred, labels, count=None, **inputs):
         hidden = pred.detach().requires_grad_(pred.requires_grad)
         loss, metrics = self.loss_fn(self.lm_head(hidden), labels, count, **inputs)

@@ -120,7 +120,7 @@ def _findings(settings: Settings, ranks: int, options: argparse.Namespace) -> in
                 continue
             if finding:
                 print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
-            if done % 100 == 0 or done == options.count:
+            if done % 20 == 0 or done == options.count:
                 print(f"{ranks} ranks, configuration {index}: {findings} findings in {done}", flush=True)
     finally:
         run.close()

@@ -3,7 +3,6 @@ is fully sharded, detached, or used elsewhere, and where its main_grad is replac
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
 import os
-import re
 import runpy
 import sys
 import warnings
@@ -30,7 +29,7 @@ from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import cross_entropy as taken_over
 from parallel_lce.megatron import install, output_layer, token_log_probs, uninstall
 from tools import arguments_to, on_ranks, words_of_error
-from world import Member, launched
+from world import Member, forget, launched
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
 ON_LOGITS = Model(), Model(ranks=2, sequence_parallel=True, ddp="fp32", tied=True, mtp=1)
@@ -331,8 +330,7 @@ def script(tmp_path) -> Path:
 
 def _start(arguments: list[str]) -> None:
     """As ``python -m`` does, where nothing has imported Megatron yet."""
-    for name in [name for name in sys.modules if re.match(r"megatron|parallel_lce\.megatron", name)]:
-        del sys.modules[name]
+    forget("megatron", "parallel_lce")
     sys.path.insert(0, os.getcwd())
     sys.argv[1:] = arguments
     runpy.run_module("parallel_lce.megatron", run_name="__main__", alter_sys=True)

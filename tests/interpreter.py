@@ -37,7 +37,7 @@ def round_as_gpus_do() -> None:
 _patch_lang = interpreter._patch_lang
 _broadcast = TritonSemantic.broadcast_impl_value
 _check, _constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
-_numpy_type, _equal, _unwrap = interpreter._get_np_dtype, tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+_numpy_type, _unwrap = interpreter._get_np_dtype, tl.core._unwrap_if_constexpr
 _create_splat, _create_dot = interpreter.InterpreterBuilder.create_splat, interpreter.InterpreterBuilder.create_dot
 
 
@@ -308,15 +308,12 @@ def spare_work() -> None:
     interpreter._patch_lang, interpreter._patch_attr = _patched, _patch_attr
     interpreter._get_np_dtype = _known_numpy_type
     TensorHandle.__post_init__ = lambda self: None
-    interpreter._validate_np_data_size = lambda data, type: data.itemsize <= _known_numpy_type(type).itemsize
     interpreter.InterpreterBuilder.create_splat = _splat
     interpreter.InterpreterBuilder.create_dot = _dot
     tl.core._unwrap_if_constexpr = _spared_unwrap
-    tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
     tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _init_tensor
     TritonSemantic.binary_op_type_checking_impl = _spared_check
-    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
     TritonSemantic.scalar_constant = _known_constant
     tl.dtype.constants = _constants(())
     tl.block_type.__init__ = _init_block_type

@@ -177,35 +177,20 @@ def _modules(folder: Path) -> set[str]:
 
 
 USE = """
-import importlib.util, math, torch, parallel_lce
-x = torch.zeros(3, 4, requires_grad=True)
-w = torch.ones(5, 4, requires_grad=True)
-loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
-loss.backward()
-assert abs(loss.item() - math.log(5)) < 1e-6, loss
-assert w.grad.shape == (5, 4)
-print(parallel_lce.__file__, parallel_lce.__version__)
-"""
-
-
-IMPORTS = """
-import sys
-# Whatever else the extras install may be absent.
-for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"):
+import math, os, sys
+# Whatever else the extras install may be absent, and whatever the doors are for.
+EXTRAS = "megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"
+for name in (*EXTRAS, "torchtitan", "spmd_types", "transformers", "trl", "verl"):
     sys.modules[name] = None  # import raises ImportError
-import torch, torch.distributed
+import torch, torch.distributed as dist
 before = set(sys.modules)
 import parallel_lce
 assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & (set(sys.modules) - before)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 ours = {name for name in added if name not in sys.stdlib_module_names}
 assert ours <= {"parallel_lce", "torch"}, ours
-"""
-
 
 # Two ranks that give different sizes.
-DEBUG = """
-import os, torch.distributed as dist
 os.environ["PARALLEL_LCE_DEBUG"] = "1"
 rank = 0 if (child := os.fork()) else 1
 dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
@@ -220,13 +205,15 @@ dist.destroy_process_group()
 if not child:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-"""
 
+x = torch.zeros(3, 4, requires_grad=True)
+w = torch.ones(5, 4, requires_grad=True)
+loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
+loss.backward()
+assert abs(loss.item() - math.log(5)) < 1e-6, loss
+assert w.grad.shape == (5, 4)
+print(parallel_lce.__file__, parallel_lce.__version__)
 
-# Further packages that may be absent.
-ABSENT = """
-for name in ("torchtitan", "spmd_types", "transformers", "trl", "verl"):
-    sys.modules[name] = None  # import raises ImportError
 import parallel_lce.megatron, parallel_lce.transformers, parallel_lce.trl, parallel_lce.verl
 def import_torchtitan():
     import parallel_lce.torchtitan
@@ -253,7 +240,7 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
     assert (site / "parallel_lce" / "py.typed").is_file()
     assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    done = python("-c", IMPORTS + DEBUG + USE + ABSENT, path=site, cwd=tmp_path)
+    done = python("-c", USE, path=site, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     file, version = done.stdout.split()
     assert Path(file) == site / "parallel_lce" / "__init__.py"

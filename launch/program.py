@@ -88,7 +88,8 @@ def _demo(training: "Training") -> int:
     for folder in folders.values():  # all before the first run: if it fails, the others' earlier results must not stay
         remove_results(folder)
     for name, folder in folders.items():
-        if code := training.run(*RUNS[name], f"output={folder}"):
+        command = training.command(*RUNS[name], f"output={folder}")
+        if code := subprocess.run(command, env=training.environment()).returncode:
             print(f"FAILED: the run {name!r} ended with exit code {code}", file=sys.stderr)
             return 1
     if training.hosts > 1 and not (folders["stock"] / "metrics.json").exists():
@@ -166,11 +167,8 @@ class Training:
         used = f"{text.entries:,} of the {config.vocab_size:,} entries of the vocabulary stand for text"
         print(f"{text.source}: {len(text.tokens):,} tokens; {used}", flush=True)
 
-    def run(self, *overrides: str) -> int:
-        """Trains, with these arguments too; the exit status."""
-        return subprocess.run(self.command(*overrides), env=self.environment()).returncode
-
     def command(self, *overrides: str) -> list[str]:
+        """Trains, with these arguments too."""
         # -P: without it a file signal.py in the current folder would be imported in place of Python's own.
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.torchrun]
         return [*torchrun, str(ROOT / "launch" / "program.py"), "train", *self.arguments, *overrides]

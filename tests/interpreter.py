@@ -37,7 +37,7 @@ def round_as_gpus_do() -> None:
 _patch_lang = interpreter._patch_lang
 _broadcast = TritonSemantic.broadcast_impl_value
 _check, _constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
-_numpy_type, _equal, _unwrap = interpreter._get_np_dtype, tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+_numpy_type, _unwrap = interpreter._get_np_dtype, tl.core._unwrap_if_constexpr
 _create_splat, _create_dot = interpreter.InterpreterBuilder.create_splat, interpreter.InterpreterBuilder.create_dot
 
 
@@ -292,19 +292,28 @@ def _dot(self, a, b, d, *precision):
     return _create_dot(self, a, b, d, *precision)
 
 
+def _reduced(self, parts):
+    """By halves, as a tree of whole arrays. The interpreter calls a function of the kernels' own for each element."""
+    assert self.axis is not None and not self.keep_dims
+    dtypes, arrays = [part.dtype for part in parts], [part.handle.data for part in parts]
+    while arrays[0].shape[self.axis] > 1:
+        halves = zip(*(np.split(array, 2, self.axis) for array in arrays))
+        given = [_result(array, dtype, True) for half in halves for array, dtype in zip(half, dtypes)]
+        arrays = [found.handle.data for found in self.combine_fn.fn(*given)]
+    return [self.to_tensor(array.squeeze(self.axis), dtype) for array, dtype in zip(arrays, dtypes)]
+
+
 def spare_work() -> None:
+    interpreter.ReduceOps.generic_reduce = _reduced
     interpreter._patch_lang, interpreter._patch_attr = _patched, _patch_attr
     interpreter._get_np_dtype = _known_numpy_type
     TensorHandle.__post_init__ = lambda self: None
-    interpreter._validate_np_data_size = lambda data, type: data.itemsize <= _known_numpy_type(type).itemsize
     interpreter.InterpreterBuilder.create_splat = _splat
     interpreter.InterpreterBuilder.create_dot = _dot
     tl.core._unwrap_if_constexpr = _spared_unwrap
-    tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
     tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _init_tensor
     TritonSemantic.binary_op_type_checking_impl = _spared_check
-    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
     TritonSemantic.scalar_constant = _known_constant
     tl.dtype.constants = _constants(())
     tl.block_type.__init__ = _init_block_type

@@ -54,16 +54,13 @@ def planned():
     return call.plan
 
 
-@pytest.mark.parametrize(
-    ("ranks", "budget"),
-    [(1, ALL), (2, MOST), pytest.param(1, MOST, marks=pytest.mark.slow), pytest.param(2, ALL, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("budget", [ALL, MOST])
 def test_a_loss(worlds, device, kernels, ranks, budget):
     with chosen_backend("triton"):
         everywhere(worlds, device, ranks, _loss, budget, False)
 
 
-@pytest.mark.slow
 def test_under_sequence_parallelism(worlds, device, kernels):
     with chosen_backend("triton"):
         everywhere(worlds, device, 2, _loss, ALL, True)
@@ -115,7 +112,6 @@ def test_without_a_gradient_of_the_target(device, kernels):
     torch.testing.assert_close(weight.grad.double()[at], p.t()[at], atol=1e-7, rtol=0.005)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_bias_scales_and_reductions(device, kernels, reduction):
     x, weight, target, z = problem(device)
@@ -147,7 +143,6 @@ def gradient_of_weight(x, weight, target, upstream):
     return leaves[0].grad.double(), torch.autograd.grad(true, leaves[1], upstream.double())[0]
 
 
-@pytest.mark.slow
 def test_windows_of_another_tile_than_the_backwards(device, kernels):
     """Hooks return a weight that TMA cannot address, whose tile is narrower."""
 
@@ -171,7 +166,6 @@ def test_windows_of_another_tile_than_the_backwards(device, kernels):
     assert (weight.grad.double() - leaf.grad).norm() <= 0.006 * leaf.grad.norm()
 
 
-@pytest.mark.slow
 def test_a_tie_of_huge_logits(device, kernels):
     """The target is smaller than the largest logit, by less than the roundings of a sum as large."""
     x = torch.cat([torch.eye(R), torch.ones(R, 1)], 1).to(device).bfloat16()
@@ -181,7 +175,6 @@ def test_a_tie_of_huge_logits(device, kernels):
     torch.testing.assert_close(found[301, :R], exact[301, :R], rtol=0.02, atol=0)
 
 
-@pytest.mark.slow
 def test_large_logits_of_small_gradients(device, kernels):
     x, weight, target, _ = problem(device)
     weight, target = weight.clamp(min=-2, max=2) + 66, target.clamp(min=0)
@@ -189,7 +182,6 @@ def test_large_logits_of_small_gradients(device, kernels):
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
 
 
-@pytest.mark.slow
 def test_logits_that_are_not_finite(device, kernels):
     """NaN stays in its token. A window of only -inf has no gradient, and one whose target alone is finite."""
     x, weight, target, _ = problem(device)
@@ -211,7 +203,6 @@ def test_logits_that_are_not_finite(device, kernels):
     assert (x.grad[1:].double() - truth[0].grad[1:]).norm() <= 0.006 * truth[0].grad[1:].norm()
 
 
-@pytest.mark.slow
 def test_only_one_byte_is_saved(device, kernels):
     x, weight, target, _ = problem(device)
     saved: dict[int, int] = {}

@@ -236,11 +236,13 @@ def test_scales_soft_caps_and_temperatures(kind, own, cap):
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_compiled_graph_breaks_at_the_call(kind):
-    """Dynamo runs a function that reads ``locals()`` in parts, with the arguments' first values."""
-    leaves, given = student(), teacher(kind)
+    """Dynamo runs a function that reads ``locals()`` in parts, with the arguments' first values. In one block, without
+    gradients: it compiles all that is called."""
+    leaves, given = [v.detach() for v in student()], teacher(kind)
     call = lambda each: loss(kind, leaves, given, logit_scale=each, temperature=each.flip(0))  # noqa: E731
     each = EACH.float()
-    assert torch.equal(torch.compile(call, backend="eager")(each), call(each))
+    with shrunk(1 << 20):
+        assert torch.equal(torch.compile(call, backend="eager")(each), call(each))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])

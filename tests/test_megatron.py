@@ -3,6 +3,7 @@ is fully sharded, detached, or used elsewhere, and where its main_grad is replac
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
 import os
+import runpy
 import sys
 import warnings
 from pathlib import Path
@@ -27,8 +28,8 @@ from megatron_training import compare, in_ddp, side_by_side, switched, train_qui
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import cross_entropy as taken_over
 from parallel_lce.megatron import install, output_layer, token_log_probs, uninstall
-from tools import arguments_to, on_ranks, ran, words_of_error
-from world import Member
+from tools import arguments_to, on_ranks, words_of_error
+from world import Member, forget, launched
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
 ON_LOGITS = Model(), Model(ranks=2, sequence_parallel=True, ddp="fp32", tied=True, mtp=1)
@@ -327,13 +328,18 @@ def script(tmp_path) -> Path:
     return tmp_path / "train.py"
 
 
+def _start(arguments: list[str]) -> None:
+    """As ``python -m`` does, where nothing has imported Megatron yet."""
+    forget("megatron", "parallel_lce")
+    sys.path.insert(0, os.getcwd())
+    sys.argv[1:] = arguments
+    runpy.run_module("parallel_lce.megatron", run_name="__main__", alter_sys=True)
+
+
 def test_an_unedited_script(script):
-    options = ["--parallel-lce-logits-budget", "7", script, "--cross-entropy-fusion-impl", "parallel_lce"]
-    root = str(Path(__file__).resolve().parent.parent)
-    done = ran(sys.executable, "-m", "parallel_lce.megatron", *options, env={"PYTHONPATH": root})
-    assert done.returncode == 0, done.stderr[-3000:]
-    rest = str([str(script), *options[3:]]), "7"
-    assert done.stdout.splitlines()[-6:] == ["True", "['flash']", "parallel_lce", "None", *rest]
+    options = ["--parallel-lce-logits-budget", "7", str(script), "--cross-entropy-fusion-impl", "parallel_lce"]
+    rest = str(options[2:]), "7"
+    assert launched(1, _start, options).splitlines()[-6:] == ["True", "['flash']", "parallel_lce", "None", *rest]
 
 
 def test_options_may_stand_anywhere(script):

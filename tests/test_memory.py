@@ -156,8 +156,8 @@ def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strat
 
 def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
-    N, V, D = 32, 4096, 256
-    peak, alive = measured(alone(device), (N, V, D), dtype="bf16", tile=(64, 128), block=64 * KiB)
+    N, V, D = 32, 1024, 256
+    peak, alive = measured(alone(device), (N, V, D), dtype="bf16", tile=(64, 128), block=16 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
 
@@ -208,14 +208,14 @@ def test_sequence_parallel_chunks_are_let_go(member, backward):
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
 def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypatch):
-    """Four times the tokens, with 32 or 64 windows: their partials are merged group by group."""
+    """Twice the tokens, with 32 or 64 windows: their partials are merged group by group."""
     V = 2048
     if backend == "triton":
         V = 8192
         monkeypatch.setattr(triton_forward, "_PARTIAL_BYTES", 64 * KiB)
-    peaks = [measured(alone(device), (N, V, 4), tile=(8, 64), backward=False)[0] for N in (64, 256)]
+    peaks = [measured(alone(device), (N, V, 4), tile=(8, 64), backward=False)[0] for N in (64, 128)]
     per_token = 256  # bytes: columns, statistics and losses, none of them 32 long
-    assert peaks[1] - peaks[0] <= (256 - 64) * per_token
+    assert peaks[1] - peaks[0] <= 64 * per_token
 
 
 # --- the default of ``logits_budget`` --------------------------------------------------------------

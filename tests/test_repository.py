@@ -177,50 +177,20 @@ def _modules(folder: Path) -> set[str]:
 
 
 USE = """
-import importlib.util, math, torch, parallel_lce
-x = torch.zeros(3, 4, requires_grad=True)
-w = torch.ones(5, 4, requires_grad=True)
-loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
-loss.backward()
-assert abs(loss.item() - math.log(5)) < 1e-6, loss
-assert w.grad.shape == (5, 4)
-print(parallel_lce.__file__, parallel_lce.__version__)
-"""
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
-def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
-    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``."""
-    assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")}
-    (information,) = site.glob("*.dist-info")
-    assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
-    assert (site / "parallel_lce" / "py.typed").is_file()
-    assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    done = python("-c", USE, path=site, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    file, version = done.stdout.split()
-    assert Path(file) == site / "parallel_lce" / "__init__.py"
-    assert information.name == f"parallel_lce-{version}.dist-info"
-
-
-IMPORTS = """
-import sys
-# Whatever else the extras install may be absent.
-for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"):
+import math, os, sys
+# Whatever else the extras install may be absent, and whatever the doors are for.
+EXTRAS = "megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"
+for name in (*EXTRAS, "torchtitan", "spmd_types", "transformers", "trl", "verl"):
     sys.modules[name] = None  # import raises ImportError
-import torch, torch.distributed
+import torch, torch.distributed as dist
 before = set(sys.modules)
 import parallel_lce
 assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & (set(sys.modules) - before)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 ours = {name for name in added if name not in sys.stdlib_module_names}
 assert ours <= {"parallel_lce", "torch"}, ours
-"""
-
 
 # Two ranks that give different sizes.
-DEBUG = """
-import os, torch.distributed as dist
 os.environ["PARALLEL_LCE_DEBUG"] = "1"
 rank = 0 if (child := os.fork()) else 1
 dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
@@ -235,32 +205,15 @@ dist.destroy_process_group()
 if not child:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-"""
 
+x = torch.zeros(3, 4, requires_grad=True)
+w = torch.ones(5, 4, requires_grad=True)
+loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
+loss.backward()
+assert abs(loss.item() - math.log(5)) < 1e-6, loss
+assert w.grad.shape == (5, 4)
+print(parallel_lce.__file__, parallel_lce.__version__)
 
-def test_importing_needs_torch_alone(tmp_path):
-    """And a loss, and debug mode over two ranks."""
-    done = python("-c", IMPORTS + DEBUG + USE, path=ROOT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_misspelt_variable_is_named(monkeypatch):
-    """When a call of a new signature is checked, once."""
-    for suffix in ("LOGIT_BUDGET", "debug", "OTHER", "TEST_OTHER", "PYTHON"):
-        monkeypatch.setenv(f"PARALLEL_LCE_{suffix}", "1")
-    with pytest.warns(UserWarning) as found:
-        for _ in range(2):
-            parallel_lce.linear_cross_entropy(torch.ones(97, 11), torch.ones(89, 11), torch.zeros(97).long())
-    said = sorted(str(w.message).removeprefix("parallel_lce ignores the environment variable ") for w in found)
-    assert said[0] == "PARALLEL_LCE_LOGIT_BUDGET: did you mean PARALLEL_LCE_LOGITS_BUDGET?"
-    assert said[1].startswith("PARALLEL_LCE_OTHER: there are PARALLEL_LCE_BACKEND, ")
-    assert said[2:] == ["PARALLEL_LCE_debug: did you mean PARALLEL_LCE_DEBUG?"]
-
-
-ABSENT = """
-import sys
-for name in ("megatron", "torchtitan", "spmd_types", "transformers", "trl", "verl"):
-    sys.modules[name] = None  # import raises ImportError
 import parallel_lce.megatron, parallel_lce.transformers, parallel_lce.trl, parallel_lce.verl
 def import_torchtitan():
     import parallel_lce.torchtitan
@@ -278,6 +231,30 @@ for call, needed in (
 """
 
 
-def test_a_neighbour_that_is_missing_is_named(tmp_path):
-    done = python("-c", ABSENT, path=ROOT, cwd=tmp_path)
+@pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
+def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
+    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``. It needs torch
+    alone, for a loss and for debug mode over two ranks; and names a neighbour that is missing."""
+    assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")}
+    (information,) = site.glob("*.dist-info")
+    assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
+    assert (site / "parallel_lce" / "py.typed").is_file()
+    assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    done = python("-c", USE, path=site, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    file, version = done.stdout.split()
+    assert Path(file) == site / "parallel_lce" / "__init__.py"
+    assert information.name == f"parallel_lce-{version}.dist-info"
+
+
+def test_a_misspelt_variable_is_named(monkeypatch):
+    """When a call of a new signature is checked, once."""
+    for suffix in ("LOGIT_BUDGET", "debug", "OTHER", "TEST_OTHER", "PYTHON"):
+        monkeypatch.setenv(f"PARALLEL_LCE_{suffix}", "1")
+    with pytest.warns(UserWarning) as found:
+        for _ in range(2):
+            parallel_lce.linear_cross_entropy(torch.ones(97, 11), torch.ones(89, 11), torch.zeros(97).long())
+    said = sorted(str(w.message).removeprefix("parallel_lce ignores the environment variable ") for w in found)
+    assert said[0] == "PARALLEL_LCE_LOGIT_BUDGET: did you mean PARALLEL_LCE_LOGITS_BUDGET?"
+    assert said[1].startswith("PARALLEL_LCE_OTHER: there are PARALLEL_LCE_BACKEND, ")
+    assert said[2:] == ["PARALLEL_LCE_debug: did you mean PARALLEL_LCE_DEBUG?"]

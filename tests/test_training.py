@@ -5,7 +5,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ import program  # of launch/
 from tools import ran
 from training import text as module
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
-from training.loop import learning_rate, run_rank, share_done
+from training.loop import learning_rate, share_done
 from training.model import CausalAttention
 from training.refusal import Refusal
 from training.report import RUNS, compare, read_metrics, snapshots_in
@@ -142,20 +141,6 @@ def work(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def start(work):
-    """``start(command, *arguments)``: runs a program of launch/ on CPUs; what it prints."""
-
-    def run(command: str, *arguments: str) -> str:
-        program = [sys.executable, ROOT / "launch" / "program.py", command, f"--text={work / 'text.txt'}"]
-        own = [f"text.cache={work / 'cache'}", *SMALL, *arguments]
-        done = ran(*program, *own, cwd=work, env={"PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.args")), ids=lambda path: path.stem)
 def test_megatrons_arguments_describe_the_configuration_beside_them(path):
     """One flag on a line, and whole lines of comments, which `grep -v '^#'` takes away."""
@@ -202,22 +187,31 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
-def _train(arguments: list[str]) -> None:
-    run_rank(load_config(CPU, arguments))
+def _rank(arguments: list[str]) -> None:
+    """The program as torchrun starts it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    program.run("train", arguments)
 
 
-def test_snapshots_are_what_the_output_layer_sees(start, work, tmp_path):
-    """And losses of one process are those of two with the stock loss."""
-    sizes = "train.steps=12 train.sequence=24 train.micro_batch=4".split()
-    own = [*sizes, "train.micro_batches=4", "snapshots.steps=[3,6,40]", "snapshots.tokens=120"]
-    own.append(f"output={work / 'snapshots'}")
-    said = start("train", "--config", str(CPU), *own)
-    assert "300 of the 300 entries of the vocabulary stand for text" in said
-    small = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}"]
-    config = load_config(CPU, own := [*small, *own])
+def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, capsys):
+    """And losses of one process are those of two with the stock loss. Ranks are forked. That torchrun takes the
+    command, and starts a rank by it, a setting shows that the rank refuses."""
+    own = ["--config", str(CPU), f"--text={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL]
+    own += "train.steps=12 train.sequence=24 train.micro_batch=4".split()
+    one = "train.micro_batches=4 snapshots.steps=[3,6,40] snapshots.tokens=120".split()
+    one.append(f"output={work / 'snapshots'}")
+    begun = []
+    monkeypatch.setattr(os, "execve", lambda *given: begun.append(given))
+    program.run("train", [*own, *one])
+    assert "300 of the 300 entries of the vocabulary stand for text" in capsys.readouterr().out
+    ((path, command, environment),) = begun
+    refused = ran(path, *command[1:], "train.stps=1", cwd=work, env=environment | {"PYTHONPATH": str(ROOT)})
+    assert "no such setting: train.stps" in refused.stderr, refused.stderr
+    launched(1, _rank, [*own, *one])
     two = "parallel.data=2 train.micro_batches=2 parallel.distributed_optimizer=true loss.impl=stock".split()
     two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
-    launched(2, _train, [*small, *sizes, *two])
+    launched(2, _rank, [*own, *two])
+    config = load_config(CPU, [*own[3:], *one], str(work / "text.txt"))
     metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
     assert metrics.losses == pytest.approx(read_metrics(tmp_path).losses, abs=1e-5)
     assert [path.stem for path in files] == ["step-3", "step-6", "step-12"] and len(metrics.losses) == 12

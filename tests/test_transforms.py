@@ -157,7 +157,7 @@ SECOND = {
     "hessian by both": lambda f, x, w: functional.hessian(f, (x, w)),
     "hvp": lambda f, x, w: functional.hvp(lambda x: f(x, w), x, torch.ones_like(x)),
     "jvp": lambda f, x, w: functional.jvp(lambda x: f(x, w), x, torch.ones_like(x)),
-    "gradgradcheck": lambda f, x, w: torch.autograd.gradgradcheck(f, (x, w)),
+    "gradgradcheck": lambda f, x, w: torch.autograd.gradgradcheck(f, (x, w), fast_mode=True),
     "penalty, by x": lambda f, x, w: _penalty(f, x, w, x),
     "penalty, by the weight": lambda f, x, w: _penalty(f, x, w, w),
     "penalty, frozen weight": lambda f, x, w: _penalty(f, x, w.detach(), x),

@@ -37,8 +37,8 @@ from measures import assert_close, assert_near
 from parallel_lce import rl
 from parallel_lce.backends import torch_backend
 from releases import ROOT, folder_of
-from tools import on_ranks, ran
-from world import mesh_of
+from tools import on_ranks
+from world import forget, launched, mesh_of
 
 RELEASE = "0.9.1"
 # All that its engines import, beside torch, megatron-core and the placeholders below.
@@ -428,9 +428,15 @@ assert kernel.linear_cross_entropy is not theirs
 """
 
 
+def _run(code: str, path: tuple[Path | str, ...], environment: dict[str, str]) -> None:
+    forget("megatron", "parallel_lce")
+    sys.path[:0] = map(str, path)
+    os.environ.update(environment)
+    exec(code, {})
+
+
 def _python(code: str, *path: Path | str, **environment: str) -> None:
-    done = ran(sys.executable, "-c", code, env={"PYTHONPATH": ":".join(map(str, [ROOT, *path])), **environment})
-    assert done.returncode == 0, done.stderr[-2000:]
+    launched(1, _run, code, path, environment)
 
 
 def test_the_line_of_the_page():

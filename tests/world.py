@@ -179,6 +179,12 @@ def _launch(rank: int, ranks: int, port: int, file: str, program, arguments: tup
             raise
 
 
+def forget(*packages: str) -> None:
+    """This process imports them anew, as a new one would."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
 class World:
     """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs. On fewer GPUs they share these,
     over gloo.

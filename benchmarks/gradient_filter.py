@@ -66,6 +66,10 @@ def measure(whole: Problem, rounds: int, team: Team) -> dict:
 
 def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: int, team: Team) -> list[dict]:
     """One result per value of gradient_filter. `order [V]`: the old ids in the new order of the vocabulary."""
+    if team.device.type == "cuda":  # elsewhere nothing is filtered, and there may be no Triton
+        from parallel_lce.features.filter.choice import forget
+
+        forget()  # what another order's tiles were
     own = order.chunk(team.ranks)[team.rank]
     # New row i of the vocabulary is old row order[i].
     problem = replace(whole, team=team, weight=whole.weight[own], target=order.argsort()[whole.target])

@@ -175,7 +175,7 @@ class DTensorAdapter:
         self._input_gradient = list(self._tokens if self._gathers else placements)
         if tp is not None:
             self._weight_gradient[tp] = Shard(0)
-            if self.options.reduce_hidden_grad is False:
+            if self._is_partial():
                 self._input_gradient[tp] = Partial()
         return split
 
@@ -205,13 +205,18 @@ class DTensorAdapter:
             )
         if split == 0 and sequence_dim == 1:
             raise ValueError(f"sequence_dim=1, and {_placed('input', x)}, which is split along dimension 0")
-        if split is not None and self.options.reduce_hidden_grad is False:
+        if split is not None and self._is_partial():
             raise ValueError(f"reduce_hidden_grad=False, and {_placed('input', x)}: there it must be Replicate")
         if self._splits and self._reduction == "mean":
             raise ValueError(
                 f"reduction='mean', and {_placed('input', x)}. Mesh dimension {self._splits[0]} splits its tokens and "
                 "does not shard linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
             )
+
+    def _is_partial(self) -> bool:
+        """Whether dX stays this rank's part of the sum."""
+        reduced = self.options.reduce_hidden_grad
+        return reduced is not None and not reduced
 
     def _check_mesh(self, name: str, value: Any) -> None:
         if is_dtensor(value) and value.device_mesh != self.mesh:

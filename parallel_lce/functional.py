@@ -112,8 +112,9 @@ def linear_cross_entropy(
         gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward is exact only in
             the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
             larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
-            unchanged, and no collective is added. The torch backend, and the Triton backend in products below 1e12
-            flops, ignore the filter. Not with ``label_smoothing`` and ``max_logit_penalty``.
+            unchanged, and no collective is added. Gradients are exact on the torch backend, in products below 1e12
+            flops, and where earlier calls had more than three quarters of the tiles to compute. Not with
+            ``label_smoothing`` and ``max_logit_penalty``.
         weight, options: only None: PyTorch's arguments that are not supported.
 
     Returns:

@@ -21,7 +21,7 @@ from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.call.prepare import autocasted, prepare
 from parallel_lce.core.budget import DEFAULT_BUDGET, lean_budget
 from parallel_lce.core.options import Options, Tensors, as_number, check_option
-from parallel_lce.core.private import constant_in_graphs, outside_graphs
+from parallel_lce.core.private import constant_in_graphs, outside_graphs, without_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
@@ -58,7 +58,7 @@ class _Function:
             if torch.is_grad_enabled() and any([hasattr(each, "ds_id") for each in arguments]):
                 if (gathered := getattr(sys.modules.get("trl.trainer.utils"), _GATHERED, None)) is None:
                     raise ValueError(f"its weight is a parameter of ZeRO-3, and trl.trainer.utils has no {_GATHERED}")
-                return _OfPartitioned.apply(self._fused, gathered, *arguments)
+                return _of_partitioned(self._fused, gathered, *arguments)
             return self._fused(*arguments)
         except (ValueError, NotImplementedError) as refusal:
             reason = str(refusal)
@@ -109,7 +109,10 @@ class _OfPartitioned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
-        results, given = zip(*[pair for pair in zip(ctx.results, upstream) if pair[1] is not None])
+        pairs = [pair for pair in zip(ctx.results, upstream) if pair[1] is not None]
+        if not pairs:
+            return (None,) * len(ctx.needs_input_grad)
+        results, given = zip(*pairs)
         ctx.saved.extend(ctx.saved_tensors)
         try:
             with ctx.gathered():
@@ -118,6 +121,12 @@ class _OfPartitioned(torch.autograd.Function):
             ctx.saved.clear()
         gradients = iter(found)
         return tuple([next(gradients) if need else None for need in ctx.needs_input_grad])
+
+
+@outside_graphs
+def _of_partitioned(*arguments: Any) -> Any:
+    """No frame within is compiled, either: a graph's operator would keep the leaves, whose memory is given back."""
+    return without_graphs(_OfPartitioned.apply)(*arguments)
 
 
 @constant_in_graphs

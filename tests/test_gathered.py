@@ -143,10 +143,10 @@ def parameters_of(*sizes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("case", ["", "frozen", "compiled"])
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
-def test_trls_functions(member, frozen):
+def test_trls_functions(member, case):
     """Of weights that are whole in the forward, and again in the backward. Two uses of a weight, whose gradient has
     hooks; two backwards through one graph."""
     sizes = (V, D), (V,), (V, D), (V + 5, D + 3)
@@ -154,8 +154,12 @@ def test_trls_functions(member, frozen):
     def results(functions, made, context):
         w, b, s, u = made
         (x, y), ids = parameters_of((7, D), (7, D + 3), seed=1 + member.rank), torch.arange(7)
+
+        def log_probs(x):
+            return functions[0].apply(x, w, b, ids, 0.7, 40, 2.0, 0.3, ("entropy", "is_top1"))
+
         with context:
-            found = functions[0].apply(x, w, b, ids, 0.7, 40, 2.0, 0.3, ("entropy", "is_top1"))
+            found = torch.compile(log_probs, backend="eager")(x) if case == "compiled" else log_probs(x)
             again, *_ = functions[0].apply(x.sin(), w, b, ids, 0.7, 40)
             divergence, entropy = functions[1].apply(x, s, None, y, u, None, 0.3)
         total = (found[0] * torch.arange(7.0)).sum() + found[1].square().sum() + divergence.square().sum()
@@ -170,7 +174,7 @@ def test_trls_functions(member, frozen):
 
         own, theirs, mine = utils._ChunkedLogProbFunction, parameters_of(*sizes), parameters_of(*sizes)
         for w, _, _, u in (theirs, mine):
-            w.requires_grad_(not frozen), u.requires_grad_(False)
+            w.requires_grad_(case != "frozen"), u.requires_grad_(False)
         functions = own, distillation_trainer.ChunkedDivergenceFunction
         trained = [number for number, each in enumerate(theirs) if each.requires_grad]
         of_theirs, of_mine = [], []

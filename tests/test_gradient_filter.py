@@ -402,15 +402,28 @@ def test_ranks(member, sequence_parallel):
 
 @pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
 def test_a_filter_that_would_skip_little_is_left_out(options, listed, device, monkeypatch):
-    """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one."""
+    """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The
+    second call is walked twice, and has one choice."""
     monkeypatch.setattr(choice, "PERIOD", 4)
     x, weight, target = sure = problem("bf16", device, N, V, slope=5.0)
     unsure = [t.detach().div(16).requires_grad_() for t in (x, weight)]  # whose probabilities are all near 1 / V
-    found = []
+    found, walked = [], []
     for t in [[*unsure, target]] * 4 + [sure] * 3:
+        loss = linear_cross_entropy(*t, gradient_filter=0.5 / V, **options).sum()
         with mock.patch.object(form, "FilteredGradient", wraps=form.FilteredGradient) as products:
-            filtered = gradients(*t, gradient_filter=0.5 / V, **options)
+            walked = [torch.autograd.grad(loss, t[:2], retain_graph=True) for _ in range(1 + (len(found) == 1))]
         found.append("F" if products.call_count else "-")
+        assert len(found) != 2 or products.call_count == (4 if options else 3)  # two slices, where they are recomputed
         if len(found) == 3:
-            assert all(map(torch.equal, filtered, gradients(*t, **options)))
+            assert all(map(torch.equal, walked[0], gradients(*t, **options)))
     assert "".join(found) == "FF--F-F"
+
+
+@pytest.mark.parametrize(("row_blocks", "number"), [(1, 1), (19, 3), (33, 1)])
+def test_the_list_of_active_windows(row_blocks, number, device, monkeypatch):
+    """16 row blocks after the other, window by window; in several steps."""
+    monkeypatch.setattr(windows, "_LISTED", 16)
+    largest = (normal(row_blocks, number) > 0.2).float().to(device)
+    listed = windows.list_active_windows(largest, 0.5).tolist()
+    order = [(w, r) for g in range(0, row_blocks, 16) for w in range(number) for r in range(g, min(g + 16, row_blocks))]
+    assert listed[1 : 1 + listed[0]] == [w * row_blocks + r for w, r in order if largest[r, w]]

@@ -32,9 +32,9 @@ from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import (
     Options,
     Tensors,
-    as_bool,
     as_int64,
     check_options,
+    is_true,
     warn_of_unknown_variables,
     with_python_numbers,
 )
@@ -114,7 +114,7 @@ def check(
 
 
 def _layout(options: Options, group: dist.ProcessGroup) -> Layout:
-    return Layout.of(as_group(group), as_bool(options.sequence_parallel) is True)
+    return Layout.of(as_group(group), is_true(options.sequence_parallel))
 
 
 def needs_of(tensors: Tensors) -> Needs:

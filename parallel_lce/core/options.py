@@ -165,6 +165,12 @@ def as_bool(value: Any) -> Any:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
+def is_true(value: Any) -> bool:
+    """Whether :func:`as_bool` gives True. In graphs of torch 2.15 the result of a ``not`` is no ``True`` by ``is``."""
+    value = as_bool(value)
+    return type(value) is bool and value
+
+
 def as_flag(name: str, value: Any) -> bool:
     """As :func:`as_bool`, also of a 0-dimensional bool tensor. Raises ``ValueError`` for anything else."""
     value = as_bool(value)

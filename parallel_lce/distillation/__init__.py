@@ -24,12 +24,12 @@ from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.options import (
     Options,
     Tensors,
-    as_bool,
     as_float,
     as_number,
     check_option,
     check_reduction,
     is_number,
+    is_true,
     shortened,
     split_per_token,
 )
@@ -235,7 +235,7 @@ def top_k_divergence(
         if adapter is not None:
             teacher_log_probs = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     target, teacher_ids = given.target, given.picked
-    layout = Layout.of(group, as_bool(asked.sequence_parallel) is True)
+    layout = Layout.of(group, is_true(asked.sequence_parallel))
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
     _check_numbers(beta, reduction, ignore_index)

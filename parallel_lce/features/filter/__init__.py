@@ -25,6 +25,9 @@ If a slice was not saved, the backward projects only its active windows again (:
 keeps the maximum and the sum of exponentials of each token's windows. They give a window's largest probability and its
 mass. Windows then take the place of the tiles t in the formulas.
 
+A call whose filter would skip too few tiles to be faster is not filtered, by what earlier calls have counted
+(:mod:`.choice`).
+
 Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
 be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
 Rows of G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
@@ -49,6 +52,8 @@ class Filter(Feature):
     def __init__(self, options: Options, tensors: Tensors) -> None:
         assert options.gradient_filter is not None
         self._eps = options.gradient_filter
+        # See FilterForm. Copies of this feature for a backward share it.
+        self._chosen: list[Any] = []
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
@@ -87,4 +92,4 @@ class Filter(Feature):
             return task
         from parallel_lce.features.filter.form import FilterForm
 
-        return task._replace(form=FilterForm(self._eps))
+        return task._replace(form=FilterForm(self._eps, self._chosen))

@@ -65,25 +65,28 @@ def inverse_of(units: Tensor, dx_factor: Tensor | None) -> Tensor:
 class FilterForm:
     """The :class:`parallel_lce.backends.interface.SliceForm` of one block's backward."""
 
-    def __init__(self, eps: float) -> None:
-        self._eps = eps
+    def __init__(self, eps: float, chosen: list[tuple[bool, Choice | None]]) -> None:
+        """``chosen``: shared by all blocks, and backwards, of a call. Whether they are filtered, and what counts their
+        tiles. The first block decides."""
+        self._eps, self._chosen = eps, chosen
         # The forward's window partials, if only the active windows are projected again.
         self._windows: WindowPartials | None = None
         # By the first row of a piece.
         self._active: dict[int, ActiveWindows] = {}
-        self._filters = True
-        # Counts the active tiles of this backward.
-        self._counting: Choice | None = None
 
     def begin(self, task: BackwardTask) -> int:
-        """Chooses whether this backward is filtered, and whether only active windows are projected again."""
+        """Chooses whether the call is filtered, and whether only active windows are projected again."""
         windows, entries = _windows_of(task), task.projection.real_rows
-        if worth_filtering(task.x.numel() * entries):
+        if not self._chosen and worth_filtering(task.x.numel() * entries):
             choice = choice_for(task.x, entries, self._eps, windows is not None)
-            self._filters, is_counted = choice.begin(task.x.is_cuda and torch.cuda.is_current_stream_capturing())
-            self._counting = choice if is_counted else None
+            filters, is_counted = (True, False) if choice is None else choice.begin()
+            self._chosen.append((filters, choice if is_counted else None))
         self._windows = windows if self._filters else None
         return 0 if self._windows is None else WINDOWED_BYTES
+
+    @property
+    def _filters(self) -> bool:
+        return not self._chosen or self._chosen[0][0]
 
     def recomputes(self, x: Tensor, entries: int) -> bool:
         return self._windows is not None and fills_sample(len(x)) and worth_filtering(x.numel() * entries)
@@ -105,8 +108,8 @@ class FilterForm:
         return self._counted(gradient, find_active_tiles(gradient, inverse, self._eps, rows.targets, start))
 
     def _counted(self, gradient: Tensor, active: ActiveTiles) -> FilteredGradient:
-        if self._counting is not None:
-            self._counting.count(active.of_rows)
+        if self._chosen and (choice := self._chosen[0][1]) is not None:
+            choice.count(active.of_rows)
         return FilteredGradient(gradient, active)
 
 

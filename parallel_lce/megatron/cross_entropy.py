@@ -72,7 +72,8 @@ def apply_of(function: type, theirs: Any) -> Any:
     so does that of a subclass, or of a function in which a program has replaced something."""
 
     def apply(cls: type, logits: Any, target: Tensor, *others: Any) -> Tensor:
-        before = super(function, cls).apply if theirs is None else theirs.__get__(None, cls)
+        inherited: Any = super(function, cls)
+        before = inherited.apply if theirs is None else theirs.__get__(None, cls)
         smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
         name = cls.__name__ if cls is not function else _replaced_part(function, theirs)
         logits = getattr(logits, "lazy", logits)  # of a mixin of the output layer

@@ -238,7 +238,7 @@ EVALUATED, METRICS = dict(eval_strategy="steps", eval_steps=2), {"compute_metric
 # what is said.
 OF_TRANSFORMERS = {
     "": (EVALUATED, METRICS, {}, None, None),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, {}, None, LABELS),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, {}, None, None),
     "compute_loss_func": ({}, {"compute_loss_func": _loss_of}, {}, None, LABELS),
     "compute_loss": ({}, {}, {}, _overridden, LABELS),
     "compute_loss with a z-loss": ({}, {}, {}, _with_z_loss, AFTER),

@@ -228,6 +228,15 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, c
     assert metrics.held_out_loss == pytest.approx(losses[2], rel=2e-3)  # there without rounding to bf16
 
 
+@pytest.mark.slow
+def test_the_demo(work, tmp_path):
+    """Under torchrun, two ranks with either loss, in a folder that has a module of Python's name."""
+    given = [f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", f"output={tmp_path}", "train.steps=3"]
+    done = ran(ROOT / "launch" / "demo.sh", *SMALL, "parallel.tensor=2", *given, cwd=work)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("The loss curves agree: "), done.stdout
+
+
 # --- the comparison -----------------------------------------------------------------------------------
 
 METRICS = dict(

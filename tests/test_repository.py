@@ -1,6 +1,7 @@
 """The repository: its pages are short, and what they name and link exists; ruff is content; the wheel
 holds all of the code, kernels included, and imports where nothing of the repository is."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -66,6 +67,16 @@ def _links(page: Path) -> list[tuple[Path, str]]:
     """The files and anchors that a page links."""
     parts = (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)) if "://" not in link)
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
+
+
+def test_no_assignment_names_a_variable_twice():
+    """CPython 3.11.2, which Debian 12 has, keeps the first value of ``a, a = b, c``."""
+    for file in [*(ROOT / "parallel_lce").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
+                stored = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
+                names = [each.id for each in stored if isinstance(each, ast.Name) and each.id != "_"]
+                assert len({*names}) == len(names), f"{file}: {ast.unparse(node)}"
 
 
 def test_readme_and_pages_are_short():

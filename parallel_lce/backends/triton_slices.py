@@ -239,12 +239,12 @@ class Piece:
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied
         by ``dx_factor``."""
-        targets, targets = None, self._targets
+        targets, terms = self._targets, None
         if targets is not None:
             weight = some_rows(self._projection.weight, 0, self._projection.real_rows)
-            targets = some_rows(targets[0], *rows), some_rows(targets[1], *rows), weight
+            terms = some_rows(targets.target, *rows), some_rows(targets.residual, *rows), weight
         factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
-        scale_and_add_targets(source, factor, targets, dx)
+        scale_and_add_targets(source, factor, terms, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add the targets' terms of dW to ``total``, the shard's rows from ``start`` on."""

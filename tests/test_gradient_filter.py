@@ -423,7 +423,7 @@ def test_a_filter_that_would_skip_little_is_left_out(options, listed, device, mo
 @pytest.mark.parametrize(("row_blocks", "number"), [(1, 1), (19, 3), (33, 1)])
 def test_the_list_of_active_windows(row_blocks, number, device, monkeypatch):
     """16 row blocks after the other, window by window; in several steps."""
-    monkeypatch.setattr(windows, "_LISTED", 16)
+    monkeypatch.setattr(windows, "LISTED", 16)
     largest = (normal(row_blocks, number) > 0.2).float().to(device)
     listed = windows.list_active_windows(largest, 0.5).tolist()
     order = [(w, r) for g in range(0, row_blocks, 16) for w in range(number) for r in range(g, min(g + 16, row_blocks))]

@@ -18,7 +18,7 @@ class HostNumber:
 
     def __init__(self, number: Tensor) -> None:
         # Lives as long as the copy may read it.
-        self.number = self._copy = number
+        self._number = self._copy = number
         self._copied: Any = None
         if number.is_cuda:
             stream = _streams.get(number.get_device())

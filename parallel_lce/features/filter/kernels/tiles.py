@@ -19,8 +19,8 @@ _TILE = tl.constexpr(TILE)
 _FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
 # Scan: row blocks per program, rows per step, stages of the loads, warps.
 _SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
-# Lists: most tiles per step.
-_LISTED = 1024
+# Lists: most tiles, or windows, per step.
+LISTED = 1024
 # Blocks of hidden elements of a product that are formed together, so that the tiles of G they share stay in the L2
 # cache.
 _TOGETHER = tl.constexpr(4)
@@ -147,11 +147,16 @@ def _list_active(largest, stride, EACH: tl.constexpr, lists, block, capacity, ep
     for start in range(0, capacity, BLOCK):
         number = start + tl.arange(0, BLOCK)
         value = tl.load(largest + number // EACH * stride, mask=number < capacity, other=0.0)
-        is_active = (value > eps).to(tl.int32)
-        position = count + tl.cumsum(is_active, 0) - 1
-        tl.store(lists.numbers + block * capacity + position, number, mask=is_active != 0)
-        count += tl.sum(is_active, 0)
+        count = append_active(lists.numbers + block * capacity, count, number, value, eps)
     tl.store(lists.counts + block, count)
+
+
+@triton.jit
+def append_active(listed, count, numbers, values, eps):
+    """Add the numbers whose value exceeds ``eps`` to a list of ``count``, in order. Returns the new count."""
+    is_active = (values > eps).to(tl.int32)
+    tl.store(listed + count + tl.cumsum(is_active, 0) - 1, numbers, mask=is_active != 0)
+    return count + tl.sum(is_active, 0)
 
 
 @triton.jit
@@ -205,7 +210,7 @@ def active_tile_lists(
         for shape in ((row_blocks, tiles), (tiles, row_blocks))
     ]
     grid, sizes = (row_blocks + tiles,), (row_blocks, tiles, windows)
-    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
+    block = min(LISTED, next_power_of_2(max(row_blocks, tiles)))
     lce_backward_active_tile_lists.launch(grid, largest, *lists, float(eps), *sizes, TILES=width // TILE, BLOCK=block)
     return lists[0], lists[1]
 

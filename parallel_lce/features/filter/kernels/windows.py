@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.features.filter.kernels.tiles import TILE, new_masses
+from parallel_lce.features.filter.kernels.tiles import LISTED, TILE, append_active, new_masses
 from parallel_lce.kernels.arithmetic import exponential_from, finite_base, to_base
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
@@ -32,8 +32,6 @@ _STEPS = 3, 5, 7, 11, 13
 _TILE = tl.constexpr(TILE)
 # Row blocks that are projected together, so that the rows of the weight they share stay in the L2 cache.
 _TOGETHER = tl.constexpr(16)
-# Windows per step of their list.
-_LISTED = 1024
 
 
 class TokenSample(NamedTuple):
@@ -178,10 +176,7 @@ def lce_backward_active_windows(largest, listed, eps, row_blocks, windows, BLOCK
         # Beyond the last one a group has no row blocks.
         window, block = within // tl.maximum(width, 1), first + within % tl.maximum(width, 1)
         bound = tl.load(largest + block * windows + window, mask=position < row_blocks * windows, other=0.0)
-        is_active = (bound > eps).to(tl.int32)
-        place = count + tl.cumsum(is_active, 0)
-        tl.store(listed + place, window * row_blocks + block, mask=is_active != 0)
-        count += tl.sum(is_active, 0)
+        count = append_active(listed + 1, count, window * row_blocks + block, bound, eps)
     tl.store(listed, count)
 
 
@@ -190,6 +185,6 @@ def list_active_windows(largest: torch.Tensor, eps: float) -> torch.Tensor:
     ``largest``: the bounds of :func:`window_masses`."""
     row_blocks, windows = largest.shape
     listed = largest.new_empty(1 + largest.numel(), dtype=torch.int32)
-    block = min(_LISTED, next_power_of_2(largest.numel()))
+    block = min(LISTED, next_power_of_2(largest.numel()))
     lce_backward_active_windows.launch((1,), largest, listed, float(eps), row_blocks, windows, BLOCK=block)
     return listed

@@ -385,14 +385,23 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, mon
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @on_ranks(2)
 def test_ranks(member, sequence_parallel):
-    """Shards of whole windows have the windows of the whole."""
+    """Shards of whole windows have the windows of the whole. One of the ranks may choose exact gradients."""
     x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
     t = part(Tensors(x, weight, target), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
     with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(form, "list_active_windows") as lists:
         found = recomputed(t.x, t.weight, target, **options)
         assert sum(n[0].item() for n in lists) > 0
+        lists.clear()
+        alone = mock.Mock(**{"begin.return_value": (member.rank == 1, False)})
+        with mock.patch.object(form, "choice_for", return_value=alone):
+            mixed = recomputed(t.x, t.weight, target, **options)
+        assert bool(lists) == (member.rank == 1)
+        exact = recomputed(*given)
         dx, dw = recomputed(*given, gradient_filter=WIDE_EPS)
+    of_rank = exact[1].chunk(2)[member.rank].double()
+    assert_close(mixed[1], of_rank, 0.2 if member.rank else 1e-2)
+    assert_close(mixed[0], (exact[0].chunk(2)[member.rank] if sequence_parallel else exact[0]).double(), 0.2)
     assert_close(found[0], dx.chunk(2)[member.rank].double() if sequence_parallel else dx.double(), 1e-2)
     assert_close(found[1], dw.chunk(2)[member.rank].double(), 1e-2)
 

@@ -44,7 +44,7 @@ class Replacements(dict[tuple[Any, str], list[tuple[Any, Any]]]):
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """A context in which attributes of ``owner`` itself have these values."""
-    before = {name: value for name, value in vars(owner).items() if name in values}
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)

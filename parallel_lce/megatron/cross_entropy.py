@@ -7,6 +7,7 @@ around it stays in force: a ``compute_language_model_loss`` that is wrapped, ove
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,20 +50,26 @@ def functions() -> tuple[type[torch.autograd.Function], type[torch.autograd.Func
     return fused_cross_entropy._VocabParallelCrossEntropy, cross_entropy._VocabParallelCrossEntropy
 
 
-def _replaced_part(function: type, apply: object) -> str | None:
-    """What of a cross-entropy is not Megatron's own; None if all is. ``apply``: its ``apply`` without this package's;
-    None: it is inherited."""
+@functools.cache
+def _parts(function: type) -> list[tuple[Any, str]]:
+    """The functions that make a cross-entropy, each by its owner and name."""
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 
-    parts = [(f"{function.__name__}.{name}", getattr(function, name)) for name in ("forward", "backward")]
-    for owner in (VocabParallelCrossEntropy, fused_cross_entropy):
-        parts += [(name, part) for name, part in vars(owner).items() if name.startswith(("calculate_", "prepare_"))]
-    if apply is not None:
-        parts.append(("apply", apply))
-    # Without torch.compile they are torch.jit's, which keep no code.
-    own = lambda part: isinstance(part, torch.jit.ScriptFunction) or is_megatrons(part)  # noqa: E731
-    return next((name for name, part in parts if not own(part)), None)
+    helpers = [(owner, name) for owner in (VocabParallelCrossEntropy, fused_cross_entropy) for name in vars(owner)]
+    own = [(function, "forward"), (function, "backward")]
+    return own + [(owner, name) for owner, name in helpers if name.startswith(("calculate_", "prepare_"))]
+
+
+def _replaced_part(function: type, apply: object) -> str | None:
+    """What of a cross-entropy is not Megatron's own; None if all is. ``apply``: its ``apply`` without this package's;
+    None: it is inherited."""
+    for owner, name in _parts(function):
+        part = getattr(owner, name, None)
+        # Without torch.compile they are torch.jit's, which keep no code.
+        if not (isinstance(part, torch.jit.ScriptFunction) or is_megatrons(part)):
+            return f"{function.__name__}.{name}" if owner is function else name
+    return None if apply is None or is_megatrons(apply) else "apply"
 
 
 def apply_of(function: type, theirs: Any) -> Any:

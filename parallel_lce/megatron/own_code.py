@@ -21,7 +21,12 @@ _BETWEEN = (_TORCH, _OURS, "<", functools.__file__, contextlib.__file__)
 
 
 def _folder() -> str:
-    return os.path.dirname(sys.modules["megatron.core"].__file__ or "") + os.sep
+    return _folder_of(sys.modules["megatron.core"].__file__)
+
+
+@functools.cache
+def _folder_of(file: str | None) -> str:
+    return os.path.dirname(file or "") + os.sep
 
 
 @functools.lru_cache(maxsize=256)

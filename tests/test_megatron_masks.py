@@ -131,7 +131,8 @@ def test_all_tokens_or_none(member):
     def results(model, data, ours):
         given, found = (data.tokens, data.positions, data.mask), []
         for mask in (torch.zeros(BATCH, SEQUENCE), torch.ones(BATCH, SEQUENCE)):
-            losses = model(*given, labels=data.labels.clamp(min=0), loss_mask=mask.to(member.device)) * mask
+            mask = mask.to(member.device)
+            losses = model(*given, labels=data.labels.clamp(min=0), loss_mask=mask) * mask
             found += [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
         return found
 

@@ -63,6 +63,7 @@ class Verdict:
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     """The verdict on each result of the ranks; AssertionError where they disagree or have another form."""
     found, whole = assemble(c, parts), make(c)
+    coded = found.pop("coded", False)
     for name, value in found.items():
         _check_form(c, whole, name, value)
     found.pop("vocab_size", None)
@@ -71,6 +72,7 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
         return []
     o = operands(c, whole)
     truth = dense(c, o, torch.float64, torch.float64)
+    truth["coded"] *= coded
     allowed = bounds(c, o, truth)
     yardstick = dense(c, o, torch.float32, torch.float32) if c.computed == "fp32" else truth
     verdicts = _of_ids(c, o, found, truth)
@@ -206,7 +208,7 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
         # A log-probability is the difference of two rounded numbers, which may be as large as a soft-cap.
         return _ROUNDINGS * u * (exact + 1)
     terms, rounded = of_product(c, o, truth, base, "terms")
-    return _ROUNDINGS * u * terms + rounded
+    return _ROUNDINGS * u * terms + rounded + of_product(c, o, truth, base, "coded")[0]
 
 
 def _rows(value: Tensor) -> Tensor:

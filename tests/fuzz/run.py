@@ -15,6 +15,7 @@ import parallel_lce
 from cases import DTYPES
 from fuzz.draw import LAID, Configuration
 from fuzz.values import Whole, laid, make, real_rows
+from parallel_lce.call import prepare
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import blocks as divergences
 from parallel_lce.distillation import divergence
@@ -29,7 +30,8 @@ def require(condition: object, message: str) -> None:
 
 
 def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]:
-    """Results by name, gradients as ``d<name>``; those of a second walk through the graph end in `` again``."""
+    """Results by name, gradients as ``d<name>``; those of a second walk through the graph end in `` again``. And
+    ``coded``: whether exponentials were saved in codes of one byte."""
     with ExitStack() as stack:
         stack.enter_context(chosen_backend(backend))
         stack.enter_context(shrunk(c.block_bytes, c.tile))
@@ -58,6 +60,7 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
             again = _once(member, c)
             for name, value in found.items():
                 require(same_bits(value, again[name]), f"bits: {name} differs from run to run")
+        found["coded"] = torch.tensor(any(call.plan and call.plan.codes for call in prepare.KNOWN.values()))
     return found
 
 

@@ -171,7 +171,8 @@ def dense(
 ) -> dict[str, Tensor]:
     """Every result and gradient with all logits, projected in ``dtype``, the rest in ``wide``. Without a rounding also
     the logits ``z``, their ``error``, their softmax ``log_p``, which tokens are ``equal``, and of the projection the
-    gradient ``G [N, V]``, magnitudes of its ``terms`` and its largest ``coefficient``."""
+    gradient ``G [N, V]``, magnitudes of its ``terms``, its largest ``coefficient`` and its errors if exponentials are
+    ``coded``."""
     r = rounding or Rounding(c)
     z, product = _logits(o.layer, dtype, wide, r)
     weight = None if o.token_weight is None else o.token_weight.to(wide)
@@ -227,7 +228,22 @@ def dense(
         # Of a probability, or of a gradient, that underflows.
         each = sizes.amax(1, keepdim=True) if sizes.numel() else torch.zeros(c.N, 1, dtype=wide)
         results["underflow"] = r.tiny * each.clamp(min=1.0).expand(c.N, c.V)
+        results["coded"] = torch.zeros_like(z)
+        if c.kind in ("loss", "statistics"):
+            results["coded"] = each * _coded(log_p.detach().exp(), o.target)
     return results
+
+
+def _coded(p: Tensor, target: Tensor | None) -> Tensor:
+    """How far codes of one byte (:mod:`parallel_lce.kernels.codes`) move probabilities: half a step of f, times
+    ``|de / df| <= 8 e / f``. The largest is that of a window, and at most that of all entries. Targets have no code."""
+    if not p.numel():
+        return p
+    if target is not None:
+        inside = (target >= 0) & (target < p.shape[1])
+        p = p.scatter(1, target.clamp(0, p.shape[1] - 1)[:, None], 0.0).where(inside[:, None], p)
+    largest = p.amax(1, keepdim=True)
+    return 0.02 * p**0.75 * largest**0.25 + 1e-9 * largest
 
 
 def _terms(sources: dict[str, Tensor], upstream: dict[str, Tensor], among: Tensor, log_p: Tensor) -> Tensor:
@@ -370,7 +386,7 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
         (size, rounded), (terms, _) = (of_product(c, o, truth, name, part) for part in ("G", "terms"))
         # Roundings of equal terms all go the same way.
         found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded
-        found[name] += of_product(c, o, truth, name, "underflow")[0] + r.tiny * n
+        found[name] += sum(of_product(c, o, truth, name, part)[0] for part in ("underflow", "coded")) + r.tiny * n
         if c.kind == "divergence" and c.reduction != "none":
             # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
             found[name] += r.delivered * truth[name].abs()

@@ -31,7 +31,8 @@ from world import Member
 @dataclass(frozen=True)
 class Strategy:
     """``share``: the budget, in logits of an equal shard, None for the default. ``blocks``: of rows, what the logits
-    make. ``saved``: whether the blocks' backwards are handed exponentials. ``of_statistics``: not of a loss."""
+    make. ``saved``: whether the blocks' backwards are handed exponentials. ``of_statistics``: not of a loss.
+    ``parts``: of the logits, of which one is a block's memory; 0: as many as blocks."""
 
     share: float | None = None
     blocks: int = 1
@@ -39,6 +40,7 @@ class Strategy:
     options: dict = field(default_factory=lambda: dict(reduction="none"))
     frozen: str = ""
     of_statistics: bool = False
+    parts: int = 0
 
 
 _MEAN = dict(label_smoothing=0.1, z_loss=1e-3)
@@ -49,7 +51,7 @@ STRATEGIES = {
     "some columns saved": Strategy(0.83, 2),
     # Smoothed: bf16 logits of a plain loss would all fit in codes.
     "some rows saved": Strategy(0.7, 4, {True, False}, dict(reduction="none", label_smoothing=0.1)),
-    "codes": Strategy(0.7),
+    "codes": Strategy(0.8, parts=4),  # half of the logits' bytes, and a quarter to decode into
     "recomputed": Strategy(0.0, 4, {False}),
     "recomputed, sums in fp32": Strategy(0.0, 4, {False}, dict(reduction="none", reduce_dtype=torch.float32)),
     "accumulated": Strategy(0.0, 3, options=_MEAN),
@@ -95,7 +97,8 @@ class Step:
         # Accumulating, two blocks are alive.
         alive = 1 if self.reduction == "none" else 2
         parts = member.ranks if call.sequence_parallel else 1
-        self._block_bytes = alive * -(-N // (strategy.blocks * parts)) * parts * row_bytes
+        blocks = strategy.parts or strategy.blocks
+        self._block_bytes = alive * -(-N // (blocks * parts)) * parts * row_bytes
         given, share = call.shards is not None and member.ranks > 1, strategy.share
         self._options = ({} if strategy.of_statistics else strategy.options) | dict(
             process_group=member.group,
@@ -243,6 +246,11 @@ def spoil(step: Step) -> None:
     del held
 
 
+def check_codes(step: Step) -> None:
+    (call,) = prepare.KNOWN.values()
+    assert (call.plan is not None and call.plan.codes) == (step.call.strategy == "codes")
+
+
 def undisturbed(step: Step, tensors) -> list[torch.Tensor]:
     """The results of a set of inputs, each of whose collectives is over before anything else begins."""
     seen, handed = [], set()
@@ -261,6 +269,7 @@ def undisturbed(step: Step, tensors) -> list[torch.Tensor]:
     complete()
     assert (seen.count("block_backward") > 1) == (step.strategy.blocks > 1), "the case must be what it is called"
     assert handed == step.strategy.saved or len(step.weight) == 0
+    check_codes(step)
     assert step.member.ranks == 1 or ("merge_ranks" in seen and {n for _, n in COLLECTIVES} & set(seen))
     return found
 
@@ -376,6 +385,7 @@ def warm_up(step: Step) -> None:
         for _ in range(3):
             step()
     assert set(handed) == step.strategy.saved, handed
+    check_codes(step)
     assert step.member.ranks == 1 or (len(handed) > 3) == (step.strategy.blocks > 1), handed
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from .engine.accuracy import Judge, answers
-from .engine.measure import measure
+from .engine.measure import cell_table, host_table, measure
 from .engine.options import parse_arguments
 from .engine.peers import OVERLAPPED
 from .engine.problem import Problem, make_problem
 from .engine.report import session
-from .engine.tables import cell_table, host_output
 from .engine.team import Team, release
 
 
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for cell in _cells(make_problem(shape, options.dtype, team), options):
                     cells.append(cell)
                     refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                    for output in (cell_table(cell), *refused, *host_output(cell)):
+                    for output in (cell_table(cell), *refused, *([host_table(cell)] if options.host else [])):
                         run.say(output)
                     run.save()  # after each cell: a later cell may fail
             if ranks:

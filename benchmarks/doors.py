@@ -331,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
             size = size if options.device == "cuda" else TINY
             size = replace(size, counted=share, device=run.team.device, dtype=options.dtype)
             calls = {way: in_turn(build, way, size) for way in names.split()}
-            rows = ways.measure(calls, run.team, options.rounds, ways.like_first(compared))
+            rows = ways.measure(calls, run.team, options.rounds, compared)
             del calls
             release(run.team.device)
             cases.append({"name": name, "size": str(size), "ways": rows})
@@ -356,10 +356,10 @@ def in_turn(build: Callable[..., Call], way: str, size: Size) -> Call:
     return call
 
 
-def compared(found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:
+def compared(way: str, found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:
     """The loss, and the relative difference of the gradients of the output layer's weight."""
     (loss, gradient), (right, of_right) = found, first
-    row = ways.same_loss(loss, right)
+    row = ways.same_loss(way, loss, right)
     off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
     if not off <= GRADIENT_LIMIT:
         raise NotMeasured(f"refused: the gradient of the output layer's weight, or the ids, differ by {off:.1e}")

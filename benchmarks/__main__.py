@@ -25,11 +25,10 @@ from .engine.team import Team, release
 
 
 def main(arguments: list[str] | None = None) -> int:
-    rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # set by torchrun
-    if rank != 0:  # rank 0 prints the same warnings
+    if os.environ.get("RANK", "0") != "0":  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore")
-    options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    options = parse_arguments(arguments, ranks)
     with session(options) as run:
         cells = run.content["cells"] = []
         run.content.update(suite=options.suite, tp=options.tp)

@@ -16,21 +16,19 @@ import torch
 import torch.distributed as dist
 
 from .engine.accuracy import Judge, answers
-from .engine.measure import measure
+from .engine.measure import cell_table, host_table, measure
 from .engine.options import parse_arguments
 from .engine.peers import OVERLAPPED
 from .engine.problem import Problem, make_problem
 from .engine.report import session
-from .engine.tables import cell_table, host_output
 from .engine.team import Team, release
 
 
 def main(arguments: list[str] | None = None) -> int:
-    rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # set by torchrun
-    if rank != 0:  # rank 0 prints the same warnings
+    if os.environ.get("RANK", "0") != "0":  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore")
-    options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    options = parse_arguments(arguments, ranks)
     with session(options) as run:
         cells = run.content["cells"] = []
         run.content.update(suite=options.suite, tp=options.tp)
@@ -40,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for cell in _cells(make_problem(shape, options.dtype, team), options):
                     cells.append(cell)
                     refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                    for output in (cell_table(cell), *refused, *host_output(cell)):
+                    for output in (cell_table(cell), *refused, *([host_table(cell)] if options.host else [])):
                         run.say(output)
                     run.save()  # after each cell: a later cell may fail
             if ranks:

@@ -5,9 +5,9 @@ A step is forward and backward, without an optimizer. Weights and tokens are ran
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
-...-loss           the same without layers: little more than the loss
-...-eval           its evaluation: the loss and logits.argmax(-1), without a backward; dW off is that of the ids
-megatron-...       Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
+qwen2-loss         the same without layers: little more than the loss
+qwen2-eval         its evaluation: the loss and logits.argmax(-1), without a backward; dW off is that of the ids
+megatron-llama     Megatron-core's GPTModel without layers, with its fused native loss; ours skips masked tokens
 grpo               compute_loss of TRL's GRPOTrainer: no generation, gradient checkpointing as by TRL's default
 trl                TRL's fused head alone, as GRPO uses it: the entropies get no gradient
 verl, verl-wide    verl's fused kernel alone, as its FSDP engine calls it with impl_backend=triton
@@ -25,9 +25,9 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -36,6 +36,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import parallel_lce.megatron
+import parallel_lce.transformers
+import parallel_lce.trl
 from parallel_lce import count_tokens
 from parallel_lce.core.budget import BUDGET_VARIABLE
 from parallel_lce.run.token_count import count_labels
@@ -45,6 +48,7 @@ from .engine.libraries import group_of_one
 from .engine.report import mebibytes, new_parser, parse, session
 from .engine.team import NotMeasured, release
 
+OF_BATCH = {"batch", "counted", "device", "dtype"}  # the fields of a Size that are no sizes of a model
 GRADIENT_LIMIT = 0.1  # relative difference from the first way's gradient of the output layer's weight, by norms
 Call = Callable[[], tuple[Tensor, Tensor]]  # a step: the loss, and that gradient, or what else shows that it is right
 
@@ -82,33 +86,24 @@ class Size:
         return (torch.arange(self.batch[1], device=self.device) >= ignored).expand(self.batch).contiguous()
 
 
-@dataclass
-class Step:
-    """One training step: `loss()` and its backward, within `context()`."""
+def step(loss: Callable[[], Tensor], leaves: list[Tensor], plugin: Any = None) -> Call:
+    """One training step: `loss()` and its backward. It returns the loss, and the gradient of the first of the `leaves`,
+    the output layer's weight. `plugin`: a module of ours, whose patch holds during the step alone."""
 
-    loss: Callable[[], Tensor]
-    leaves: list[Tensor]  # all tensors that get gradients; the first is the output layer's weight
-    context: Callable[[], AbstractContextManager] = nullcontext
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """The loss, and the gradient of the output layer's weight. No gradient is left in the leaves."""
-        with self.context():
-            loss = self.loss()
-            loss.backward()
-        gradient = self.leaves[0].grad
+    def call() -> tuple[Tensor, Tensor]:
+        with ExitStack() as stack:
+            if plugin:
+                stack.callback(plugin.unpatch)
+                plugin.patch()
+            value = loss()
+            value.backward()
+        gradient = leaves[0].grad
         assert gradient is not None
-        for leaf in self.leaves:
+        for leaf in leaves:  # all tensors that get gradients
             leaf.grad = None
-        return loss.detach(), gradient
+        return value.detach(), gradient
 
-
-@contextmanager
-def between(start: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
-    start()
-    try:
-        yield
-    finally:
-        stop()
+    return call
 
 
 # Each of the next functions builds the step of a way. It raises ImportError if the way's library is not installed.
@@ -118,7 +113,7 @@ def causal_model(kind: str, way: str, size: Size, training: bool = True) -> Call
     model, ids = model_of(kind, size).train(training), size.ids()
     labels = ids.masked_fill(~size.mask(), -100)
     if way == "ours":
-        importlib.import_module("parallel_lce.transformers").patch(model, eval_logits=training)
+        parallel_lce.transformers.patch(model, eval_logits=training)
     elif way == "Liger":
         apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind.lower()}")
         nothing_else = dict(rope=False, swiglu=False, rms_norm=False, cross_entropy=False)
@@ -129,23 +124,21 @@ def causal_model(kind: str, way: str, size: Size, training: bool = True) -> Call
         output = model(input_ids=ids, labels=labels)
         return output.loss, output.logits.argmax(-1)
 
-    return Step(lambda: model(input_ids=ids, labels=labels).loss, leaves_of(model)) if training else evaluated
+    return step(lambda: model(input_ids=ids, labels=labels).loss, leaves_of(model)) if training else evaluated
 
 
 def model_of(kind: str, size: Size) -> Any:
     library = importlib.import_module("transformers")
-    sizes = asdict(size) | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True)
-    for ours in ("batch", "counted", "device", "dtype"):
-        del sizes[ours]
-    config = getattr(library, f"{kind}Config")(**sizes, use_cache=False)
+    sizes = {name: value for name, value in vars(size).items() if name not in OF_BATCH}
+    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(library, f"{kind}Config")(**sizes, **ids, tie_word_embeddings=True, use_cache=False)
     torch.manual_seed(0)
     with size.device:
         make = library.AutoModelForCausalLM.from_config
         return make(config, dtype=size.dtype, attn_implementation="sdpa").train()
 
 
-def megatron_model(way: str, size: Size) -> Step:
-    importlib.import_module("megatron.core")
+def megatron_model(way: str, size: Size) -> Call:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -164,12 +157,11 @@ def megatron_model(way: str, size: Size) -> Step:
         params_dtype=size.dtype,
         bf16=size.dtype == torch.bfloat16,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl=implementation,
     )
     if way == "ours":  # for as long as the model lives; models of another configuration do not change
-        importlib.import_module("parallel_lce.megatron").patch(skip_masked=True)
+        parallel_lce.megatron.patch(skip_masked=True)
     torch.manual_seed(0)
     model = GPTModel(
         config=config,
@@ -184,7 +176,7 @@ def megatron_model(way: str, size: Size) -> Step:
         return (model(ids, None, None, labels=ids, loss_mask=mask) * mask).sum() / mask.sum()
 
     weights: list[Any] = [model.output_layer.weight, model.embedding.word_embeddings.weight]
-    return Step(loss, weights)
+    return step(loss, weights)
 
 
 def leaves_of(model: Any) -> list[Tensor]:
@@ -192,12 +184,7 @@ def leaves_of(model: Any) -> list[Tensor]:
     return [head, *(leaf for leaf in model.parameters() if leaf is not head)]
 
 
-def in_trl(way: str) -> Callable[[], AbstractContextManager]:
-    plugin = importlib.import_module("parallel_lce.trl")
-    return partial(between, plugin.patch, plugin.unpatch) if way == "ours" else nullcontext
-
-
-def trl_head(way: str, size: Size) -> Step:
+def trl_head(way: str, size: Size) -> Call:
     utils: Any = importlib.import_module("trl.trainer.utils")
     options = 1.0, 32768, None, 1.0, ("log_probs", "entropy")  # 32768 columns at once, as in TRL
 
@@ -209,10 +196,10 @@ def trl_head(way: str, size: Size) -> Step:
         return log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
 
     mask = size.mask().flatten()
-    return head_alone(log_probs, size, in_trl(way))
+    return head_alone(log_probs, size, parallel_lce.trl if way == "ours" else None)
 
 
-def grpo(way: str, size: Size) -> Step:
+def grpo(way: str, size: Size) -> Call:
     trl, datasets, tokenizers = map(importlib.import_module, ("trl", "datasets", "tokenizers"))
     model, on_cpu = model_of("Qwen2", size), size.device.type == "cpu"
     tokenizer = importlib.import_module("transformers").PreTrainedTokenizerFast(  # needed to make a trainer, not used
@@ -237,29 +224,26 @@ def grpo(way: str, size: Size) -> Step:
     counts = size.mask().flip(1).long()  # completions end early
     inputs |= dict(prompt_mask=mask[:, :start], completion_mask=counts[:, : -start or None])
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-    return Step(lambda: trainer.compute_loss(trainer.model, inputs), leaves_of(trainer.model), in_trl(way))
+    plugin = parallel_lce.trl if way == "ours" else None
+    return step(lambda: trainer.compute_loss(trainer.model, inputs), leaves_of(trainer.model), plugin)
 
 
-def verl_head(way: str, size: Size) -> Step:
+def verl_head(way: str, size: Size) -> Call:
     module: Any = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
     plugin = importlib.import_module("parallel_lce.verl")
-    plugin.uninstall()  # the import has installed it
+    plugin.unpatch()  # the import has patched
+    mask, ours = size.mask().flatten(), way == "ours"
 
     def with_entropy(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        if way == "ours" and size.counted < 1:  # as verl's engines pass the mask on
-            kernel = partial(module.linear_cross_entropy, mask=mask, counted_tokens=count_tokens(mask))
-        else:
-            kernel = module.linear_cross_entropy
-        log_probs, entropy = kernel(hidden[None], weight, ids[None], 1.0, "none")
+        # As verl's engines pass the mask on.
+        counts = dict(mask=mask, counted_tokens=count_tokens(mask)) if ours and size.counted < 1 else {}
+        log_probs, entropy = module.linear_cross_entropy(hidden[None], weight, ids[None], 1.0, "none", **counts)
         return log_probs + 0.01 * entropy
 
-    mask = size.mask().flatten()
-
-    context = partial(between, plugin.install, plugin.uninstall) if way == "ours" else nullcontext
-    return head_alone(with_entropy, size, context)
+    return head_alone(with_entropy, size, plugin if ours else None)
 
 
-def head_alone(value: Callable[..., Tensor], size: Size, context: Callable) -> Step:
+def head_alone(value: Callable[..., Tensor], size: Size, plugin: Any) -> Call:
     """The loss is the mean of `value(hidden [N, D], weight [V, D], ids [N]) -> [N]`, with an advantage per token that
     counts."""
     ids = size.ids().view(-1)
@@ -267,10 +251,10 @@ def head_alone(value: Callable[..., Tensor], size: Size, context: Callable) -> S
     weight = size.normal(3, size.vocab_size, size.hidden_size) * size.hidden_size**-0.5
     hidden, weight = (tensor.to(size.dtype).requires_grad_() for tensor in (hidden, weight))
     advantages = advantages * size.mask().flatten()
-    return Step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], context)
+    return step(lambda: -(advantages * value(hidden, weight, ids)).mean(), [weight, hidden], plugin)
 
 
-def torchtitan_head(way: str, size: Size) -> Step:
+def torchtitan_head(way: str, size: Size) -> Call:
     losses: Any = importlib.import_module("torchtitan.components.loss")
     config = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
     if way == "ours":
@@ -287,25 +271,23 @@ def torchtitan_head(way: str, size: Size) -> Step:
             count_labels(labels)
         return loss_fn(hidden, labels, tokens)[0]
 
-    return Step(loss, [lm_head.weight, hidden])
+    return step(loss, [lm_head.weight, hidden])
 
 
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B
 QWEN_1B5 = Size(1536, 151936, 28, 12, 2, 8960)  # Qwen 2.5 1.5B
-LLAMA_LOSS, QWEN_LOSS = (replace(size, num_hidden_layers=0) for size in (LLAMA_1B, QWEN_1B5))
+QWEN_LOSS = replace(QWEN_1B5, num_hidden_layers=0)
 CASES = {
     "llama": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_1B),
     "qwen2": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_1B5),
     "qwen2-loss": (partial(causal_model, "Qwen2"), "transformers ours ours@0 Liger", QWEN_LOSS),
-    "llama-loss": (partial(causal_model, "Llama"), "transformers ours ours@0 Liger", LLAMA_LOSS),
     "qwen2-eval": (partial(causal_model, "Qwen2", training=False), "transformers ours ours@0", QWEN_LOSS),
     "megatron-llama": (megatron_model, "Megatron ours ours@0", LLAMA_1B),
-    "megatron-qwen2": (megatron_model, "Megatron ours ours@0", QWEN_1B5),
     "grpo": (grpo, "TRL ours ours@0", QWEN_1B5),
     "trl": (trl_head, "TRL ours ours@0", QWEN_LOSS),
     "verl": (verl_head, "verl ours ours@0", QWEN_LOSS),
     "verl-wide": (verl_head, "verl ours ours@0", Size(4096, 131072)),
-    "torchtitan": (torchtitan_head, "torchtitan ours ours@0", LLAMA_LOSS),
+    "torchtitan": (torchtitan_head, "torchtitan ours ours@0", LLAMA_1B),
 }
 TINY = Size(128, 512, 2, 4, 2, 96, (2, 16))
 CAPTION = (
@@ -331,7 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
             size = size if options.device == "cuda" else TINY
             size = replace(size, counted=share, device=run.team.device, dtype=options.dtype)
             calls = {way: in_turn(build, way, size) for way in names.split()}
-            rows = ways.measure(calls, run.team, options.rounds, ways.like_first(compared))
+            rows = ways.measure(calls, run.team, options.rounds, compared)
             del calls
             release(run.team.device)
             cases.append({"name": name, "size": str(size), "ways": rows})
@@ -344,22 +326,22 @@ def main(arguments: list[str] | None = None) -> int:
 def in_turn(build: Callable[..., Call], way: str, size: Size) -> Call:
     """A call of the way's step, which the first call builds: the ways before it are measured without it."""
     kind, _, budget = way.partition("@")
-    step = cache(build)
+    built = cache(build)
 
     def call() -> tuple[Tensor, Tensor]:
         with mock.patch.dict(os.environ, {BUDGET_VARIABLE: budget} if budget else {}):
             try:
-                return step(kind, size)()
+                return built(kind, size)()
             except ImportError as error:
                 raise NotMeasured(f"not installed: {error}") from None
 
     return call
 
 
-def compared(found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:
+def compared(way: str, found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> dict[str, float]:
     """The loss, and the relative difference of the gradients of the output layer's weight."""
     (loss, gradient), (right, of_right) = found, first
-    row = ways.same_loss(loss, right)
+    row = ways.same_loss(way, loss, right)
     off = ((gradient.float() - of_right.float()).norm() / of_right.float().norm()).item()
     if not off <= GRADIENT_LIMIT:
         raise NotMeasured(f"refused: the gradient of the output layer's weight, or the ids, differ by {off:.1e}")

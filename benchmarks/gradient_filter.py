@@ -7,10 +7,7 @@ Under torchrun each of the P ranks has V / P entries. In the snapshot's own orde
 order the entries are dealt to the ranks in turn. The bare matrix products have the size of one rank's products, and no
 collectives.
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as a
-training by configs/snapshots.yaml writes them.
-
-Exit status: 0; 2 for a file that cannot be measured.
+A training by configs/snapshots.yaml writes the files. Exit status: 0; 2 for a file that cannot be measured.
 """
 
 import sys
@@ -30,9 +27,9 @@ from .engine import snapshots
 from .engine.accuracy import Answers, answers
 from .engine.peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, calls_of, named
 from .engine.problem import Problem
-from .engine.report import NONE, milliseconds, new_parser, new_table, parse, session, spread_text
+from .engine.report import NONE, Session, milliseconds, new_parser, new_table, parse, session, spread_text
 from .engine.team import NotMeasured, Team, release
-from .engine.timing import interleaved, ratios, spread
+from .engine.timing import interleaved, ratios, spread, timer
 
 FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
 BUDGETS = {"saved": ALL, "budget 0": 0}  # logits_budget
@@ -47,20 +44,22 @@ CAPTION = (
 Errors = dict[str, float]  # {'dX', 'dW': relative error, 'dW rows': mean over the rows of each row's relative error}
 
 
-def measure(whole: Problem, rounds: int, team: Team) -> dict:
-    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round. Raises
-    NotMeasured if V is no multiple of the ranks."""
+def measure(whole: Problem, rounds: int, run: Session) -> dict:
+    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round. Prints their
+    table. Raises NotMeasured if V is no multiple of the ranks."""
+    team = run.team
     if whole.shape.v % team.ranks:
         raise NotMeasured(f"{whole.name}: {team.ranks} ranks cannot share a vocabulary of {whole.shape.v} entries")
     truth, dtype = answers(whole, torch.float64), whole.hidden.dtype
     rounded, references = answers(whole, torch.float64, logits=torch.bfloat16), {}
-    for name, found in ((EXACT, truth), (ROUNDED_LOGITS, rounded)):
-        references[name] = _errors([found.grad_x.to(dtype), found.grad_weight.to(dtype)], truth)
-    case = {"name": whole.name, **vars(whole.shape), "tp": team.ranks}
-    case |= {"dtype": whole.dtype_name, "loss": truth.loss.item(), "reference_errors": references, "results": []}
     natural = torch.arange(whole.shape.v, device=team.device)
+    for name, found in ((EXACT, truth), (ROUNDED_LOGITS, rounded)):
+        references[name] = _errors([found.grad_x.to(dtype), found.grad_weight.to(dtype)], truth, natural, whole.team)
+    case = {"name": whole.name, **vars(whole.shape), "tp": team.ranks, "dtype": str(dtype).removeprefix("torch.")}
+    case |= {"loss": truth.loss.item(), "reference_errors": references, "results": []}
     for name, order in ((NATURAL, natural), (BY_PROBABILITY, by_probability(whole, team.ranks))):
         case["results"] += _in_order(name, order, whole, truth, rounds, team)
+    run.say(filter_table(case))
     return case
 
 
@@ -83,7 +82,7 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
             call = calls[value, memory] = calls_of(ours, problem)[FORWARD_BACKWARD]
             results[-1][memory] = {"errors": _errors(call()[1:], truth, own, team)}
     release(team.device)
-    seconds = interleaved(calls, team, rounds)
+    seconds = interleaved({key: timer(call, team) for key, call in calls.items()}, team, rounds)
     for result in results:
         result["gemm_only_seconds"] = seconds[GEMM_ONLY]
         for memory in BUDGETS:
@@ -104,20 +103,19 @@ def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
 
 
-def _errors(gradients, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:
-    """The errors of the `gradients` dX and dW. `order`: the ids of this rank's rows of dW; None: all ids in order. Rows
-    of dW that are truly 0 have no relative error and are left out of the mean over the rows."""
-    true_weight = truth.grad_weight if order is None else truth.grad_weight[order]
+def _errors(gradients, truth: Answers, own: Tensor, team: Team) -> Errors:
+    """The errors of the `gradients` dX and dW. `own`: the ids of this rank's rows of dW. Rows of dW that are truly 0
+    have no relative error and are left out of the mean over the rows."""
     # [2, rows]: norms of the rows of the error, and of the truth. All ranks have the same dX, so summing over the ranks
     # keeps the ratio of its sums of squares.
     x_norms, weight_norms = (
         torch.stack([torch.linalg.vector_norm(t, dim=1) for t in (gradient - true, true)])
-        for gradient, true in zip(gradients, (truth.grad_x, true_weight))
+        for gradient, true in zip(gradients, (truth.grad_x, truth.grad_weight[own]))
     )
     counted = weight_norms[1] != 0
     row_errors = torch.stack([(weight_norms[0] / weight_norms[1])[counted].sum(), counted.sum()])
     sums = torch.stack([x_norms.square().sum(1), weight_norms.square().sum(1), row_errors])
-    dx, dw, means = (sums if team is None else team.reduce(sums)).unbind()
+    dx, dw, means = team.reduce(sums)
     errors = torch.stack([(dx[0] / dx[1]).sqrt(), (dw[0] / dw[1]).sqrt(), means[0] / means[1]])
     return dict(zip(("dX", "dW", "dW rows"), errors.tolist()))
 
@@ -150,14 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser("python -m benchmarks.gradient_filter", __doc__, "--json", "--rounds")
     parser.add_argument("files", nargs="+", metavar="FILE", help="safetensors files of hidden, weight and target")
     options = parse(parser, arguments)
+    sources = [partial(snapshots.read, path) for path in options.files]
     with session(options) as run:
-
-        def measured(whole: Problem) -> dict:
-            case = measure(whole, options.rounds, run.team)
-            run.say(filter_table(case))
-            return case
-
-        return snapshots.report_on([partial(snapshots.read, path) for path in options.files], run, measured)
+        return snapshots.report_on(sources, run, partial(measure, rounds=options.rounds, run=run))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def measure(calls: dict[str, Callable], truths: dict[str, Tensor], problem: Prob
     """A row for each way, with the relative `error` of dX, the second tensor of its result, over the CHECKED tokens.
     None for a way without a truth."""
 
-    def judge(way: str, found: tuple[Tensor, ...]) -> dict[str, float | None]:
+    def judge(way: str, found: tuple[Tensor, ...], first: tuple[Tensor, ...]) -> dict[str, float | None]:
         if way not in truths:
             return {"error": None}
         truth = truths[way]

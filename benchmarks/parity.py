@@ -6,8 +6,7 @@ ours           `token_statistics`
 bf16 logits    logits in bf16, converted to fp32 for the softmax, as trainers do
 fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
 
-A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16, and `target [N]` of an integer dtype, as
-a training writes them by configs/snapshots.yaml. The report also measures random inputs: normal logits with four
+A training by configs/snapshots.yaml writes the files. The report also measures random inputs: normal logits with four
 standard deviations, and targets drawn from the softmax.
 
 Exit status: 0 if the errors of ours are within the limits of docs/benchmarks.md, else 1; 2 for a file that cannot be
@@ -26,7 +25,7 @@ from parallel_lce import entropy, log_prob, token_statistics
 
 from .engine import snapshots
 from .engine.problem import Problem, Shape
-from .engine.report import SHAPE, new_parser, new_table, parse, session
+from .engine.report import new_parser, new_table, parse, session
 from .engine.team import Team
 
 DEVIATIONS = (0.01, 1.0, 5.0, 20.0)  # standard deviations of random logits; the first ones are nearly flat
@@ -164,8 +163,7 @@ def random_problem(shape: Shape, deviation: float, team: Team) -> Problem:
     problem = Problem(shape, team, hidden, weight, target, name=f"random, std {deviation:g}")
     for tokens in problem.blocks:
         z = (hidden[tokens] @ weight.T).float()
-        noise = torch.empty_like(z).exponential_(generator=options["generator"])
-        target[tokens] = (z - noise.log_()).argmax(1)  # the Gumbel-max trick
+        target[tokens] = z.softmax(1).multinomial(1, generator=options["generator"]).squeeze(1)
     return problem
 
 
@@ -196,14 +194,13 @@ def verdict(case: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = new_parser("python -m benchmarks.parity", __doc__, "--json")
+    parser = new_parser("python -m benchmarks.parity", __doc__, "--json", "--shape")
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
-    parser.add_argument("--random", help="size of random inputs; may be repeated", **SHAPE)
     options = parse(parser, arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32
     with session(options) as run:
         sources = [partial(snapshots.read, path) for path in options.files]
-        for shape in options.random or [DEFAULT_SHAPE[options.device]]:
+        for shape in options.shape or [DEFAULT_SHAPE[options.device]]:
             sources += [partial(random_problem, shape, deviation) for deviation in DEVIATIONS]
         status, cases = snapshots.report_on(sources, run, measure), run.content["cases"]
         for part in (*tables(cases), *map(verdict, cases)):

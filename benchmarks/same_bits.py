@@ -6,6 +6,7 @@ than GPUs share these, over gloo: `torchrun --nproc-per-node 8 -m benchmarks.sam
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +28,7 @@ COLUMNS = {
     "entropy": "entropy",
     "top 3": "top_logits",
 }
+asked = partial(token_statistics, entropy=True, mean_logit=True, sum_p_squared=True, top_k=3)
 USUAL = {
     "cuda": [Shape(4096, 131072, 4096), Shape(4096, 151936, 2048), Shape(4096, 50257, 2048)],
     "cpu": [Shape(48, 300, 16)],
@@ -71,12 +73,6 @@ def tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Ten
     of_target = weight[target[sure]].float()
     hidden[sure] += 25 * torch.rand(shape.n // 3, 1, **options) * of_target / of_target.square().sum(1, keepdim=True)
     return hidden.to(dtype), weight, target
-
-
-def asked(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> TokenStatistics:
-    return token_statistics(
-        hidden, weight, target, entropy=True, mean_logit=True, sum_p_squared=True, top_k=3, **options
-    )
 
 
 def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[str, TokenStatistics, slice | Tensor]]:

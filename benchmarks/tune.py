@@ -6,7 +6,7 @@ round: one product for a forward, three for forward + backward. `kernels/tuning.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import inf
@@ -58,10 +58,6 @@ def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ..
         if backward:
             torch.autograd.grad(log_prob(result).sum(), (x, weight))
 
-    def under(tile: Tile, count: int, call: Callable) -> None:
-        with forced(tile, count):
-            call()
-
     uses = {  # the pass of the bare products for comparison, and the call
         "forward": (FORWARD, partial(statistics, 0, False)),
         "saving forward": (FORWARD, partial(statistics, ALL, True)),
@@ -70,16 +66,14 @@ def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ..
     for use, (kind, call) in uses.items():
         calls = {GEMM_ONLY: products[kind]}
         for tile, count in itertools.product(tiles, blocks):
-            calls[f"{tile}, {count} row blocks a launch"] = partial(under, tile, count, call)
-        found[use] = ways.measure(calls, problem.team, rounds, lambda way, result: {})
+            calls[f"{tile}, {count} row blocks a launch"] = forced(tile, count)(call)
+        found[use] = ways.measure(calls, problem.team, rounds, lambda *_: {})
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("python -m benchmarks.tune", __doc__, "--shape", "--rounds")
     options = parse(parser, arguments)
-    if options.device == "cpu":
-        parser.error("tiles are tuned on a CUDA device")
     tiles = SPECIALIZED if torch.cuda.get_device_capability()[0] == 9 else PORTABLE
     with session(options) as run:
         for shape in options.shape or SUITES["bars"].shapes:

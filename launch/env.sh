@@ -2,11 +2,8 @@
 # PYTHONPATH.
 #
 #   PARALLEL_LCE_PYTHON=/path/to/python   use this interpreter as it is, install nothing
-#   PYTHON=/path/to/python                make .venv with this interpreter (3.11 or newer)
 #
-# Either may be a path, relative to the current folder, or a command of PATH.
-# pip's own settings apply. For a CPU build of PyTorch where the default index serves CUDA ones, for example:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./launch/demo.sh
+# It may be a path, relative to the current folder, or a command of PATH. pip's own settings apply.
 
 root=$(dirname -- "$(dirname -- "${BASH_SOURCE[0]}")") # absolute, without links: the scripts source it so
 
@@ -22,28 +19,23 @@ _absolute() { # COMMAND: its absolute path, since the scripts may change directo
     echo "$found"
 }
 
-_chosen() { # VARIABLE VALUE: the interpreter that the user chose by this variable
-    local found
-    found=$(_absolute "$2") && _is_new_enough "$found" && { echo "$found"; return; }
-    echo "error: $1=$2 is not a Python 3.11 or newer" >&2
-    return 2
-}
-
 _find_python() {
-    [ -z "${PYTHON:-}" ] || { _chosen PYTHON "$PYTHON"; return; }
     local newest candidate
     for newest in 13 99; do # megatron-core has no wheels for newer than 3.13: prefer an older one to compiling it
         for candidate in python3 python python3.13 python3.12 python3.11; do
             candidate=$(_absolute "$candidate") && _is_new_enough "$candidate" "$newest" && { echo "$candidate"; return; }
         done
     done
-    candidate=$({ python3 --version 2>&1 || true; } | head -n 1)
-    echo "error: Python 3.11 or newer is needed, found ${candidate:-none}; name one with PYTHON=/path/to/python" >&2
+    candidate=$({ python3 --version 2>/dev/null || true; } | head -n 1)
+    echo "error: Python 3.11 or newer is needed, PATH has ${candidate:-none}" >&2
     return 2
 }
 
 if [ -n "${PARALLEL_LCE_PYTHON:-}" ]; then
-    python=$(_chosen PARALLEL_LCE_PYTHON "$PARALLEL_LCE_PYTHON") || exit
+    if ! python=$(_absolute "$PARALLEL_LCE_PYTHON") || ! _is_new_enough "$python"; then
+        echo "error: PARALLEL_LCE_PYTHON=$PARALLEL_LCE_PYTHON is not a Python 3.11 or newer" >&2
+        exit 2
+    fi
 else
     python=$(_find_python) || exit
     "$python" "$root/launch/make_venv.py" "$python" || exit

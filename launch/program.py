@@ -1,8 +1,5 @@
 """The programs behind the scripts: python launch/program.py COMMAND [TORCHRUN'S ARGUMENTS --] [ARGUMENTS]."""
 
-import contextlib
-import io
-import logging
 import os
 import shlex
 import subprocess
@@ -119,24 +116,16 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
     adds the program."""
     from torch.distributed import run
 
-    said = io.StringIO()
-    logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stderr(said), mock.patch.dict(os.environ):  # torchrun's parser changes it
+        # torchrun changes the environment, and warns where this variable is not set.
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
             arguments = run.get_args_parser().parse_args([*torchrun, __file__])
-            if (arguments.training_script, arguments.training_script_args) != (__file__, []):
-                raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
-            if arguments.module or arguments.no_python or arguments.run_path:
-                raise ValueError("--module, --no-python and --run-path say how to start another program")
             config, *_ = run.config_from_args(arguments)
-            return config.max_nodes, config.nproc_per_node
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:  # --help
-            raise
-        message = said.getvalue() if isinstance(error, SystemExit) else str(error) or type(error).__name__
-        raise Refusal(f"torchrun: {message.splitlines()[-1]}") from None
-    finally:
-        logging.disable(logging.NOTSET)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise Refusal(f"torchrun: {type(error).__name__}: {error}") from None
+    if (arguments.training_script, arguments.training_script_args) != (__file__, []):
+        raise Refusal(f"torchrun: {arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+    return config.max_nodes, config.nproc_per_node
 
 
 class Training:

@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 
 import releases
 from training.megatron_cpu import adapt_megatron_to_cpu
-from training.model import WITHOUT_EXTENSIONS, CausalAttention, RMSNorm
+from training.model import CausalAttention, RMSNorm
 from world import Member
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
@@ -153,7 +153,7 @@ def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
 def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.nn.Module]:
     """This rank's parts of the model, one unless the schedule is interleaved."""
     start(member, spec)
-    options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
+    options = {"gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
     if spec.fusion:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = _Apex

@@ -11,12 +11,13 @@ row, relative to the root mean square of the rows: it shows a single wrong token
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .problem import Problem
-from .team import NotMeasured, largest
+from .team import NotMeasured
 
 
 class Answers(NamedTuple):
@@ -54,7 +55,7 @@ class Judge:
                     got = "None" if gradient is None else f"{list(gradient.shape)}, {gradient.dtype}"
                     raise NotMeasured(f"refused: {name} is {got}, expected {list(like.shape)}, {dtype}")
             errors = self._errors(*outputs)
-            return errors | {"loss": largest([errors["loss"], self._errors(without)["loss"]])}
+            return errors | {"loss": float(np.maximum(errors["loss"], self._errors(without)["loss"]))}
 
         errors = team.worst(team.agree(own_errors))
         wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too

@@ -5,8 +5,8 @@ GPU.
 """
 
 import importlib
-import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -44,14 +44,9 @@ def mesh_of(group):
     return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu", mesh_dim_names=("tp",))
 
 
-def placement_of(sequence_parallel):
-    """Of hidden states on that mesh."""
-    return Shard(0) if sequence_parallel else Replicate()
-
-
 def _mesh_and_gather(group, sequence_parallel):
     """The mesh, and a function from this rank's hidden states to a replicated DTensor of the whole sequence."""
-    mesh, placement = mesh_of(group), placement_of(sequence_parallel)
+    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
 
     def gathered(x):
         return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
@@ -94,12 +89,9 @@ def torchtitan(new_loss, group, sequence_parallel):
     return loss
 
 
-class Apex:
+def add_weight_gradient(x, gradient, main_grad):
     """In place of Apex, which is seldom installed: the product of its kernel, in cuBLAS."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x, gradient, main_grad):
-        torch.addmm(main_grad, gradient.t(), x, out_dtype=torch.float32, out=main_grad)
+    torch.addmm(main_grad, gradient.t(), x, out_dtype=torch.float32, out=main_grad)
 
 
 def megatron(fused, main_grad, group, sequence_parallel):
@@ -115,7 +107,7 @@ def megatron(fused, main_grad, group, sequence_parallel):
     parallel_state._GLOBAL_MEMORY_BUFFER = None
     parallel_state._set_global_memory_buffer()
     if main_grad and not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = Apex
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
     options = {
         "bias": None,
         "gradient_accumulation_fusion": main_grad,
@@ -150,15 +142,13 @@ def verl(group, sequence_parallel):
     the gather does, and scatters it under sequence parallelism."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
-    options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}
-    order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
     gathered = None if group is None else _mesh_and_gather(group, sequence_parallel)[1]
 
     def loss(x, weight, target):
         hidden = x if gathered is None else gathered(x).to_local(grad_placements=[Partial()])
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
-        log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))
+        log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, 1.0, "none", group)  # 1.0: the temperature
         return mean_of(-log_probs * mask, target)
 
     return loss

@@ -1,11 +1,10 @@
-"""Accuracy, memory and time of all peers on one problem, on all ranks of its team together."""
+"""Accuracy, memory and time of all peers on one problem, on all ranks of its team together, and tables of them in
+Markdown. docs/benchmarks.md explains their columns."""
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from random import Random
 
 import torch
 
@@ -13,80 +12,64 @@ from .accuracy import Judge
 from .peak_memory import peak_memory
 from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer, calls_of
 from .problem import Problem
+from .report import NONE, RATIO, mebibytes, milliseconds, new_table, spread_ms, spread_text
 from .team import NotMeasured, release
-from .timing import profile_of, ratios, timer
+from .timing import interleaved, profile_of, ratios, timer
+
+SECONDS, HOST_SECONDS = "seconds", "host_seconds"
+ERRORS = ("loss", "dX", "dW")  # JSON also has the errors of the worst rows
+SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
+CAPTION = (
+    " Milliseconds of the slowest rank. of GEMM-only: speed relative to the bare products in the same round; of "
+    "overlapped: relative to the products with collectives. MiB: peak above the inputs, largest of the ranks; beyond: "
+    "peak above the inputs, dX and dW. ours ×: how often as fast ours, its first row, is in forward + backward."
+)
+HOST_CAPTION = (
+    "host ms: from call to return, with the GPU idle before the call; medians (min–max over the rounds). GPU "
+    "operations: kernels, copies and fills of one call; GPU ms: their time."
+)
 
 
 def measure(peers: list[Peer], judge: Judge, rounds: int, host: bool = False) -> dict:
     """The problem and one entry per peer, as JSON has them.
 
-    First each peer is checked and its memory measured. Then all peers are timed round by round. Each round has its own
-    order: the preceding peer changes the GPU's clock rate. With `host` the host time is measured too, and on a GPU the
-    calls are profiled at the end.
+    First each peer is checked and its memory measured. Then all peers are timed round by round. With `host` the host
+    time is measured too, and on a GPU the calls are profiled at the end.
     """
     problem, team = judge.problem, judge.problem.team
     entries, calls, readers = {}, {}, {}
+    torch.compiler.reset()  # torch.compile would make a loss dynamic that it compiled for another shape
     for peer in peers:
-        about = {"name": peer.name, "upstream": peer.upstream, "family": peer.family}
-        entries[peer] = about | {"refused": None, "errors": {}}
-
-    def remaining() -> Iterator[tuple[Peer, dict]]:
-        return ((peer, entry) for peer, entry in entries.items() if not entry["refused"])
-
-    @contextmanager
-    def refusals(entry: dict) -> Iterator[None]:
-        """Records an error of a peer in its entry. The run goes on."""
+        entry = {"name": peer.name, "upstream": peer.upstream, "family": peer.family, "refused": None, "errors": {}}
+        entries[peer] = entry
         try:
-            yield
+            calls[peer], peaks = _checked(peer, judge, entry)
+            timers = {(kind, SECONDS): timer(call, team) for kind, call in calls[peer].items()}
+            if host:
+                timers |= {(kind, HOST_SECONDS): timer(call, team, host) for kind, call in calls[peer].items()}
+            readers[peer] = lambda timers=timers: {key: read() for key, read in timers.items()}
+            entry |= peaks
         except NotMeasured as refusal:
             entry["refused"] = str(refusal)
-            for kind in PASSES:
-                entry.pop(kind, None)
-
-    torch.compiler.reset()  # torch.compile would make a loss dynamic that it compiled for another shape
-    for peer, entry in remaining():
-        with refusals(entry):
-            calls[peer] = team.agree(lambda: calls_of(peer, problem))
-            entry["errors"], wrong = _errors(peer, calls[peer], judge)
-            if wrong:
-                raise NotMeasured(f"refused: {wrong}")
-            for kind, call in calls[peer].items():
-                peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
-                size = 0
-                if kind == FORWARD_BACKWARD:  # with main_grad dX alone: main_grad exists before the call
-                    size = problem.x.nbytes + (0 if peer.main_grad else problem.weight.nbytes)
-                measured = entry[kind] = {"peak_bytes": peak, "beyond_gradients_bytes": peak - size}
-                for name in ["seconds"] + ["host_seconds"] * host:
-                    measured[name] = []
-                    read = timer(call, team, host=name == "host_seconds")
-                    readers.setdefault(peer, []).append((measured[name], read))
-        if entry["refused"]:
             calls.pop(peer, None)
         release(team.device)
     largest_logit = judge.truth.largest_logit
     del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
     gc.freeze()  # later collections skip the objects of the libraries
-    random = Random(0)  # all ranks get the same orders
-    for _ in range(rounds):
-        if team.group is None:  # over ranks the warm-up is short: after a pause the round's first peer would be faster
-            gc.collect()
-        timed = [*remaining()]
-        for peer, entry in random.sample(timed, len(timed)):
-            with refusals(entry):
-                for seconds, read in readers[peer]:
-                    seconds.append(read())
-    for peer, entry in remaining() if host and team.device.type == "cuda" else ():
-        with refusals(entry):
-            for kind, call in calls[peer].items():
-                entry[kind]["profile"] = team.agree(partial(profile_of, call, team.device))
+    for peer, readings in interleaved(readers, team, rounds).items():
+        for kind, clock in readings[0]:
+            entries[peer][kind][clock] = [reading[kind, clock] for reading in readings]
+    for peer, its in calls.items() if host and team.device.type == "cuda" else ():
+        for kind, call in its.items():
+            entries[peer][kind]["profile"] = team.agree(partial(profile_of, call))
     gc.unfreeze()
     return {
         "problem": str(problem),
         "tp": team.ranks,
         **vars(problem.shape),
         "sequence_parallel": problem.sequence_parallel,
-        "dtype": problem.dtype_name,
+        "dtype": str(problem.hidden.dtype).removeprefix("torch."),
         "rounds": rounds,
         "max_abs_logit": largest_logit,
         "counted_targets": int(problem.counted.sum()),
@@ -96,22 +79,26 @@ def measure(peers: list[Peer], judge: Judge, rounds: int, host: bool = False) ->
     }
 
 
-def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float, float] | None:
-    """(median, min, max) over the rounds of a peer's speed relative to the peer named `other`; None if either was not
-    timed. On a single rank, without collectives, the two GEMM-only baselines are the same."""
-    other = GEMM_ONLY if other == OVERLAPPED and cell["tp"] == 1 else other
-    reference = next((peer for peer in cell["peers"] if peer["name"] == other), {})
-    timed = kind in reference and kind in entry
-    return ratios(reference[kind]["seconds"], entry[kind]["seconds"]) if timed else None
-
-
-def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> tuple[dict[str, float], str]:
-    """What `Judge.check` returns for a peer. Raises NotMeasured if a call fails."""
-    team, outputs = judge.problem.team, {}
+def _checked(peer: Peer, judge: Judge, entry: dict) -> tuple[dict[str, Callable], dict[str, dict]]:
+    """The calls of a peer, and for each pass its peak of memory. The errors go to the entry. Raises NotMeasured if they
+    are too large, or if a call fails."""
+    problem, team, outputs, peaks = judge.problem, judge.problem.team, {}, {}
+    calls = team.agree(partial(calls_of, peer, problem))
     for kind, call in calls.items():  # all ranks learn of a failure before the next call's collectives
-        team.agree(partial(_poison, judge.problem))
+        team.agree(partial(_poison, problem))
         outputs[kind] = team.agree(call)
-    return judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad) if peer.judged else ({}, "")
+    if peer.judged:
+        entry["errors"], wrong = judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad)
+        if wrong:
+            raise NotMeasured(f"refused: {wrong}")
+    outputs.clear()  # not held while memory is measured
+    # With main_grad dX alone: main_grad exists before the call.
+    gradients = problem.x.nbytes + (0 if peer.main_grad else problem.weight.nbytes)
+    for kind, call in calls.items():
+        peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
+        beyond = peak - gradients if kind == FORWARD_BACKWARD else peak
+        peaks[kind] = {"peak_bytes": peak, "beyond_gradients_bytes": beyond}
+    return calls, peaks
 
 
 def _poison(problem: Problem) -> None:
@@ -119,3 +106,51 @@ def _poison(problem: Problem) -> None:
     its gradient could return the gradient of the peer before."""
     for like in (problem.x, problem.weight):
         torch.full_like(like, math.nan)
+
+
+def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float, float] | None:
+    """(median, min, max) over the rounds of a peer's speed relative to the peer named `other`; None if either was not
+    timed."""
+    reference = next((peer for peer in cell["peers"] if peer["name"] == other), {})
+    timed = kind in reference and kind in entry
+    return ratios(reference[kind][SECONDS], entry[kind][SECONDS]) if timed else None
+
+
+def cell_table(cell: dict):
+    """The table of a cell: a row per peer."""
+    about = f"{cell['dtype']}, {cell['counted_targets']} targets, max |z| {cell['max_abs_logit']:.1f}"
+    title = f"{cell['problem']}, {about}: medians of {cell['rounds']} rounds (min–max)"
+    unit = cell["torch_errors"]
+    yardstick = ", ".join(f"{name} {unit[name]:.1e}" for name in ERRORS)
+    caption = f"Errors relative to float64, in units of plain {cell['dtype']} torch's ({yardstick})." + CAPTION
+    speeds = {"of GEMM-only": GEMM_ONLY} | ({"of overlapped": OVERLAPPED} if cell["tp"] > 1 else {})
+    columns = [name for kind in PASSES for name in (f"{SHORT[kind]} ms", *speeds, "MiB", "beyond")]
+    table = new_table(title, caption, ["peer", "upstream"], [*columns, "ours ×", *(f"{name} err" for name in ERRORS)])
+    ours = next((entry for entry in cell["peers"] if entry["family"] == "ours"), {})
+    for entry in cell["peers"]:
+        row = [entry["name"], entry["upstream"]]
+        if entry["refused"]:
+            row[0] += ", " + entry["refused"].split(":")[0]  # the whole reason is printed below the table
+            row += [NONE] * len(columns)
+        for kind in PASSES if not entry["refused"] else ():
+            row += [spread_ms(entry[kind][SECONDS])]
+            row += [spread_text(ratio(cell, entry, other, kind)) for other in speeds.values()]
+            row += [mebibytes(entry[kind][size]) for size in ("peak_bytes", "beyond_gradients_bytes")]
+        row += [spread_text(ratio(cell, ours, entry["name"], FORWARD_BACKWARD), RATIO)]
+        row += [f"{entry['errors'][e] / unit[e]:.2f}" if e in entry["errors"] and unit[e] else NONE for e in ERRORS]
+        table.add_row(*row, style="bold" if entry["family"] == "ours" else None)
+    return table
+
+
+def host_table(cell: dict):
+    """The table of host times, if they were measured."""
+    columns = ["host ms", "GPU operations", "GPU ms"]
+    table = new_table(f"{cell['problem']}, {cell['dtype']}: the host", HOST_CAPTION, ["peer", "pass"], columns)
+    for entry in cell["peers"]:
+        for kind in PASSES if not entry["refused"] else ():
+            profile, on_gpu = entry[kind].get("profile"), [NONE] * 2
+            if profile:
+                on_gpu = [f"{profile['operations']:.4g}", milliseconds(profile["gpu_seconds"])]
+            row = entry["name"], SHORT[kind], spread_ms(entry[kind][HOST_SECONDS]), *on_gpu
+            table.add_row(*row, style="bold" if entry["family"] == "ours" else None)
+    return table

@@ -1,9 +1,10 @@
 """The command line of `python -m benchmarks`: peers, shapes and output files."""
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
+from functools import partial
 from typing import NamedTuple
 
-from .peers import ONE, OTHERS, RANKS, SAVED, Peer, named
+from .peers import ONE, OTHERS, RANKS, SAVED, named
 from .problem import Shape
 from .report import new_parser, parse
 
@@ -55,29 +56,22 @@ DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches o
 }
 
 
-def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
-    """Parses the command line. `ranks`: of the whole run, None for one process; `ranks_here`: of this host.
+def parse_arguments(arguments: list[str] | None, ranks: int | None = None, here: int | None = None) -> Namespace:
+    """Parses the command line. `ranks`: of the whole run, None for one process; `here`: see `parse`.
 
     Adds to the options: `shapes`; and `chosen`, the Peers to measure. Options that would fail during the measurement
     end the program at once.
     """
     setting = ONE if ranks is None else RANKS
-
-    def peer(text: str) -> Peer:
-        try:
-            return named(text, setting)
-        except ValueError as error:
-            raise ArgumentTypeError(str(error)) from None
-
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
     parser = new_parser(program, "parallel_lce against its peers.", "--json", "--rounds", "--shape")
     add = parser.add_argument
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
     words = "only these peers and the GEMM-only baseline; ours may have a logits_budget: ours@512MiB or ours@all"
-    add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
+    add("--peers", nargs="+", metavar="NAME", type=partial(named, setting=setting), help=words)
     words = "TP sizes (the powers of two up to the number of ranks, and the number of ranks)"
     add("--tp", nargs="+", type=int, metavar="P", help=words)
-    options = parse(parser, arguments, ranks_here)
+    options = parse(parser, arguments, here)
 
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
     options.shapes, options.host = options.shape or suite.shapes, suite.host
@@ -85,7 +79,8 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     wanted = options.peers
     if wanted is None:
         wanted = [named(name, setting) for name in suite.ours]
-        wanted += [p for p in others if (p.name in suite.others if suite.others else options.device in p.devices)]
+        usual = suite.others or [peer.name for peer in others if peer.on_cpu or options.device == "cuda"]
+        wanted += [peer for peer in others if peer.name in usual]
     baselines = [peer for peer in others if peer.family == "gemm-only"]
     ours, rest = ([peer for peer in wanted if peer.family == family] for family in ("ours", "other"))
     options.chosen = [*ours, *baselines, *rest]

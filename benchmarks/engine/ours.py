@@ -9,6 +9,7 @@ judged.
 from functools import partial
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_lce import (
@@ -29,13 +30,10 @@ SELECTED, REPLAYED = 64, 8  # selected entries of each token
 def loss(reduction, budget, group, sequence_parallel):
     """`linear_cross_entropy`. With reduction 'none' torch averages the losses, and no gradient is formed in forward."""
     options = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "logits_budget": budget}
-    options.update(process_group=group, sequence_parallel=sequence_parallel)
-
-    def loss(x, weight, target):
-        losses = linear_cross_entropy(x, weight, target, **options)
-        return losses if reduction == "mean" else mean_of(losses, target)
-
-    return loss
+    fused = partial(linear_cross_entropy, process_group=group, sequence_parallel=sequence_parallel, **options)
+    if reduction == "mean":
+        return fused
+    return lambda x, weight, target: mean_of(fused(x, weight, target), target)
 
 
 def main_grad(budget, group, sequence_parallel):
@@ -63,7 +61,7 @@ def main_grad(budget, group, sequence_parallel):
 
 def style(budget, group, sequence_parallel):
     """The loss as a module that `parallelize_module` has given a style."""
-    mesh, layout = libraries.mesh_of(group), libraries.placement_of(sequence_parallel)
+    mesh, layout = libraries.mesh_of(group), Shard(0) if sequence_parallel else Replicate()
     module = LinearCrossEntropy(ignore_index=IGNORE_INDEX, logits_budget=budget)
     parallelize_module(module, mesh, LinearCrossEntropyParallel(input_layouts=layout))
     return lambda x, weight, target: module(x, libraries.vocabulary_shard(weight, mesh), target)

@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,16 +22,11 @@ def peak_memory(fn: Callable, device: torch.device | str) -> tuple[int, int]:
 
     `peak` is the largest number of bytes during the call. `alive` is the bytes that the call allocated and that still
     exist after it, the result of `fn` included. If `fn` returns gradients, `peak - alive` is the memory that the
-    computation needed beyond its results. If the call frees earlier tensors, both numbers are lower on CUDA; on CPU
-    such tensors are not known.
+    computation needed beyond its results. If the call frees earlier tensors, both numbers are lower; on CPU only
+    tensors of an earlier measured call are known.
     """
-    kind = torch.device(device).type
     gc.collect()
-    if kind == "cuda":
-        return _peak_cuda(fn, device)
-    if kind == "cpu":
-        return _peak_cpu(fn)
-    raise ValueError(f"peak_memory measures cpu and cuda, got device {device!r}")
+    return _peak_cuda(fn, device) if torch.device(device).type == "cuda" else _peak_cpu(fn)
 
 
 def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
@@ -59,23 +55,12 @@ def _peak_cpu(fn: Callable) -> tuple[int, int]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints to stderr at each start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
-    live, level, peak = {}, 0, 0
-    events = [e for e in _events(profile) if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
-    for event in sorted(events, key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # negative for a release
-        # A release without an allocation in these records is of a tensor from before the call: it is not counted.
-        level -= live.pop(address, 0)
-        if size > 0:
-            live[address] = size
-            level += size
-            peak = max(peak, level)
-    del result
-    return peak, level
-
-
-def _events(profile: torch.profiler.profile) -> list[dict]:
-    """The events of the exported trace. It is the only public form in which memory records have addresses."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # the exported trace is the only public form of these records
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    del result
+    events = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
+    events.sort(key=lambda e: e["ts"])
+    levels = [0, *accumulate(e["args"]["Bytes"] for e in events)]  # negative for a release
+    return max(levels), levels[-1]

@@ -8,6 +8,7 @@ The GEMM-only baseline is the three matrix products that every loss needs, witho
 """
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,13 +25,11 @@ FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 PASSES = (FORWARD, FORWARD_BACKWARD)  # FORWARD: without gradients; FORWARD_BACKWARD: with dX and dW
 
 ANY, SCALAR = "any", "scalar"
-CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
 ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
 BOTH = (ONE, RANKS)
 
 GEMM_ONLY, OVERLAPPED, SAVED = "gemm-only", "gemm-only-overlapped", "ours-per-token@all"
 ALL = 1 << 40  # a logits_budget that holds all exponentials
-
 
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,7 +43,7 @@ class Peer:
     name: str
     build: Callable | None  # build(group, sequence_parallel) returns the loss; group is None on one GPU
     upstream: str = ANY  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
-    devices: tuple[str, ...] = CUDA  # devices on which it is measured by default
+    on_cpu: bool = False  # measured by default on a CPU too
     settings: tuple[str, ...] = (ONE,)
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
@@ -52,11 +51,8 @@ class Peer:
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
 
-def _ours(name: str, build: Callable, upstream: str = ANY, settings: tuple[str, ...] = BOTH, **more) -> Peer:
-    """`build(budget, group, sequence_parallel)` returns the loss."""
-    return Peer(name, build, upstream, CPU_AND_CUDA, settings, "ours", **more)
-
-
+# Of these `build(budget, group, sequence_parallel)` returns the loss.
+_ours = partial(Peer, on_cpu=True, settings=BOTH, family="ours")
 OURS = (
     _ours("ours", partial(ours.loss, "mean"), SCALAR),
     _ours("ours-per-token", partial(ours.loss, "none")),
@@ -66,19 +62,19 @@ OURS = (
     _ours("ours-selected", partial(ours.statistics, ours.selected)),
     _ours("ours-masked", partial(ours.statistics, ours.half), judged=False),
     _ours("ours-replay", ours.replay, judged=False),
-    _ours("ours-style", ours.style, SCALAR, (RANKS,)),
-    _ours("ours-torchtitan", ours.torchtitan, SCALAR, (RANKS,)),
+    _ours("ours-style", ours.style, SCALAR, settings=(RANKS,)),
+    _ours("ours-torchtitan", ours.torchtitan, SCALAR, settings=(RANKS,)),
 )
 OTHERS = (
-    Peer(GEMM_ONLY, None, ANY, CPU_AND_CUDA, BOTH, "gemm-only", judged=False),
-    Peer(OVERLAPPED, None, ANY, CPU_AND_CUDA, (RANKS,), "gemm-only", judged=False),
-    Peer("torch", lambda *_: libraries.torch_loss, ANY, CPU_AND_CUDA),
+    Peer(GEMM_ONLY, None, ANY, True, BOTH, "gemm-only", judged=False),
+    Peer(OVERLAPPED, None, ANY, True, (RANKS,), "gemm-only", judged=False),
+    Peer("torch", lambda *_: libraries.torch_loss, ANY, True),
     Peer("torch-compile", lambda *_: torch.compile(libraries.torch_loss, dynamic=False)),
     Peer("megatron-fused", partial(libraries.megatron, True, False), settings=BOTH),
     Peer("megatron", partial(libraries.megatron, False, False), settings=BOTH),
     Peer("megatron-fused-main-grad", partial(libraries.megatron, True, True), settings=BOTH, main_grad=True),
     Peer("megatron-main-grad", partial(libraries.megatron, False, True), settings=BOTH, main_grad=True),
-    Peer("torch-loss-parallel", libraries.torch_loss_parallel, ANY, CPU_AND_CUDA, (RANKS,), context=loss_parallel),
+    Peer("torch-loss-parallel", libraries.torch_loss_parallel, ANY, True, (RANKS,), context=loss_parallel),
     Peer("torchtitan", partial(libraries.torchtitan, None), SCALAR, settings=(RANKS,)),
     Peer("verl", libraries.verl, settings=BOTH),
     Peer("liger", libraries.liger, SCALAR),
@@ -88,18 +84,16 @@ OTHERS = (
 
 def named(name: str, setting: str) -> Peer:
     """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB, ours@0 or ours@all, which is
-    `ALL`. An unknown name: ValueError."""
+    `ALL`. Raises ArgumentTypeError for an unknown name."""
     kind, at, budget = name.partition("@")
     known = {peer.name: peer for peer in (*OURS, *OTHERS) if setting in peer.settings}
-    if kind not in known or (at and known[kind].family != "ours"):
-        raise ValueError(f"no such peer: {name}; known: {', '.join(known)}")
+    match = re.fullmatch(r"(\d+)(|MiB|GiB)|all", budget)
+    if kind not in known or (at and not (match and known[kind].family == "ours")):
+        raise ArgumentTypeError(f"no such peer: {name}; known: {', '.join(known)}; ours also with @512MiB, @0 or @all")
     peer = known[kind]
     if peer.family != "ours":
         return peer
-    match = re.fullmatch(r"(\d+)(|mib|gib)", budget.lower())
-    if at and not match and budget != "all":
-        raise ValueError(f"expected bytes, a number with MiB or GiB, or all, got {budget!r}")
-    size = int(match[1]) * {"": 1, "mib": 2**20, "gib": 2**30}[match[2]] if match else ALL
+    size = int(match[1]) * {"": 1, "MiB": 2**20, "GiB": 2**30}[match[2]] if match and match[1] else ALL
     assert peer.build is not None
     return replace(peer, name=name, build=partial(peer.build, size if at else None))
 
@@ -109,15 +103,13 @@ def named(name: str, setting: str) -> Peer:
 
 def calls_of(peer: Peer, problem: Problem) -> dict[str, Callable]:
     """`{pass: function()}`: forward without gradients, and forward + backward, which returns the loss, dX and dW; for a
-    GEMM-only baseline dX and dW."""
+    GEMM-only baseline dX and dW.
+
+    As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
+    leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
     if peer.build is None:
         return _baseline_calls(problem, peer.name == OVERLAPPED)
-    return _loss_calls(peer.build(problem.team.group, problem.sequence_parallel), problem, peer)
-
-
-def _loss_calls(loss, problem, peer):
-    """As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
-    leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
+    loss = peer.build(problem.team.group, problem.sequence_parallel)
     x, weight, target = problem.x, problem.weight, problem.target
     buffer = torch.zeros_like(weight, dtype=torch.float32) if peer.main_grad else None
 
@@ -128,7 +120,7 @@ def _loss_calls(loss, problem, peer):
     def forward_backward():
         leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         if buffer is not None:
-            leaf_weight.main_grad, leaf_weight.grad_added_to_main_grad = buffer, False
+            vars(leaf_weight).update(main_grad=buffer, grad_added_to_main_grad=False)
         with peer.context():
             value = loss(leaf_x, leaf_weight, target)
             value.backward()

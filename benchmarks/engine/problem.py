@@ -54,10 +54,6 @@ class Problem:
         return self.target != IGNORE_INDEX
 
     @property
-    def dtype_name(self):
-        return str(self.hidden.dtype).removeprefix("torch.")
-
-    @property
     def blocks(self):
         """Slices of the tokens. The float64 logits of a slice, for this rank's shard, have at most `BLOCK_BYTES`."""
         rows = max(1, BLOCK_BYTES // (8 * len(self.weight)))

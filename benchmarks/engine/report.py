@@ -1,11 +1,10 @@
 """Functions of all commands: arguments, facts about the machine, console output and JSON."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawTextHelpFormatter
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from .problem import Shape
 from .team import Team
@@ -24,22 +26,15 @@ MIB = 2**20
 PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps
 
 
-def parse_shape(text: str) -> Shape:
-    """'N,V,D' -> Shape."""
-    try:
-        numbers = [int(number) for number in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 3 or not all(1 <= number < 2**31 for number in numbers):
-        raise ArgumentTypeError(f"a shape is three positive numbers N,V,D below 2^31, got {text!r}")
-    return Shape(*numbers)
+def shape(text: str) -> Shape:
+    """'N,V,D' -> Shape. argparse reports what raises."""
+    return Shape(*map(int, text.split(",")))
 
 
-SHAPE: dict[str, Any] = dict(action="append", metavar="N,V,D", type=parse_shape)
 OPTIONS: dict[str, dict[str, Any]] = {  # of several commands
     "--json": dict(metavar="PATH", help="write everything measured, again after each table"),
     "--rounds": dict(type=int, default=5, help="how often each call is timed (%(default)s)"),
-    "--shape": SHAPE | dict(help="tokens, vocabulary of all ranks, hidden size; may be repeated"),
+    "--shape": dict(action="append", metavar="N,V,D", type=shape, help="tokens, vocabulary, hidden size; repeatable"),
 }
 
 
@@ -60,14 +55,6 @@ def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | 
     processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.device == "cuda" and torch.cuda.device_count() < processes:
         parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
-    files, plot = getattr(options, "files", []), getattr(options, "plot", None)
-    for package in ["rich"] + ["safetensors"] * bool(files) + ["matplotlib"] * bool(plot):
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"the report needs {package}: pip install '.[bench]' in the checkout")
-    if missing := [path for path in files if not Path(path).is_file()]:
-        parser.error(f"no such file: {', '.join(missing)}")
-    if getattr(options, "json", None) and Path(options.json).is_dir():
-        parser.error(f"--json: {options.json} is a folder")
     if getattr(options, "rounds", 1) < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
     options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -93,8 +80,6 @@ class Session(NamedTuple):
 @contextmanager
 def session(options: Namespace) -> Iterator[Session]:
     """Joins the ranks, and prints the facts about the machine."""
-    from rich.console import Console
-
     team = Team.here(options.device)
     console = Console(highlight=False, markup=False, emoji=False, quiet=team.rank != 0)
     if not console.is_terminal:
@@ -105,8 +90,9 @@ def session(options: Namespace) -> Iterator[Session]:
 
     facts = machine(team.device) | {"ranks": str(team.ranks)}
     say("; ".join(f"{name}: {text}" for name, text in facts.items()))
-    content = {"machine": facts, "settings": {"rounds": getattr(options, "rounds", None)}}
-    yield Session(team, say, content, getattr(options, "json", None))
+    run = Session(team, say, {"machine": facts}, getattr(options, "json", None))
+    run.save()  # a path that cannot be written ends the program before it measures anything
+    yield run
     if "RANK" in os.environ:  # torchrun has started this process; another group is a library's
         dist.destroy_process_group()
 
@@ -135,11 +121,8 @@ def _cpu_name() -> str:
     return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]):
+def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]) -> Table:
     """A Markdown table. `left`, `right`: names of the columns aligned left, then right."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, caption=caption, box=box.MARKDOWN)
     for name in left:
         table.add_column(name)

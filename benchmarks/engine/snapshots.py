@@ -9,34 +9,26 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from .problem import Problem, Shape
 from .report import Session
 from .team import NotMeasured, Team
 
-TENSORS = ("hidden", "weight", "target")
-
 
 def read(path: str, team: Team) -> Problem:
     """The problem in a file, with the whole weight. Raises NotMeasured for an unreadable or wrong file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
-            for name in TENSORS:
-                if name not in file.keys():
-                    raise NotMeasured(f"{path} has no tensor {name}, but {sorted(file.keys())}")
-            hidden, weight, target = map(file.get_tensor, TENSORS)
+            hidden, weight, target = map(file.get_tensor, ("hidden", "weight", "target"))
     except (OSError, SafetensorError) as error:
         raise NotMeasured(f"{path} cannot be read: {error}") from None
     n, d, v = len(hidden), hidden.shape[-1], len(weight)
-    given = [f"{name} {list(t.shape)} {t.dtype}" for name, t in zip(TENSORS, (hidden, weight, target))]
-    fits = hidden.shape == (n, d) and weight.shape == (v, d) and target.shape == (n,) and 0 not in (n, v, d)
-    if not fits or not hidden.dtype == weight.dtype == torch.bfloat16:
-        words = "expected hidden [N, D] and weight [V, D], both bf16, and target [N]"
-        raise NotMeasured(f"{path}: {words}, got {', '.join(given)}")
-    if target.min() < 0 or target.max() >= v:
-        raise NotMeasured(f"{path}: targets must lie in [0, {v}), got {target.min()} to {target.max()}")
+    fits = hidden.shape == (n, d) and weight.shape == (v, d) and target.shape == (n,)
+    if not (fits and hidden.dtype == weight.dtype == torch.bfloat16 and 0 <= target.min() <= target.max() < v):
+        shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in (hidden, weight, target))
+        words = "expected hidden [N, D] and weight [V, D], both bf16, and target [N] in [0, V)"
+        raise NotMeasured(f"{path}: {words}, got {shapes}, targets in [{target.min()}, {target.max()}]")
     tensors = hidden.to(team.device), weight.to(team.device), target.to(team.device, torch.int64)
     return Problem(Shape(n, v, d), team, *tensors, name=path)
 
@@ -50,10 +42,9 @@ def report_on(sources: list[Callable[[Team], Problem]], run: Session, measure: C
     for source in sources:
         try:
             cases.append(measure(run.team.agree(partial(source, Team(run.team.device)))))
+            run.save()
         except NotMeasured as error:
             status = 2
             if run.team.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
-            continue
-        run.save()
     return status

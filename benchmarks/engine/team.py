@@ -5,13 +5,13 @@ do not run on the GPU, and do not wait for it.
 """
 
 import gc
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -96,19 +96,9 @@ class Team:
         raise NotMeasured(reasons[failed[0]] + where)
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """`{name: largest error of all ranks}`."""
+        """`{name: largest error of all ranks}`, NaN if one is."""
         by_rank = self.gather(errors)
-        return {name: largest([own[name] for own in by_rank]) for name in errors}
-
-
-def largest(errors: list[float]) -> float:
-    """The largest error. NaN counts as larger than any number."""
-    return max(errors, key=lambda error: (math.isnan(error), error))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return {name: float(np.max([own[name] for own in by_rank])) for name in errors}
 
 
 def release(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .team import Team, synchronize
+from .team import Team
 
 # Seconds of one reading: of warm-up calls, then of measured calls. In its first tens of milliseconds a power-limited
 # GPU is faster than in training. Over ranks the peers follow one another without a pause, so less warm-up is needed.
@@ -39,17 +39,17 @@ def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]
     return partial(read, warm_up, calls)
 
 
-def interleaved(calls: dict, team: Team, rounds: int) -> dict:
-    """`{key: [seconds of its call, one per round]}`. Each round has its own order of calls: the preceding call changes
-    the GPU's clock rate."""
+def interleaved(readers: dict, team: Team, rounds: int) -> dict:
+    """`{key: [result of its reader, one per round]}`. Each round has its own order of readers: the preceding call
+    changes the GPU's clock rate."""
     random = Random(0)  # all ranks get the same orders
-    readers = {key: timer(call, team) for key, call in calls.items()}
-    seconds = {key: [] for key in calls}
+    readings = {key: [] for key in readers}
     for _ in range(rounds):
-        gc.collect()
-        for key in random.sample([*calls], len(calls)):
-            seconds[key].append(readers[key]())
-    return seconds
+        if team.group is None:  # over ranks the warm-up is short: after a pause the round's first call would be faster
+            gc.collect()
+        for key in random.sample([*readers], len(readers)):
+            readings[key].append(readers[key]())
+    return readings
 
 
 def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
@@ -66,7 +66,7 @@ def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> flo
     for event in events[1:]:
         call()
         event.record()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     return median(start.elapsed_time(end) / 1e3 for start, end in pairwise(events))
 
 
@@ -74,24 +74,24 @@ def host_clock(call: Callable, warm_up: int, calls: int, device: torch.device) -
     """Median of the seconds from call to return, with the device idle before each call."""
     seconds = []
     for _ in range(warm_up + calls):
-        synchronize(device)
+        torch.get_device_module(device).synchronize()
         start = time.perf_counter()
         result = call()
         seconds.append(time.perf_counter() - start)
         del result  # freed here, not within the next call
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     return median(seconds[warm_up:])
 
 
-def profile_of(call: Callable, device: torch.device) -> dict[str, float]:
+def profile_of(call: Callable) -> dict[str, float]:
     """The number of kernels, copies and fills of a call, and their seconds on the GPU. The device is idle at the start
     of each profiled call."""
     call()
-    synchronize(device)
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):
             call()
-            synchronize(device)
+            torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
     on_gpu = [event for event in profiled.key_averages() if event.device_type == cuda]
     seconds = 1e-6 * sum(event.self_device_time_total for event in on_gpu)

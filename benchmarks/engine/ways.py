@@ -9,50 +9,39 @@ from torch import Tensor
 from .peak_memory import peak_memory
 from .report import NONE, RATIO, new_table, spread_ms, spread_text
 from .team import NotMeasured, Team, release
-from .timing import interleaved, ratios
+from .timing import interleaved, ratios, timer
 
 LOSS_LIMIT = 1e-3  # difference from the first way's loss, relative to the larger of it and 1
 
 
-def measure(calls: dict[str, Callable], team: Team, rounds: int, judge: Callable[[str, Any], dict]) -> list[dict]:
+def measure(calls: dict[str, Callable], team: Team, rounds: int, judge: Callable[..., dict]) -> list[dict]:
     """A row for each way: `seconds` of each round; `peak`, bytes during the call, and `kept`, those of them that its
-    result holds; and what `judge(way, result)` returns. Or the reason why it is `refused`.
+    result holds; and what `judge(way, result, the first way's result)` returns. Or the reason why it is `refused`.
 
     First each way is checked and its memory measured. Then all ways are timed round by round."""
     rows: dict[str, dict[str, Any]] = {way: {"way": way, "refused": None} for way in calls}
-    found = None
+    found = first = None
     for way, call in calls.items():
         try:
             found = team.agree(call)
-            rows[way] |= team.agree(partial(judge, way, found))
+            first = found if first is None else first
+            rows[way] |= team.agree(partial(judge, way, found, first))
             found = None  # not held while memory is measured
             rows[way]["peak"], rows[way]["kept"] = team.agree(partial(peak_memory, call, team.device))
         except NotMeasured as refusal:
             rows[way]["refused"], found = str(refusal), None
         release(team.device)
-    measured = {way: call for way, call in calls.items() if not rows[way]["refused"]}
-    for way, seconds in interleaved(measured, team, rounds).items():
+    readers = {way: timer(call, team) for way, call in calls.items() if not rows[way]["refused"]}
+    for way, seconds in interleaved(readers, team, rounds).items():
         rows[way]["seconds"] = seconds
     return [*rows.values()]
 
 
-def same_loss(loss: Tensor, right: Tensor) -> dict[str, float]:
+def same_loss(way: str, loss: Tensor, right: Tensor) -> dict[str, float]:
     """Raises NotMeasured for a loss that is not the first way's, to the rounding of bf16 logits."""
     if not (loss - right).abs() <= LOSS_LIMIT * right.abs().clamp(min=1):  # NaN is wrong too
         raise NotMeasured(f"refused: loss {loss.item():.6g}, not {right.item():.6g}")
     return {"loss": loss.item()}
-
-
-def like_first(judge: Callable[[Any, Any], dict] = same_loss) -> Callable[[str, Any], dict]:
-    """A judge of `measure`: `judge(result, the first way's result)`."""
-    first: list[Any] = []
-
-    def compare(way: str, found: Any) -> dict:
-        if not first:
-            first.append(found)
-        return judge(found, first[0])
-
-    return compare
 
 
 def table(title: str, caption: str, rows: list[dict], speed: str, columns: dict[str, Callable[[dict], str]]):

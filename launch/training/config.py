@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
@@ -23,18 +23,13 @@ DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 # The settings that are paths: overrides of them are taken literally.
 PATHS = ("text.path", "text.cache", "compare.report", "output")
 
-# PyTorch and Megatron compute with integers and floats of 32 bits. The optimizer multiplies two such floats: 1e18 times
-# 1e18 stays below fp32's maximum.
-LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
-
 FEWEST_SAMPLES = 4  # of a step, with a yardstick: fewer have too few different orders
 
 # Strict: a boolean is not a number. An integer is accepted as a float, such as a learning rate of 1.
-Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
-Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
-
-
+Count = Annotated[int, Field(strict=True, ge=1)]
+Index = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 InRepository = Annotated[Name, AfterValidator(lambda path: str(ROOT / os.path.expanduser(path)))]
 InCurrentFolder = Annotated[Name, AfterValidator(lambda path: str(Path(os.path.expanduser(path)).absolute()))]
@@ -49,9 +44,8 @@ class Section(BaseModel):
 class TextConfig(Section):
     path: InCurrentFolder | None = None  # a file or a folder; None: the standard library's own sources
     torch_sources: StrictBool = False  # without a path: the sources of the installed PyTorch too
-    # Of the BPE: 256 bytes, one special token and the merges that it learns.
-    vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST_INT)]
-    max_bytes: Annotated[int, Field(strict=True, ge=1, lt=2**63)]  # read no more text than this
+    vocab_size: Annotated[int, Field(strict=True, ge=257)]  # of the BPE: bytes, a special token, and its merges
+    max_bytes: Count  # read no more text than this
     cache: InRepository = str(ROOT / "outputs/cache")  # folder of token streams
 
 
@@ -76,24 +70,22 @@ class TrainConfig(Section):
     sequence: Count  # tokens per sample
     micro_batch: Count  # samples that go through the model at once
     micro_batches: Count = 1  # per step and data-parallel rank
-    # 0: the samples of a step as they are drawn. Another number shuffles them, which changes only the order of sums.
-    sample_order: Annotated[int, Field(strict=True, ge=0, le=LARGEST_INT)] = 0
+    sample_order: Index = 0  # of a step's samples: 0 as drawn; another number shuffles them, and so the order of sums
     precision: Literal["fp32", "bf16"]  # of the model; gradients and the optimizer's parameters are fp32
     learning_rate: Number  # the largest: it rises over the warm-up
     last_rate: Number = 1.0  # share of the learning rate that remains at the end, after a linear decay
     adam_eps: Positive = 1e-8
-    warmup_steps: Annotated[int, Field(strict=True, ge=0, le=LARGEST_INT)]
+    warmup_steps: Index
     weight_decay: Number = 0.1
     clip_grad: Number = 1.0  # largest norm of the gradient; 0: no limit
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 1234
+    seed: Index = 1234
     held_out_samples: Count | None = None  # not trained on: their loss is computed after the training
 
 
 class LossConfig(Section):
     impl: Literal["stock", "parallel_lce"] = "parallel_lce"
     logits_budget_mib: Number | None = None  # passed to install(); None: its default
-    # Passed to install(). None: gradients are exact.
-    gradient_filter: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None
+    gradient_filter: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None  # likewise; None: exact gradients
 
 
 class ParallelConfig(Section):
@@ -103,8 +95,7 @@ class ParallelConfig(Section):
     overlap_grad_reduce: StrictBool = False  # sum gradients over data-parallel ranks while the backward runs
     distributed_optimizer: StrictBool = False  # shard the optimizer's state over data-parallel ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if this host has one for each of its processes
-    # Of a collective, so that a lost process is an error rather than a hang.
-    timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=10**7)] = 300
+    timeout_seconds: Count = 300  # of a collective, so that a lost process is an error rather than a hang
 
     @property
     def processes(self) -> int:
@@ -117,15 +108,12 @@ class ParallelConfig(Section):
 
 
 class MemoryConfig(Section):
-    # Samples of the one step that measures the memory of the loss, after training; None: not measured.
-    micro_batch: Count | None = None
+    micro_batch: Count | None = None  # samples of the step after training that measures the loss; None: no such step
 
 
 class CompareConfig(Section):
     tolerance: Number = 1e-4  # without a yardstick: largest allowed difference of the two losses at any step
-    # True: three more stock runs, with the samples of a step in other orders. The yardstick is the largest difference
-    # between two of the four stock runs.
-    yardstick: StrictBool = False
+    yardstick: StrictBool = False  # from three more stock runs, with the samples of a step in other orders
     factor: Positive = 1.5  # with a yardstick: the allowed difference is this times the yardstick
     report: InRepository | None = None  # folder of the report; None: the output folder
 
@@ -162,17 +150,14 @@ class Config(Section):
         gpus, device = torch.cuda.device_count(), self.parallel.device
         if device == "cuda" and gpus < here:
             raise Refusal(f"parallel.device=cuda needs a GPU for each of this host's {here} processes, found {gpus}")
-        if device == "cpu" or gpus < here:
-            self._check_for_cpu()
-            return False
-        return True
-
-    def _check_for_cpu(self) -> None:
-        """Raises a Refusal for settings that need GPUs in Megatron-core's optimizer."""
+        if device != "cpu" and gpus >= here:
+            return True
+        # What needs GPUs in Megatron-core's optimizer.
         if self.train.precision != "fp32":
             raise Refusal(f"train.precision={self.train.precision} needs GPUs; on a CPU it must be fp32")
         if self.train.clip_grad > 0:
             raise Refusal(f"train.clip_grad={self.train.clip_grad} needs GPUs; on a CPU it must be 0")
+        return False
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -208,8 +193,6 @@ class Config(Section):
         for key, value in (("snapshots", self.snapshots), ("train.minutes", train.minutes)):
             if value is not None and parallel.processes > 1:
                 raise ValueError(f"{key} needs a single process, got {parallel.layout}")
-        if parallel.device == "cpu":
-            self._check_for_cpu()
         return self
 
 
@@ -222,16 +205,9 @@ _Loader.add_implicit_resolver(  # PyYAML takes 1e-3 for a string, since it lacks
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refusal(message)
-
-
 def parse_command_line(description: str, argv: list[str]) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
-    parser = _Parser(description=description, epilog="configs/demo.yaml has all settings, and explains them.")
+    parser = argparse.ArgumentParser(description=description, epilog="configs/demo.yaml explains all settings.")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
     parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
@@ -253,8 +229,6 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
     `text` and `text.path` are relative to the current folder, the other paths to the repository. Raises a Refusal of
     one line for every mistake.
     """
-    if path.exists() and not path.is_file():  # every process reads it, and a pipe can be read only once
-        raise Refusal(f"{path} is neither a regular file nor a link to one")
     try:
         values = yaml.load(path.read_text("utf-8"), _Loader)
         if not isinstance(values, dict):
@@ -271,7 +245,7 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
         raise
     except ValidationError as error:
         raise Refusal(described(error)) from None
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise Refusal(f"{path} or an override cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -290,15 +264,10 @@ def described(errors: ValidationError) -> str:
     for error in errors.errors():
         key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
         if error["type"] == "extra_forbidden":
-            names = [f"{key}.{name}" for name in error["input"]] if isinstance(error["input"], dict) else []
-            for name in names or [key]:
-                near = difflib.get_close_matches(name, [*settings()], n=1)
-                words.append(
-                    f"no such setting: {name}; {f'did you mean {near[0]}?' if near else 'configs/demo.yaml has all'}"
-                )
+            near = difflib.get_close_matches(key, [*settings(), *Config.model_fields], n=1)
+            hint = f"did you mean {near[0]}?" if near else "configs/demo.yaml has all"
+            words.append(f"no such setting: {key}; {hint}")
             continue
-        if error["type"] == "model_type":
-            message = f"a section, of settings such as {next(name for name in settings() if name.startswith(key))}"
         value = "" if error["type"] == "missing" else f"={error['input']!r}"
         # An error of the whole configuration names its keys.
         words.append(f"{key}{value}: {message[:1].lower()}{message[1:]}" if error["loc"] else message)

@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,9 +152,7 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
     owner: Any = gpt.embedding.word_embeddings if gpt.share_embeddings_and_output_weights else gpt.output_layer
     target = torch.cat([batch.labels.flatten().cpu() for batch in batches])
     snapshot = {"hidden": hidden[:tokens], "weight": owner.weight.detach().bfloat16().cpu(), "target": target[:tokens]}
-    unfinished = path.with_suffix(".unfinished")  # a file of the right name is whole
-    save_file({name: tensor.contiguous() for name, tensor in snapshot.items()}, unfinished)
-    os.replace(unfinished, path)
+    save_file({name: tensor.contiguous() for name, tensor in snapshot.items()}, path)
 
 
 def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
@@ -234,7 +231,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
     Losses and peaks of memory are the same on every rank, seconds are this rank's."""
     device, train, parallel = batches.device, config.train, config.parallel
     on_gpu = device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else nullcontext
+    synchronize = torch.get_device_module(device).synchronize
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     unseen = [batches.batch_of(part) for part in held_out.split(train.micro_batch)] if len(held_out) else []
     columns = "{task.description}", BarColumn(), TextColumn("step {task.fields[step]}, loss {task.fields[loss]}")

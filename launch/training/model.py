@@ -5,15 +5,11 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from training.config import Config
 
-# Options of a TransformerConfig that need Apex, Transformer Engine or a GPU unless they are off.
-EXTENSIONS = "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"
-WITHOUT_EXTENSIONS = dict.fromkeys((*EXTENSIONS, "apply_rope_fusion", "persist_layer_norm"), False)
 RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
@@ -30,25 +26,14 @@ class CausalAttention(torch.nn.Module):
     """A core attention for Megatron's layer spec, through PyTorch's fused kernels: Megatron's own would materialise the
     s x s matrix. One sequence per sample, no dropout, no token sees a later one."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,  # None: 1 / sqrt(d)
-        **others: object,  # process groups among them; attention within a rank's own heads needs none
-    ):
+    def __init__(self, softmax_scale: float | None = None, **others: object):  # None: 1 / sqrt(d)
+        """Of the others, such as process groups, attention within a rank's own heads needs none."""
         super().__init__()
-        if attn_mask_type is not AttnMaskType.causal or attention_type != "self" or config.attention_dropout:
-            raise ValueError("only causal self-attention without dropout is supported")
         self.softmax_scale = softmax_scale
 
-    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **others) -> torch.Tensor:
+    def forward(self, query, key, value, attention_mask, **others: object) -> torch.Tensor:
         """The heads' outputs [s, b, heads/P * d], from query [s, b, heads/P, d] and key and value
         [s, b, kv_heads/P, d]. The mask is always causal; `attention_mask` is not read."""
-        if packed_seq_params is not None:
-            raise ValueError("packed sequences are not supported")
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         grouped = query.size(1) != key.size(1)  # fewer kernels support it: ask only where it is needed
         context = torch.nn.functional.scaled_dot_product_attention(
@@ -80,7 +65,6 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
         calculate_per_token_loss=True,
         use_cpu_initialization=model.initialize_on_cpu,
         **(RECOMPUTE if model.recompute else {}),
-        **WITHOUT_EXTENSIONS,
         **_loss_options(config),
     )
     # Without Transformer Engine and Apex.

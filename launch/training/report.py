@@ -70,24 +70,15 @@ def read_metrics(folder: Path) -> Metrics:
         raise Refusal(f"{path} holds no results of a run, {words}: {described(error)}") from None
 
 
-def snapshots_in(folder: str | Path) -> list[Path]:
-    """The files step-NUMBER.safetensors, in the order of their numbers."""
-    found = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.safetensors")}
-    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
-
-
 def remove_results(folder: str | Path) -> None:
     """Makes the folder, and removes the results of an earlier run, since the new run may overwrite only some of them.
     config.yaml stays: the new run may be started with it."""
     check_folder("output", folder)
-    snapshots = snapshots_in(folder)
+    snapshots = [*Path(folder).glob("step-[0-9]*.safetensors")]
     if snapshots and not Path(folder, "config.yaml").exists():
         raise Refusal(f"{snapshots[0]} is of no training that this program knows of: give another output=")
     for path in (Path(folder, "metrics.json"), *snapshots):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise Refusal(f"{path} cannot be removed: {error.strerror}") from None
+        path.unlink(missing_ok=True)
 
 
 # --- the comparison --------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
     Refusal for a text that cannot be read. `say` is called with a line before the slow steps."""
     source, documents = read_documents(config)
     if not documents:
-        raise Refusal(f"no text in {source}")
+        raise Refusal(f"no file with text at {source}")
     cache = Path(config.cache, f"{_key(documents, config)}.npz")
     try:
         with np.load(cache, allow_pickle=False) as file:  # the archive has checksums
@@ -83,10 +83,6 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
         pattern = "*.py"
     else:
         source, roots, pattern = config.path, [Path(config.path)], "*"
-        if not os.path.exists(source):
-            raise Refusal(f"no such file or folder: {source}")
-        if not os.path.isfile(source) and not os.path.isdir(source):  # reading a pipe or a device might never end
-            raise Refusal(f"{source} is neither a file nor a folder")
     files = ((root, path) for root in roots for path in (sorted(root.rglob(pattern)) if root.is_dir() else [root]))
     try:
         return source, list(_read(files, config.max_bytes))
@@ -132,12 +128,10 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    most = 1 + len(alphabet) + sum(len(document.encode()) for document in documents)  # each merge joins two tokens
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, most),  # the trainer allocates this many entries at once
+        vocab_size=vocab_size,
         special_tokens=["<|endoftext|>"],
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)

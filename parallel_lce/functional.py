@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import check_values, public
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
-from parallel_lce.core.private import explain_break, outside_graphs, without_graphs
+from parallel_lce.core.private import explain_break, outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count
@@ -400,7 +400,7 @@ def token_loss(
     if not whole:
         options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
         values = tuple([compaction.of(value) for value in values])
-    total, metrics = without_graphs(fused_token_loss)(options, tensors, group, loss, values)
+    total, metrics = fused_token_loss(options, tensors, group, loss, values)
     if compaction is not None:
         total = compaction.checked(total)
         metrics = {name: compaction.spread(metric, 0) for name, metric in metrics.items()}

@@ -21,7 +21,7 @@ from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.call.prepare import autocasted, prepare
 from parallel_lce.core.budget import DEFAULT_BUDGET, lean_budget
 from parallel_lce.core.options import Options, Tensors, as_number, check_option
-from parallel_lce.core.private import constant_in_graphs, outside_graphs, without_graphs
+from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
@@ -125,8 +125,8 @@ class _OfPartitioned(torch.autograd.Function):
 
 @outside_graphs
 def _of_partitioned(*arguments: Any) -> Any:
-    """No frame within is compiled, either: a graph's operator would keep the leaves, whose memory is given back."""
-    return without_graphs(_OfPartitioned.apply)(*arguments)
+    """A graph's operator would keep the leaves, whose memory is given back."""
+    return _OfPartitioned.apply(*arguments)
 
 
 @constant_in_graphs

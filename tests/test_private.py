@@ -57,10 +57,13 @@ def test_graphs_break_at_a_function_outside_of_them_and_give_its_reason():
         torch.compile(called, backend="eager", fullgraph=True)(torch.ones(1))
 
 
-def test_no_graph_is_made_within_a_function_without_graphs():
-    compiling = []
-    inner = private.without_graphs(lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1)
-    assert torch.compile(lambda x: inner(x * 2), backend="eager")(torch.ones(1)).item() == 3 and compiling == [False]
+def test_no_graph_is_made_within_a_function_outside_of_them():
+    graphs, compiling = [], []
+    within = lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1  # noqa: E731
+    outside = private.outside_graphs(lambda x: within(x))
+    compiled = torch.compile(lambda x: outside(x * 2), backend=lambda graph, given: graphs.append(graph) or graph)
+    assert compiled(torch.ones(1)).item() == 3
+    assert compiling == [False] and len(graphs) == 1
 
 
 @torch.compiler.assume_constant_result

@@ -7,6 +7,7 @@ megatron/cross_entropy.py, those of transformers, TRL, torchtitan and verl in th
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -49,19 +50,25 @@ def constant_in_graphs(function: F) -> F:
 
 
 def outside_graphs(function: F) -> F:
-    """Decorates a function at which graphs of torch.compile break."""
-    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+    """Decorates a function at which graphs of torch.compile break, and in which it makes none."""
+
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
+            return function(*given, **named)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*given, **named)
+
+    call._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call  # pyright: ignore[reportReturnType]
 
 
 def explain_break(function: Callable, reason: str) -> None:
     """Let torch.compile give this reason where a graph that must be whole breaks at the function."""
     function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def without_graphs(function: Callable) -> Any:
-    """The function, in which torch.compile does not run. Before torch._dynamo is imported, it runs nowhere."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def must_be_one_graph() -> bool:

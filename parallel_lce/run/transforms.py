@@ -153,14 +153,9 @@ def transformable(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        return _outside_graphs(function, given, named) if private.transforming() else function(*given, **named)
+        return _transformed(function, given, named) if private.transforming() else function(*given, **named)
 
     return call
-
-
-@private.outside_graphs
-def _outside_graphs(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
-    return private.without_graphs(_transformed)(function, given, named)
 
 
 def _split(given: tuple, named: dict[str, Any]) -> tuple[list[Tensor], list, Any]:
@@ -180,6 +175,7 @@ def _joined(tensors: Sequence[Tensor], others: list, structure: Any) -> tuple[tu
     return private.pytree.tree_unflatten(leaves, structure)
 
 
+@private.outside_graphs
 def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
     tensors, others, structure = _split(given, named)
     returned: list = [None]

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
 from parallel_lce.core.options import Options
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.relaunch import Bound, Relaunched, kept
 
 # Tokens per program; tokens per step of the mean's only program.
 _TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
@@ -65,7 +65,7 @@ def loss_of(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "entries"])
-def lce_forward_losses(partial, vocab_size, entries, target, token_weight, out, rows, terms, OUTSIDE_NAN: tl.constexpr):
+def lce_forward_losses(partial, vocab_size, target, token_weight, out, entries, rows, terms, OUTSIDE_NAN: tl.constexpr):
     losses, alpha, beta, gamma = out
     row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = row < rows
@@ -104,21 +104,21 @@ def token_losses(
     # A separate allocation: users may change the losses in place.
     losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)
     gamma = others[0] if others else None
-    known = isinstance(vocab_size, int)
+    size, entries = (None, vocab_size) if isinstance(vocab_size, int) else (vocab_size, 0)
+    terms, weight = LossTerms.of(options), None if token_weight is None else token_weight.dtype
+    traits = rows, partial.get_device(), size is None, entries, weight, smoothed, terms, options.outside_is_nan
+    launch = kept(_LOSSES, traits, lambda: _bound_losses(rows, entries, terms, options.outside_is_nan))
     with on_device_of(partial):
-        lce_forward_losses.launch(
-            (-(-rows // _TOKENS.value),),
-            partial,
-            None if known else vocab_size,
-            vocab_size if known else 0,
-            target,
-            token_weight,
-            (losses, alpha, beta, gamma),
-            rows,
-            LossTerms.of(options),
-            OUTSIDE_NAN=options.outside_is_nan,
-        )
+        launch(partial, size, target, token_weight, (losses, alpha, beta, gamma))
     return losses, alpha, beta, gamma
+
+
+_LOSSES: dict[tuple, Bound] = {}
+
+
+def _bound_losses(rows: int, entries: int, terms: LossTerms, outside_is_nan: bool) -> Bound:
+    numbers = entries, rows, terms
+    return Bound(lce_forward_losses, (-(-rows // _TOKENS.value),), numbers, OUTSIDE_NAN=outside_is_nan)
 
 
 @Relaunched

@@ -32,7 +32,7 @@ from parallel_lce.kernels.arithmetic import (
     scale_of,
     wide_sum,
 )
-from parallel_lce.kernels.relaunch import Bound, Relaunched, next_power_of_2
+from parallel_lce.kernels.relaunch import Bound, Relaunched, kept, next_power_of_2
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
@@ -337,29 +337,22 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     """:func:`parallel_lce.core.partials.merge_ranks` of ``packed [P, M]`` fp32, contiguous."""
     merged = packed.new_empty(columns.merged, rows)
     size = packed.new_empty((), dtype=torch.int64)
-    ranks, stride = packed.shape
-    block_w = next_power_of_2(ranks)
-    block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
+    traits = packed.shape, packed.get_device(), columns, rows, vocab_size
+    launch = kept(_OF_RANKS, traits, lambda: _bound_merge_ranks(*packed.shape, rows, vocab_size))
     # Views of the first rank's columns. The kernel adds rank * stride to their pointers.
     own = packed[0, : columns.count * rows].view(columns.count, rows)
     trailers = packed.view(torch.int32)[0, -TRAILER:]
     with on_device_of(packed):
-        # At least one program: it writes V.
-        _merge_kernel.launch(
-            (max(1, -(-rows // block_r)),),
-            *columns_of(own, columns),
-            *columns_of(merged, columns),
-            None,
-            None,
-            trailers,
-            size,
-            rows,
-            ranks,
-            stride,
-            vocab_size,
-            0,
-            RANKS=True,
-            BLOCK_R=block_r,
-            BLOCK_W=block_w,
-        )
+        launch(*columns_of(own, columns), *columns_of(merged, columns), None, None, trailers, size)
     return merged, size
+
+
+_OF_RANKS: dict[tuple, Bound] = {}
+
+
+def _bound_merge_ranks(ranks: int, stride: int, rows: int, vocab_size: int | None) -> Bound:
+    block_w = next_power_of_2(ranks)
+    block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
+    # At least one program: it writes V.
+    grid, numbers = (max(1, -(-rows // block_r)),), (rows, ranks, stride, vocab_size, 0)
+    return Bound(_merge_kernel, grid, numbers, RANKS=True, BLOCK_R=block_r, BLOCK_W=block_w)

@@ -1,5 +1,7 @@
 """vocab_parallel_cross_entropy against stock Megatron-core's. test_fuzz.py has it against float64."""
 
+import contextlib
+import functools
 import sys
 from unittest import mock
 
@@ -15,9 +17,11 @@ from world import Member
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
 
 from megatron_models import Model, start
+from parallel_lce.megatron import install, uninstall
 
 ENTRIES, ROWS = 37, (5, 3)
 
@@ -52,6 +56,42 @@ def test_logits_that_exist(member, dtype, smoothing):
     assert [value.dtype for value in ours] == [value.dtype for value in want] == [torch.float32, dtype]
     assert largest_error(ours[0], want[0]) <= 4e-6
     assert_close(ours[1], want[1], 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+class _Tenfold(cross_entropy.VocabParallelCrossEntropy):
+    @staticmethod
+    def calculate_cross_entropy_loss(*given):
+        *others, loss = cross_entropy.VocabParallelCrossEntropy.__mro__[-2].calculate_cross_entropy_loss(*given)
+        return *others, loss * 10
+
+
+class _Derived(_Tenfold):
+    pass
+
+
+@on_ranks(1)
+def test_what_a_program_replaces_after_the_first_loss(member):
+    """A helper's class, also one that inherits the change; ``apply``, by what is no method."""
+    start(member, Model())
+    logits, target, _ = _inputs(member, torch.float32)
+    function = cross_entropy._VocabParallelCrossEntropy
+    loss = lambda: stock(logits.clone(), target)  # noqa: E731
+    own, apply = loss(), function.apply
+    changes = [(cross_entropy, "VocabParallelCrossEntropy", kind, 10) for kind in (_Tenfold, _Derived)]
+    doubled = functools.partial(lambda *given: apply(*given) * 2)
+    changes += [(function, "apply", doubled, 2), (function, "apply", apply, 1)]
+    for owner, name, change, factor in changes:
+        try:
+            if owner is function:  # before install(), which leaves it in place
+                setattr(owner, name, change)
+            install(cross_entropy="logits")
+            assert largest_error(loss(), own * (1 if owner is cross_entropy else factor)) <= 4e-6
+            with mock.patch.object(owner, name, change) if owner is cross_entropy else contextlib.nullcontext():
+                assert largest_error(loss(), own * factor) <= 4e-5
+        finally:
+            uninstall()
+            if owner is function:
+                delattr(owner, name)
 
 
 @on_ranks(2)

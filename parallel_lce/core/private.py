@@ -59,7 +59,8 @@ def outside_graphs(function: F) -> F:
         if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
             return function(*given, **named)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            reason = getattr(call, "_torchdynamo_disable_msg", None)
+            disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*given, **named)
 
     call._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]

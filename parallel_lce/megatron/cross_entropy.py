@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,12 +51,9 @@ def functions() -> tuple[type[torch.autograd.Function], type[torch.autograd.Func
 
 
 @functools.cache
-def _parts(function: type) -> list[tuple[Any, str]]:
-    """The functions that make a cross-entropy, each by its owner and name."""
-    from megatron.core.fusions import fused_cross_entropy
-    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
-
-    helpers = [(owner, name) for owner in (VocabParallelCrossEntropy, fused_cross_entropy) for name in vars(owner)]
+def _parts(function: type, *owners: Any) -> list[tuple[Any, str]]:
+    """The functions that make a cross-entropy, each by its owner and name. ``owners``: of the helpers."""
+    helpers = [(owner, name) for owner in dict.fromkeys(owners) for name in dir(owner)]
     own = [(function, "forward"), (function, "backward")]
     return own + [(owner, name) for owner, name in helpers if name.startswith(("calculate_", "prepare_"))]
 
@@ -64,12 +61,16 @@ def _parts(function: type) -> list[tuple[Any, str]]:
 def _replaced_part(function: type, apply: object) -> str | None:
     """What of a cross-entropy is not Megatron's own; None if all is. ``apply``: its ``apply`` without this package's;
     None: it is inherited."""
-    for owner, name in _parts(function):
+    from megatron.core.fusions import fused_cross_entropy as fused
+    from megatron.core.tensor_parallel import cross_entropy as unfused
+
+    helpers = unfused.VocabParallelCrossEntropy, getattr(fused, "VocabParallelCrossEntropy", fused)
+    for owner, name in _parts(function, *helpers, fused):
         part = getattr(owner, name, None)
         # Without torch.compile they are torch.jit's, which keep no code.
-        if not (isinstance(part, torch.jit.ScriptFunction) or is_megatrons(part)):
+        if not (isinstance(part, torch.jit.ScriptFunction) or (isinstance(part, Hashable) and is_megatrons(part))):
             return f"{function.__name__}.{name}" if owner is function else name
-    return None if apply is None or is_megatrons(apply) else "apply"
+    return None if apply is None or (isinstance(apply, Hashable) and is_megatrons(apply)) else "apply"
 
 
 def apply_of(function: type, theirs: Any) -> Any:
@@ -80,7 +81,8 @@ def apply_of(function: type, theirs: Any) -> Any:
 
     def apply(cls: type, logits: Any, target: Tensor, *others: Any) -> Tensor:
         inherited: Any = super(function, cls)
-        before = inherited.apply if theirs is None else theirs.__get__(None, cls)
+        bind = getattr(type(theirs), "__get__", None)  # a bound method has one only by its class
+        before = inherited.apply if theirs is None else theirs if bind is None else bind(theirs, None, cls)
         smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
         name = cls.__name__ if cls is not function else _replaced_part(function, theirs)
         logits = getattr(logits, "lazy", logits)  # of a mixin of the output layer

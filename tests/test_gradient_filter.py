@@ -2,6 +2,7 @@
 project only the windows with a large probability again. Those of the torch backend are all exact."""
 
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -432,6 +433,15 @@ def test_a_filter_that_would_skip_little_is_left_out(options, listed, device, mo
         if len(found) == 3:
             assert all(map(torch.equal, walked[0], gradients(*t, **options)))
     assert "".join(found) == "FF-F-F"
+
+
+def test_a_call_is_counted_once(device):
+    """Not in a second backward after another call has begun."""
+    chosen, lists = choice.Choice(), SimpleNamespace(counts=torch.tensor([4], device=device), numbers=torch.zeros(4))
+    for _ in range(2):
+        chosen.begin()
+        chosen.count(lists)
+    assert chosen.begin() == (False, False)  # all tiles are active
 
 
 @pytest.mark.parametrize(("row_blocks", "number"), [(1, 1), (19, 3), (33, 1)])

@@ -53,7 +53,10 @@ class Choice:
         return self._filters or turn == 0, turn == 0
 
     def count(self, lists: TileLists) -> None:
-        """Count the tiles of a slice, by the ``lists`` of all its row blocks."""
+        """Count the tiles of a slice, by the ``lists`` of all its row blocks. A later backward of a call whose count is
+        on its way to the host is not counted."""
+        if isinstance(self._active, HostNumber):
+            return
         active = lists.counts.sum()
         self._active = self._active + active if isinstance(self._active, Tensor) else active
         self._tiles += lists.numbers.numel()

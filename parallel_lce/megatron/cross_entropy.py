@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -68,9 +68,9 @@ def _replaced_part(function: type, apply: object) -> str | None:
     for owner, name in _parts(function, *helpers, fused):
         part = getattr(owner, name, None)
         # Without torch.compile they are torch.jit's, which keep no code.
-        if not (isinstance(part, torch.jit.ScriptFunction) or (isinstance(part, Hashable) and is_megatrons(part))):
+        if not (isinstance(part, torch.jit.ScriptFunction) or is_megatrons(part)):
             return f"{function.__name__}.{name}" if owner is function else name
-    return None if apply is None or (isinstance(apply, Hashable) and is_megatrons(apply)) else "apply"
+    return None if apply is None or is_megatrons(apply) else "apply"
 
 
 def apply_of(function: type, theirs: Any) -> Any:
@@ -79,9 +79,10 @@ def apply_of(function: type, theirs: Any) -> Any:
     and, with ``cross_entropy="logits"``, for all callers of the unfused function; otherwise what it gave before, and
     so does that of a subclass, or of a function in which a program has replaced something."""
 
+    bind = getattr(type(theirs), "__get__", None)  # a bound method has one only by its class
+
     def apply(cls: type, logits: Any, target: Tensor, *others: Any) -> Tensor:
         inherited: Any = super(function, cls)
-        bind = getattr(type(theirs), "__get__", None)  # a bound method has one only by its class
         before = inherited.apply if theirs is None else theirs if bind is None else bind(theirs, None, cls)
         smoothing = next((v for v in others if not (v is None or isinstance(v, dist.ProcessGroup))), 0.0)
         name = cls.__name__ if cls is not function else _replaced_part(function, theirs)

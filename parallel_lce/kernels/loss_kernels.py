@@ -106,7 +106,7 @@ def token_losses(
     gamma = others[0] if others else None
     size, entries = (None, vocab_size) if isinstance(vocab_size, int) else (vocab_size, 0)
     terms, weight = LossTerms.of(options), None if token_weight is None else token_weight.dtype
-    traits = rows, partial.get_device(), size is None, entries, weight, smoothed, terms, options.outside_is_nan
+    traits = rows, partial.get_device(), size is None, entries, weight, terms, options.outside_is_nan
     launch = kept(_LOSSES, traits, lambda: _bound_losses(rows, entries, terms, options.outside_is_nan))
     with on_device_of(partial):
         launch(partial, size, target, token_weight, (losses, alpha, beta, gamma))

@@ -11,8 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import normal
 from parallel_lce import linear_cross_entropy, token_statistics
-from parallel_lce.call import prepare
-from tools import chosen_backend, everywhere, shrunk
+from tools import chosen_backend, everywhere, planned, shrunk
 
 R, V = 18, 700
 BLOCK = 256 * R
@@ -47,11 +46,6 @@ def allowed_errors(z, target):
     padded = torch.nn.functional.pad(hidden, (0, -V % WINDOW)).unflatten(1, (-1, WINDOW))
     largest = padded.amax(2, keepdim=True).expand_as(padded).flatten(1)[:, :V]
     return p, 0.02 * hidden**0.75 * largest**0.25 + 1e-9 * largest
-
-
-def planned():
-    (call,) = prepare.KNOWN.values()
-    return call.plan
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -24,7 +24,7 @@ from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
 from parallel_lce.core import collectives
-from tools import alone, chosen_backend, everywhere, results_of, shrunk, small, statistics
+from tools import alone, chosen_backend, everywhere, planned, results_of, shrunk, small, statistics
 from world import Member
 
 
@@ -247,8 +247,8 @@ def spoil(step: Step) -> None:
 
 
 def check_codes(step: Step) -> None:
-    (call,) = prepare.KNOWN.values()
-    assert (call.plan is not None and call.plan.codes) == (step.call.strategy == "codes")
+    plan = planned()
+    assert (plan is not None and plan.codes) == (step.call.strategy == "codes")
 
 
 def undisturbed(step: Step, tensors) -> list[torch.Tensor]:

@@ -105,6 +105,12 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         yield
 
 
+def planned() -> plan.Plan | None:
+    """The plan of the only call since ``prepare.KNOWN`` was cleared."""
+    (call,) = prepare.KNOWN.values()
+    return call.plan
+
+
 REDUCED = {
     "save": dict(logits_budget=None, reduction="mean"),
     "recompute": dict(logits_budget=0, reduction="none"),

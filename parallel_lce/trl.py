@@ -10,6 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -55,11 +56,15 @@ class _Function:
         try:
             if not _is_stock(*self._place):
                 raise ValueError("its forward or backward was replaced")
-            if torch.is_grad_enabled() and any([hasattr(each, "ds_id") for each in arguments]):
-                if (gathered := getattr(sys.modules.get("trl.trainer.utils"), _GATHERED, None)) is None:
-                    raise ValueError(f"its weight is a parameter of ZeRO-3, and trl.trainer.utils has no {_GATHERED}")
-                return _of_partitioned(self._fused, gathered, *arguments)
-            return self._fused(*arguments)
+            if not (partitioned := [each for each in arguments if hasattr(each, "ds_id")]):
+                return self._fused(*arguments)
+            if (gathered := getattr(sys.modules.get("trl.trainer.utils"), _GATHERED, None)) is None:
+                raise ValueError(f"its weight is a parameter of ZeRO-3, and trl.trainer.utils has no {_GATHERED}")
+            context = partial(gathered, *partitioned)
+            if torch.is_grad_enabled():
+                return _of_partitioned(self._fused, context, *arguments)
+            with context():
+                return self._fused(*arguments)
         except (ValueError, NotImplementedError) as refusal:
             reason = str(refusal)
         if (kind := reason.partition(", got ")[0]) not in self._said:
@@ -68,13 +73,13 @@ class _Function:
         return self.own.apply(*arguments)
 
 
-# TRL's context, in which parameters of ZeRO-3 are whole.
+# TRL's context, in which parameters of ZeRO-3 are whole. It does nothing with those that are.
 _GATHERED = "maybe_gather_lm_head_ctx"
 
 
 class _OfPartitioned(torch.autograd.Function):
-    """``fused(*arguments)`` of parameters of ZeRO-3. As TRL's own function it is called where they are whole, and makes
-    them whole again, by ``gathered(*parameters)``, for its backward alone.
+    """``fused(*arguments)`` of parameters of ZeRO-3, which ``gathered()`` makes whole for the forward, unless they are,
+    and again for the backward.
 
     The graph of ``fused`` has leaves of its own, since the parameters' hooks belong to the graph around. What it would
     save is saved here: for the caller's hooks of saved tensors, and until the backward."""
@@ -92,15 +97,16 @@ class _OfPartitioned(torch.autograd.Function):
             saved.append(tensor.detach())
             return saved, len(saved) - 1
 
-        inputs = [each.detach().requires_grad_() if need else each for each, need in zip(arguments, needs)]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(place, lambda found: getitem(*found)):
+        recorded = torch.autograd.graph.saved_tensors_hooks(place, lambda found: getitem(*found))
+        with gathered(), torch.enable_grad(), recorded:
+            inputs = [each.detach().requires_grad_() if need else each for each, need in zip(arguments, needs)]
             results = fused(*inputs)
         ctx.save_for_backward(*saved)
         saved.clear()
         ctx.leaves = [each for each, need in zip(inputs, needs) if need]
         for leaf in ctx.leaves:
             leaf.data = leaf.new_empty(0)  # else the graph would keep it
-        ctx.results, ctx.saved, ctx.gathered = results, saved, lambda: gathered(*partitioned)
+        ctx.results, ctx.saved, ctx.gathered = results, saved, gathered
         outputs = [each if each is None else each.detach() for each in results]
         constant = [o for o, each in zip(outputs, results) if each is not None and not each.requires_grad]
         ctx.mark_non_differentiable(*constant)
@@ -241,7 +247,7 @@ def patch(*, logits_budget: int | None = None) -> None:
     quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias
     has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
 
-    Collectives: none. TRL gathers a sharded weight before, and one of ZeRO-3 again in the backward, by this function.
+    Collectives: those by which TRL makes a sharded weight whole: before, and one of ZeRO-3 again in the backward.
 
     Raises:
         ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.

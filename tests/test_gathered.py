@@ -147,8 +147,8 @@ def parameters_of(*sizes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
 def test_trls_functions(member, case):
-    """Of weights that are whole in the forward, and again in the backward. Two uses of a weight, whose gradient has
-    hooks; two backwards through one graph."""
+    """Weights are whole in a forward of log-probabilities, else the functions gather them. Two uses of a weight, whose
+    gradient has hooks; two backwards through one graph."""
     sizes = (V, D), (V,), (V, D), (V + 5, D + 3)
 
     def results(functions, made, context):
@@ -161,9 +161,12 @@ def test_trls_functions(member, case):
         with context:
             found = torch.compile(log_probs, backend="eager")(x) if case == "compiled" else log_probs(x)
             again, *_ = functions[0].apply(x.sin(), w, b, ids, 0.7, 40)
-            divergence, entropy = functions[1].apply(x, s, None, y, u, None, 0.3)
+        # TRL's gathers by itself, also without gradients.
+        with torch.no_grad():
+            unseen = functions[1].apply(x, s, None, y, u, None, 0.3)
+        divergence, entropy = functions[1].apply(x, s, None, y, u, None, 0.3)
         total = (found[0] * torch.arange(7.0)).sum() + found[1].square().sum() + divergence.square().sum()
-        return [*found, again, divergence, entropy], total + again.sum(), x
+        return [*found, again, divergence, entropy, *unseen], total + again.sum(), x
 
     def hooked(each, accumulated):
         each.register_hook(lambda gradient: 2 * gradient)
@@ -284,6 +287,50 @@ def trl_beside_stock(member, kind: str) -> None:
     assert not said and sorted(own) == sorted(theirs)
 
 
+class Student(nn.Module):
+    """Its forward is the divergence from a teacher, as of TRL's DistillationTrainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.lm_head, self.teacher = nn.Embedding(V, D), nn.Linear(D, V, bias=False), nn.Linear(D, V + 5)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, input_ids):
+        from trl.trainer import distillation_trainer
+
+        hidden = self.embed(input_ids.flatten())
+        pair = hidden, self.lm_head.weight, None, hidden.detach().sin(), self.teacher.weight, self.teacher.bias
+        return distillation_trainer.ChunkedDivergenceFunction.apply(*pair, 0.3, 0.7)
+
+
+def divergence_beside_stock(member) -> None:
+    import transformers
+
+    def results():
+        engine, found = Released(Student(), rate=1.0), []
+        kept = transformers.integrations.HfDeepSpeedConfig(engine.config)
+        with started() as collectives:
+            for step in range(2):
+                divergence, entropy = engine(input_ids=batch(10 * step + member.rank)["input_ids"])
+                engine.backward(divergence.mean())
+                engine.step()
+                found += [divergence.detach(), entropy]
+        weights = engine.whole()
+        engine.end()
+        del kept
+        return [*found, *weights], [(c.kind, c.size) for c in collectives]
+
+    stock, theirs = results()
+    trl_door.patch()
+    with warned((trl_door.TRLWarning,)) as said:
+        ours, own = results()
+    trl_door.unpatch()
+    for found, expected in zip(ours, stock, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not said and own == theirs
+
+
 @pytest.mark.parametrize("case", [*CASES, True, False])
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
@@ -305,6 +352,7 @@ def test_zero3_of_the_release(member):
         own_forward_beside_stock(member, "release", twice)
     for kind in ("plain", "capped"):
         trl_beside_stock(member, kind)
+    divergence_beside_stock(member)
 
 
 def test_what_a_unit_is():

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parallel_lce import backends
 
 TIMEOUT = 120.0
+_START = 120.0  # seconds in which processes start
 # The whole run's, not that of the test that happens to need a world first.
 _BACKEND = os.environ.get(backends.VARIABLE, "")
 # Of seconds each. Processes are forked from one that has those that this process has imported.
@@ -212,13 +213,15 @@ class World:
         ]
         for process in self._processes:
             process.start()
+        self._answered = False
 
     def run(self, body, *arguments, timeout: float = TIMEOUT) -> list:
         """``body(member, *arguments)`` on every rank; the results in rank order.
 
         Raises ``AssertionError`` with the traceback of the first rank that failed; a rank that does
-        not answer in time fails the test and ends the world.
+        not answer in time fails the test and ends the world. The first call also waits for the processes to start.
         """
+        timeout += 0 if self._answered else _START
         for jobs in self._jobs:
             jobs.put((body, arguments))
         answers, silent = {}, []
@@ -232,6 +235,7 @@ class World:
         failed = {r: text for r, (good, text) in answers.items() if not good}
         if silent:
             self.close(kill=True)
+        self._answered = True
         if failed or silent:
             lines = [f"ranks {silent} hang, or died: no answer in {timeout} s"] * bool(silent)
             lines += [f"ranks {[*failed]} failed; rank {r}:\n{text}" for r, text in [*failed.items()][:1]]

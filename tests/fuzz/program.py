@@ -48,11 +48,10 @@ class Ranks:
         from fuzz.run import execute
         from world import World
 
-        fresh = self._world is None
-        if fresh:
+        if self._world is None:
             self._world = World(self._ranks, self._settings.device)
         try:
-            return self._world.run(execute, c, self._settings.backend, timeout=self._timeout + 120 * fresh)
+            return self._world.run(execute, c, self._settings.backend, timeout=self._timeout)
         except AssertionError:
             if self._ranks > 1 or not self._world.alive:
                 self.close(kill=True)

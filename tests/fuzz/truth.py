@@ -225,9 +225,10 @@ def dense(
             # In fp16 all gradients are scaled by what the largest might be: a log-ratio of 64.
             largest = 64 * o.upstream["loss"].abs().amax() * o.layer.scale.abs().amax()
             results["coefficient"] = largest / (max(1, int((~o.quiet).sum())) if c.reduction == "mean" else 1)
-        # Of a probability, or of a gradient, that underflows.
+        # Of a probability, or of a gradient, that underflows. The probability lies 88 nats below 1, and entropies and
+        # expected logits multiply it by that.
         each = sizes.amax(1, keepdim=True) if sizes.numel() else torch.zeros(c.N, 1, dtype=wide)
-        results["underflow"] = r.tiny * each.clamp(min=1.0).expand(c.N, c.V)
+        results["underflow"] = 88 * r.tiny * each.clamp(min=1.0).expand(c.N, c.V)
         results["coded"] = torch.zeros_like(z)
         if c.kind in ("loss", "statistics"):
             results["coded"] = each * _coded(log_p.detach().exp(), o.target)

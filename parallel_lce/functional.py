@@ -55,8 +55,9 @@ def linear_cross_entropy(
 
     There is no ``[N, V]`` tensor of logits, except for small problems whose fp32 logits fit the budget
     (:func:`parallel_lce.core.plan.plan`). The same call of PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy``
-    gives the same answer, with three exceptions: the loss of bf16 and fp16 input is fp32; the mean of no tokens is 0
-    instead of NaN; class weights, class probabilities and ``options`` are refused.
+    gives the same answer, with four exceptions: the loss of bf16 and fp16 input is fp32; the mean of no tokens is 0
+    instead of NaN; class weights, class probabilities and ``options`` are refused; on a GPU a target outside the
+    vocabulary gives NaN.
 
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part

@@ -1,5 +1,5 @@
-"""Results and gradients beside float64: their errors are at most those of torch's path, in either backend and by each
-strategy. test_fuzz.py draws options, layouts and shapes, and judges each row on its own."""
+"""Results and gradients beside float64: their errors are at most once to twice those of torch's path, in either backend
+and by each strategy. test_fuzz.py draws options, layouts and shapes, and judges each row on its own."""
 
 from dataclasses import replace
 

@@ -32,14 +32,13 @@ TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 # Shared memory of a block: of Hopper and Blackwell, and the least of any device since Ampere.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-# The newest release compiles every call for Hopper. Others compile each kernel for some calls, and those between the
-# oldest and the newest for Hopper alone. None: the installed release.
+# Each kernel is compiled for one call, by the newest release for Hopper for some. Releases between the oldest and the
+# newest compile for Hopper alone.
 SLOW = [
-    (capability, None if release == installed("triton") else release, which)
+    (capability, release, "few" if (capability, release) == (90, TRITON[-1]) else "once")
     for release in TRITON
     for capability in SHARED
-    if capability == 90 or release in (TRITON[0], TRITON[-1])
-    for which in ["" if (capability, release) == (90, TRITON[-1]) else "few"]
+    if (capability == 90 and release != installed("triton")) or release in (TRITON[0], TRITON[-1])
 ]
 # Kernels that spill registers where they are asked for everything at once, by capability.
 SPILLS = {

@@ -121,8 +121,9 @@ def compare(config: Config) -> Comparison:
         agree = mean <= factor * their_mean + rounding and largest <= factor * their_largest + rounding
         agree = agree and math.isfinite(their_largest)
         words = (
-            f"they differ by {mean:.1e} in the mean and {largest:.1e} at most, {len(stocks)} stock runs with samples "
-            f"in different orders by up to {their_mean:.1e} and {their_largest:.1e}; {factor:g} times that is allowed"
+            f"they differ by {mean:.1e} in the mean and {largest:.1e} at most. Of {len(stocks)} stock runs with "
+            f"samples in different orders, two differ by up to {their_mean:.1e} and {their_largest:.1e}; {factor:g} "
+            "times as much is allowed"
         )
     else:
         agree = largest <= allowed.tolerance

@@ -76,7 +76,8 @@ def token_log_probs(
 
     Returns:
         On the last pipeline stage :class:`TokenLogProbs`. On other stages the model's own output, the hidden states for
-        the next stage. As in stock, padding rows of the vocabulary take part in the softmax.
+        the next stage. As in stock, padding rows of the vocabulary take part in the softmax, unless the model was
+        patched with a ``vocab_size``.
 
     The model's forward adds the losses of heads for multi-token prediction: any backward through the result includes
     their gradients, once per call. In evaluation mode with gradients disabled these losses are not computed.
@@ -89,7 +90,8 @@ def token_log_probs(
         ValueError: the model, labels, temperature or forward arguments do not fit. Raised before the model is called.
         TypeError: the model's forward does not take one of ``forward_arguments``.
         RuntimeError: real logits are needed, which are never made: a hook of the output layer computes with the layer's
-            result or takes its gradient, or the layer's weight is fully sharded on its own.
+            result or takes its gradient; or the weight is sharded by Megatron-FSDP, or by a unit of FSDP2 other than
+            the layer or a module around it.
     """
     inner = _language_model(model)
     if type(entropy) is not bool:

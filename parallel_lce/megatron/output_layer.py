@@ -249,8 +249,8 @@ def statistics_of_lazy(
     logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None = None
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
-    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax. With a ``count`` of the labels that
-    are not -100 the others cost nothing, and their entropy is 0.
+    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax, unless settings say which they are.
+    With a ``count`` of the labels that are not -100 the others cost nothing, and their entropy is 0.
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """

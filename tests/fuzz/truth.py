@@ -218,8 +218,8 @@ def dense(
         error = r.u * _logit_roundings(o.layer, (product.detach() * o.layer.scale), r.u)
         terms = _terms(sources, upstream, among, log_p)
         (results["terms"],) = (value.abs() for value in torch.autograd.grad(among, product, terms))
-        if c.softcap and r.low:
-            # The cap's slope is 1 - (z / cap)^2, of a z from an exponential: off by roundings of 1, however small it is.
+        if c.softcap and r.low and among is z:
+            # The cap's slope is 1 - (z / cap)^2, of a z from an exponential: off by roundings of 1, even where it is 0.
             results["terms"] += o.layer.scale.abs().to(wide) * terms
         sizes = o.layer.scale.abs().to(wide) * (of_log_p.sum(1, keepdim=True).abs() + of_among.abs() + of_log_p.abs())
         results |= {"z": z.detach(), "error": error, "log_p": log_p.detach(), "equal": _equal_tokens(o.layer)}

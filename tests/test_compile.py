@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch._functorch.config
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
@@ -138,6 +139,21 @@ def test_process_groups(member, name, sequence_parallel):
     loss = loss_of(name, **where)
     with shrunk(1000, (8, 16)):
         assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
+
+
+@on_ranks(2)
+def test_the_group_may_change_from_call_to_call(member):
+    alone = [dist.new_group([rank]) for rank in range(member.ranks)][member.rank]
+    t = part(make(24, 2 * 30, D, "bf16", member.device), member)
+
+    def loss(process_group):
+        return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target % 30, process_group=process_group)
+
+    for groups in ((alone, member.group), (member.group, alone), (None, member.group)):
+        torch._dynamo.reset()
+        fast = compiled(loss)[0]
+        for group in groups:
+            assert torch.equal(fast(group), loss(group))
 
 
 def _autocast(loss):

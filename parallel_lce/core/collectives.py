@@ -42,6 +42,9 @@ class Layout:
     def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Layout:
         if group is None:
             return cls()
+        # torch.compile takes the next two numbers as constants, without a guard. The name that it reads is guarded.
+        if torch.compiler.is_compiling() and not group.group_name:
+            raise ValueError("process_group has no name")
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if rank < 0:
             raise ValueError(

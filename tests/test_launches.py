@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +222,25 @@ def test_bound_launches_pass_plain_tensors_alone_as_addresses(driver):
         bound(TwoTensor(X, X))
     with pytest.raises(TypeError, match="a str is no argument of a kernel"):
         launched(Relaunched(recorder), bias="text")
+
+
+def test_threads_compile_a_kernel_once_and_hold_it(driver):
+    """Triton unloads a compiled kernel when it is freed, and two threads would compile it twice."""
+
+    class Slow(Recorder):
+        def __getitem__(self, grid):
+            time.sleep(0.02)
+            return super().__getitem__(grid)
+
+    recorder = Slow()
+    kernel = Relaunched(recorder)
+    threads = [threading.Thread(target=launched, args=(kernel,)) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert (recorder.compiled, len(recorder.again)) == (1, 3)
+    assert [each.kernel for each in kernel._compiled.values()] == [recorder]
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ divisible by 16, and constants. It passes pointers as numbers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 def next_power_of_2(n: int) -> int:
-    """As ``triton.next_power_of_2``, which takes the host several microseconds."""
+    """As ``triton.next_power_of_2`` for n > 0, which takes the host several microseconds."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -32,10 +33,12 @@ class _Compiled(NamedTuple):
     device: int
     # Values of the constants, the last arguments.
     last: tuple
+    # Triton's own object, which unloads the kernel when it is freed.
+    kernel: Any
 
     def start(self, grid: tuple[int, ...], values: Sequence) -> None:
         """Launch on the current stream. ``values``: addresses, numbers and TMA descriptors."""
-        run, function, metadata, stream, device, last = self
+        run, function, metadata, stream, device, last, _ = self
         x, y, z = (*grid, 1, 1)[:3]
         # The three None: launch metadata, and the hooks on entry and exit.
         run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
@@ -52,6 +55,8 @@ class Relaunched:
     def __init__(self, function) -> None:
         self._function = function
         self._compiled: dict[tuple, _Compiled] = {}
+        # Triton's cache of compiled kernels has none: of two threads one may find a kernel that is not loaded yet.
+        self._lock = threading.Lock()
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> _Compiled | None:
@@ -66,7 +71,10 @@ class Relaunched:
         key = tuple(described)
         known = self._compiled.get(key)
         if known is None:
-            return self._compile(key, grid, arguments, constants)
+            with self._lock:
+                known = self._compiled.get(key)
+                if known is None:
+                    return self._compile(key, grid, arguments, constants)
         known.start(grid, values)
         return known
 
@@ -81,7 +89,7 @@ class Relaunched:
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
         stream = driver.active.get_current_stream
         function, metadata = compiled.function, compiled.packed_metadata
-        self._compiled[key] = known = _Compiled(compiled.run, function, metadata, stream, key[0], last)
+        self._compiled[key] = known = _Compiled(compiled.run, function, metadata, stream, key[0], last, compiled)
         return known
 
     def __getattr__(self, name: str):

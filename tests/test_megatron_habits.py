@@ -3,6 +3,7 @@ gives the stock answer with the switch, too."""
 
 import copy
 import functools
+import weakref
 from contextlib import nullcontext
 from unittest import mock
 
@@ -20,7 +21,7 @@ import parallel_lce.megatron
 from measures import assert_close
 from megatron_models import HIDDEN, Model, batch, build, losses_of
 from megatron_training import in_ddp, side_by_side, switched, words_of
-from parallel_lce.megatron import token_log_probs, uninstall
+from parallel_lce.megatron import own_code, token_log_probs, uninstall
 from tools import on_ranks
 
 AUTOGRAD = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -372,3 +373,17 @@ def test_old_releases_are_refused(member):
         for call in (parallel_lce.megatron.install, lambda: token_log_probs(model, None, None, None, None)):
             with pytest.raises(ImportError, match="needs megatron-core 0.14 or newer, found 0."):
                 call()
+
+
+def test_what_a_program_puts_in_place_of_megatrons_code_is_not_kept():
+    """Its closure may hold a model."""
+
+    def loss_of(model):
+        return lambda *given: model(*given)
+
+    model = torch.nn.Linear(2, 2)
+    kept = weakref.ref(model)
+    assert not own_code.is_megatrons(loss_of(model)) and not own_code.is_megatrons(model.forward)
+    assert own_code.is_megatrons(ColumnParallelLinear.forward, "ColumnParallelLinear.forward")
+    del model
+    assert kept() is None

@@ -99,8 +99,9 @@ def test_masked_tokens_have_no_loss(member):
     given = data.tokens, data.positions, data.mask
     whole = model(*given, labels=data.labels)
     assert whole[0, 3] != 0
-    install(skip_masked=True)
     marked = data.labels.masked_fill(mask == 0, -100)
+    counting = model(*given, labels=marked)
+    install(skip_masked=True)
     calls = (
         lambda: model(*given, None, data.labels, loss_mask=mask),
         lambda: model(*given, labels=data.labels, loss_mask=mask.bool()),
@@ -111,6 +112,9 @@ def test_masked_tokens_have_no_loss(member):
             found = call()
         torch.testing.assert_close(found, whole * mask)
         assert sum(rows) == int(mask.sum())
+    install(skip_masked=False)  # the labels stay counted
+    assert torch.equal(model(*given, labels=marked), counting)
+    install(skip_masked=True)
     hook = model.output_layer.register_forward_hook(lambda *_: None)  # makes real logits
     with pytest.warns(match="forward hooks"):
         found = calls[0]()
@@ -184,6 +188,9 @@ def test_log_probs_of_the_counted_labels(member, entropy):
     torch.testing.assert_close(found.log_probs, whole.log_probs)
     if entropy:
         torch.testing.assert_close(found.entropy, whole.entropy.masked_fill(labels < 0, 0.0))
+    install(skip_masked=False)
+    again = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, whole))
 
 
 @pytest.mark.parametrize("value", ["2", "yes"])

@@ -98,7 +98,10 @@ def token_log_probs(
         raise ValueError(f"entropy must be True or False, got {entropy!r}")
 
     def score(lazy: LazyLogits, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
-        return statistics_of_lazy(lazy, labels, temperature, entropy, count_of_labels(labels))
+        count = (
+            count_of_labels(labels) if settings.skips_masked() else None
+        )  # the same labels may have been counted before
+        return statistics_of_lazy(lazy, labels, temperature, entropy, count)
 
     given = input_ids, position_ids, attention_mask, labels
     output = _scored("token_log_probs", model, inner, given, temperature, score, forward_arguments)

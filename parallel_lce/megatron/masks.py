@@ -59,6 +59,9 @@ def _rolled_in(model: Any, arguments: dict[str, Any], labels: Tensor) -> int:
 
 
 def count_of(model: Any, arguments: tuple) -> TokenCount | None:
-    """How many of the labels among a loss's arguments count; a bound for labels of MTP. None if nobody knows."""
+    """How many of the labels among a loss's arguments count; a bound for labels of MTP. None if nobody knows, or if
+    none are skipped."""
+    if not settings.skips_masked():  # the same labels may have been counted before
+        return None
     exact = next(filter(None, map(count_of_labels, arguments)), None)
     return exact or vars(model).get("rolled_labels")

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -32,13 +32,15 @@ def _folder_of(file: str | None) -> str:
 def is_megatrons(function: Any, *names: str) -> bool:
     """Whether ``function`` is Megatron's own, of one of the qualified ``names`` if there are any. Megatron's own
     decorators may be around it, torch.compile and this package's wrapper of a loss."""
-    # No function is unhashable; a program's callable object may be.
-    return type(function).__hash__ is not None and _is_megatrons(function, *names)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return False
+    # A program's own function, whose closure may hold a model, is not kept in the cache.
+    return function.__code__.co_filename.startswith((_folder(), _OURS, _TORCH)) and _is_megatrons(function, *names)
 
 
 @functools.lru_cache(maxsize=256)
 def _is_megatrons(function: Any, *names: str) -> bool:
-    function = getattr(function, "__func__", function)
     while (code := getattr(function, "__code__", None)) is not None:
         file, inner = code.co_filename, getattr(function, "__wrapped__", None)
         if inner is None:

@@ -14,6 +14,7 @@ from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce.backends import triton
 from parallel_lce.call import debug
+from parallel_lce.core.collectives import Layout
 from parallel_lce.run.entry import fused_loss
 from tools import chosen_backend, debug_mode, on_ranks, shrunk, small
 from world import Member
@@ -255,6 +256,12 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
                 losses(**options)[member.rank].sum().backward()
             for loss in losses(**options):
                 loss.sum().backward()
+
+
+def test_calls_are_counted_by_group_and_not_by_its_name():
+    """Which the next group may have, after the default one was made anew."""
+    first, second = (mock.Mock(group_name="1") for _ in range(2))
+    assert [debug.next_call(Layout(group)) for group in (first, first, second)] == [1, 2, 1]
 
 
 # --- what is no difference --------------------------------------------------------------------------

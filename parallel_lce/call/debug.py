@@ -13,6 +13,7 @@ import pickle
 import threading
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from parallel_lce.core.private import device_of_objects
 
 T = TypeVar("T")
 
-# Calls in debug mode so far, by the group's name.
-_CALLS: dict[str, int] = {}
+# Calls in debug mode so far, by the group. Names of groups are used again.
+_CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 # Largest allowed difference of a token's hidden states between ranks, relative to their norm: an all-reduce may round
 # them differently on each rank.
@@ -136,9 +137,8 @@ def next_call(layout: Layout) -> int | None:
     of several ranks."""
     if layout.group is None:
         return None
-    name = layout.group.group_name
-    _CALLS[name] = _CALLS.get(name, 0) + 1
-    return _CALLS[name]
+    _CALLS[layout.group] = number = _CALLS.get(layout.group, 0) + 1
+    return number
 
 
 def agree_about_backward(layout: Layout, call: int) -> None:

@@ -38,6 +38,7 @@ class Choice:
         self._filters = True
         # Of the last call that was counted: its active tiles, on the device, then on their way; and all of its tiles.
         self._active: Tensor | HostNumber | None = None
+        self._written: torch.cuda.Event | None = None
         self._tiles = 0
 
     def begin(self) -> tuple[bool, bool]:
@@ -47,7 +48,7 @@ class Choice:
         if turn == 0:
             self._active, self._tiles = None, 0
         elif isinstance(self._active, Tensor):
-            self._active = HostNumber(self._active)
+            self._active = HostNumber(self._active, self._written)
         if turn == DELAY and isinstance(self._active, HostNumber):
             self._filters, self._active = self._active.read() <= MOST_ACTIVE * self._tiles, None
         return self._filters or turn == 0, turn == 0
@@ -55,11 +56,16 @@ class Choice:
     def count(self, lists: TileLists) -> None:
         """Count the tiles of a slice, by the ``lists`` of all its row blocks. A later backward of a call whose count is
         on its way to the host is not counted."""
-        if isinstance(self._active, HostNumber):
+        if isinstance(self._active, HostNumber) or _is_captured(lists.counts):
             return
         active = lists.counts.sum()
         self._active = self._active + active if isinstance(self._active, Tensor) else active
+        self._written = torch.cuda.current_stream(active.device).record_event() if active.is_cuda else None
         self._tiles += lists.numbers.numel()
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _CHOICES: dict[tuple[Any, ...], Choice] = {}
@@ -69,7 +75,7 @@ def choice_for(x: Tensor, entries: int, eps: float, windows: bool) -> Choice | N
     """The choice for filtered gradients of hidden states ``x [R, D]`` and ``entries`` vocabulary rows, of which active
     ``windows`` are projected again or not. Models of the same sizes share one, and so do filters of nearly the same
     size. None in a captured CUDA graph, which repeats its kernels: there every backward is filtered."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_captured(x):
         return None
     traits = x.device, x.dtype, x.shape[1], entries, round(math.log2(eps)), windows
     return kept(_CHOICES, traits, Choice)

@@ -37,7 +37,8 @@ class LossFunction:
 
 @dataclass(frozen=True)
 class Call:
-    # The fields up to ``dense``, except ``layout``, are shared by all calls of one signature.
+    # The fields up to ``dense`` are shared by all calls of one signature, except ``layout`` and a ``logit_map`` of
+    # tensors.
     options: Options
     backend: Backend
     shard: Shard

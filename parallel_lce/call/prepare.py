@@ -1,8 +1,9 @@
 """Makes a call from a public function's options and tensors.
 
-Calls of one signature are checked and planned once. Checks and plan depend on the signature alone: the options, the
-shapes, dtypes and devices of the tensors, which of them need gradients, the ranks of the group, and the environment
-variables that choose the backend and the budget. They do not depend on the tensors' values.
+Calls of one signature are checked and planned once. Checks and plan depend on the signature alone (``_signature``): the
+options; the shapes, dtypes and devices of the tensors and of a ``main_grad``; which of them need gradients; the ranks
+of the group; and the environment variables that choose the backend and the budget. They do not depend on the tensors'
+values.
 """
 
 from __future__ import annotations

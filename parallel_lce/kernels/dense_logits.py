@@ -5,7 +5,7 @@ problem (:mod:`parallel_lce.backends.triton_dense`). Bias, scales and soft-cap a
 read. Plain torch for a user's logits: :mod:`parallel_lce.backends.torch_logits`.
 
 One program reads a token's row, or 2048 columns of it in :func:`logits_gradient`. Rows are addressed in int64: N * V
-passes 2^31 in ordinary use. Both kernels take tensors first, then numbers, for ``kernels.relaunch.Bound``.
+passes 2^31 in ordinary use. Both kernels take what may change first, then numbers, for ``kernels.relaunch.Bound``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def descriptor(
 ) -> Any:
     """A TMA descriptor of an :func:`addressable` matrix in blocks of ``[rows, columns]``, as ``new`` makes it.
 
-    The constructor's checks take most of its time. They are made once per shape, strides, dtype and block."""
+    The constructor's checks take most of its time. They are made once per shape, strides, dtype and block,
+    but for the address, which the caller has checked."""
     key = tensor.shape, tensor.stride(), tensor.dtype, rows, columns, new
     known = _descriptors.get(key)
     if known is None:

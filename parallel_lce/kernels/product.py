@@ -68,7 +68,7 @@ class Product:
 
     @cached_property
     def operands(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]:
-        """What a launch of a product of these sizes takes first: ``operands`` of the mainloop."""
+        """What a launch of a product of these sizes and alignments takes first: ``operands`` of the mainloop."""
         operands, tile, tma = mainloop_of(self.tile.mainloop).operands, self.tile, self.tma
         return lambda x, weight, out: operands(x, weight, out, tile, tma)[0]
 

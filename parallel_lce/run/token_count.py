@@ -93,7 +93,8 @@ def count_labels(labels: Tensor, mask: Tensor | None = None) -> TokenCount | Non
 
 
 def count_of_labels(labels: object) -> TokenCount | None:
-    """What :func:`count_labels` of these very labels has given. None without it, or if they have changed since."""
+    """What :func:`count_labels` of these very labels has given. None without it, or if they have changed since, which
+    nobody sees of tensors of inference mode."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
     known = _counts.get(labels)

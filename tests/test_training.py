@@ -230,7 +230,7 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, c
 def test_the_demo(work, tmp_path):
     """Under torchrun, two ranks with either loss, in a folder that has a module of Python's name."""
     given = [f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", f"output={tmp_path}", "train.steps=3"]
-    done = ran(ROOT / "launch" / "demo.sh", *SMALL, "parallel.tensor=2", *given, cwd=work)
+    done = ran(ROOT / "launch" / "demo.sh", *SMALL, "parallel.tensor=2", *given, cwd=work, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("The loss curves agree: "), done.stdout
 

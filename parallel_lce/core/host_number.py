@@ -16,7 +16,7 @@ class HostNumber:
     on a stream of its own, behind the event ``written``, by default behind what the current stream has to do by now. On
     a CPU nothing is copied. Not in a captured CUDA graph."""
 
-    def __init__(self, number: Tensor, written: torch.cuda.Event | None = None) -> None:
+    def __init__(self, number: Tensor, written: torch.Event | None = None) -> None:
         # Lives as long as the copy may read it.
         self._number = self._copy = number
         self._copied: Any = None

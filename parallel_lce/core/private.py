@@ -63,7 +63,7 @@ def outside_graphs(function: F) -> F:
             disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*given, **named)
 
-    call._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
     return call  # pyright: ignore[reportReturnType]
 
 

@@ -8,6 +8,7 @@ around it stays in force: a ``compute_language_model_loss`` that is wrapped, ove
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,9 +62,9 @@ def _parts(function: type, *owners: Any) -> list[tuple[Any, str]]:
 def _replaced_part(function: type, apply: object) -> str | None:
     """What of a cross-entropy is not Megatron's own; None if all is. ``apply``: its ``apply`` without this package's;
     None: it is inherited."""
-    from megatron.core.fusions import fused_cross_entropy as fused
     from megatron.core.tensor_parallel import cross_entropy as unfused
 
+    fused: Any = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
     helpers = unfused.VocabParallelCrossEntropy, getattr(fused, "VocabParallelCrossEntropy", fused)
     for owner, name in _parts(function, *helpers, fused):
         part = getattr(owner, name, None)

@@ -38,7 +38,7 @@ class Choice:
         self._filters = True
         # Of the last call that was counted: its active tiles, on the device, then on their way; and all of its tiles.
         self._active: Tensor | HostNumber | None = None
-        self._written: torch.cuda.Event | None = None
+        self._written: torch.Event | None = None
         self._tiles = 0
 
     def begin(self) -> tuple[bool, bool]:

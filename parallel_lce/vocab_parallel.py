@@ -16,6 +16,7 @@ from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.options import as_float, as_int64, in_python, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.transforms import operator, without_values
 
@@ -23,6 +24,7 @@ from parallel_lce.run.transforms import operator, without_values
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@outside_graphs
 @public
 @operator
 def vocab_parallel_cross_entropy(

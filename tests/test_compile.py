@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -142,6 +142,19 @@ def test_process_groups(member, name, sequence_parallel):
 
 
 @on_ranks(2)
+def test_logits_that_exist_are_checked_at_each_call(member):
+    """Not as at the first call of a compiled function, which was before debug mode."""
+    logits, target = torch.randn(24, 30, device=member.device), torch.arange(24, device=member.device)
+    loss = torch.compile(parallel_lce.vocab_parallel_cross_entropy, backend="eager")
+    assert torch.equal(
+        loss(logits, target, 0.0, member.group),
+        parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.0, member.group),
+    )
+    with debug_mode(), pytest.raises(ValueError, match="the ranks of tp_group disagree about target"):
+        loss(logits, target + member.rank, 0.0, member.group)
+
+
+@on_ranks(2)
 def test_the_group_may_change_from_call_to_call(member):
     alone = [dist.new_group([rank]) for rank in range(member.ranks)][member.rank]
     t = part(make(24, 2 * 30, D, "bf16", member.device), member)
@@ -224,7 +237,12 @@ def test_a_graph_may_be_walked_again(name, device):
         value = compiled(loss_of(name))[0](t.x, t.weight, t.target).sum()
         walks = [torch.autograd.grad(value, [t.x, t.weight], retain_graph=True)]
         copies = [g.clone() for g in walks[0]]
-        walks += [torch.autograd.grad(value, [t.x, t.weight], retain_graph=True) for _ in range(2)]
+        for around in (
+            nullcontext(),
+            torch.autocast(device, torch.bfloat16),
+        ):  # as it is, or as the program has it then
+            with around:
+                walks.append(torch.autograd.grad(value, [t.x, t.weight], retain_graph=True))
     assert_same(walks[0], copies, "cpu")
     assert_same(walks[2], walks[1], device)
     assert_same(walks[1], copies, device, 1e-6)

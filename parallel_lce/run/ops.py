@@ -219,7 +219,9 @@ def _backward(*arguments):
     given, (handle, *upstream, wanted) = _split(arguments)
     forward = take_from(handle)
     if forward is None or any(each and not there for each, there in zip(wanted, forward.needs)):
-        forward = _Forward(given, Needs(*wanted))
+        # The graph has cast the tensors already, by the autocast of its forward.
+        with torch.autocast(given.tensors.input.device.type, enabled=False):
+            forward = _Forward(given, Needs(*wanted))
     gradients = forward.backward(upstream, wanted)
     return [g for g, each in zip(gradients, wanted) if each]
 

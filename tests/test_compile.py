@@ -231,16 +231,14 @@ def test_statistics_of_any_number_of_tokens(budget, device):
     "name", ["saved", "some saved", pytest.param("recomputed", marks=pytest.mark.slow), "accumulated"]
 )
 def test_a_graph_may_be_walked_again(name, device):
-    """The first walk uses up what was kept: a later one recomputes it, and writes over nobody's result."""
+    """The first walk uses up what was kept: a later one recomputes it, whatever autocast is around it, and writes over
+    nobody's result."""
     t = operands(41, device)
     with shrunk(4000, (16, 32)), torch._functorch.config.patch(donated_buffer=False):
         value = compiled(loss_of(name))[0](t.x, t.weight, t.target).sum()
         walks = [torch.autograd.grad(value, [t.x, t.weight], retain_graph=True)]
         copies = [g.clone() for g in walks[0]]
-        for around in (
-            nullcontext(),
-            torch.autocast(device, torch.bfloat16),
-        ):  # as it is, or as the program has it then
+        for around in (nullcontext(), torch.autocast(device, torch.bfloat16)):
             with around:
                 walks.append(torch.autograd.grad(value, [t.x, t.weight], retain_graph=True))
     assert_same(walks[0], copies, "cpu")

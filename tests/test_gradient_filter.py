@@ -444,6 +444,21 @@ def test_a_call_is_counted_once(device):
     assert chosen.begin() == (False, False)  # all tiles are active
 
 
+@pytest.mark.gpu
+def test_a_count_is_copied_behind_the_stream_that_made_it():
+    """The next call may be on another."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and there is none")
+    counts, other, chosen = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.cuda.Stream(), choice.Choice()
+    other.wait_stream(torch.cuda.current_stream())
+    chosen.begin()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(200_000_000)
+        chosen.count(SimpleNamespace(counts=counts.fill_(4), numbers=torch.zeros(4)))
+    chosen.begin()
+    assert chosen.begin() == (False, False)  # all tiles are active
+
+
 @pytest.mark.parametrize(("row_blocks", "number"), [(1, 1), (19, 3), (33, 1)])
 def test_the_list_of_active_windows(row_blocks, number, device, monkeypatch):
     """16 row blocks after the other, window by window; in several steps."""

@@ -23,9 +23,10 @@ from parallel_lce.core.options import Options, as_float, check_option, check_opt
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
+from parallel_lce.megatron.masks import count_of
 from parallel_lce.megatron.output_layer import statistics_of_lazy, token_loss_of_lazy, without_logits
 from parallel_lce.patching import replaced
-from parallel_lce.run.token_count import count_labels, count_of_labels
+from parallel_lce.run.token_count import count_labels
 
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
 _REFUSED = "runtime_gather_output inference_context inference_params output_processor output_processor_context".split()
@@ -98,10 +99,7 @@ def token_log_probs(
         raise ValueError(f"entropy must be True or False, got {entropy!r}")
 
     def score(lazy: LazyLogits, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
-        count = (
-            count_of_labels(labels) if settings.skips_masked() else None
-        )  # the same labels may have been counted before
-        return statistics_of_lazy(lazy, labels, temperature, entropy, count)
+        return statistics_of_lazy(lazy, labels, temperature, entropy, count_of(inner, (labels,)))
 
     given = input_ids, position_ids, attention_mask, labels
     output = _scored("token_log_probs", model, inner, given, temperature, score, forward_arguments)

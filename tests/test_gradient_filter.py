@@ -444,6 +444,18 @@ def test_a_call_is_counted_once(device):
     assert chosen.begin() == (False, False)  # all tiles are active
 
 
+def test_a_backward_in_a_captured_graph_is_not_counted(monkeypatch):
+    """Its numbers are those of a replay. The call before may have begun outside."""
+    chosen, lists = choice.Choice(), SimpleNamespace(counts=torch.tensor([4]), numbers=torch.zeros(4))
+    chosen.begin()
+    chosen.count(lists)
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        chosen.count(SimpleNamespace(counts=mock.Mock(is_cuda=True), numbers=torch.zeros(40)))
+    chosen.begin()
+    assert chosen.begin() == (False, False)  # all 4 tiles are active
+
+
 @pytest.mark.gpu
 def test_a_count_is_copied_behind_the_stream_that_made_it():
     """The next call may be on another."""

@@ -48,6 +48,15 @@ CHECKOUTS = [Path(p) for p in os.environ.get("PARALLEL_LCE_TEST_MEGATRON", "").s
 OTHERS = [v for v in SUPPORTED if v != releases.installed("megatron-core")] + [p.name for p in CHECKOUTS]
 # As parameters of a test. Whoever names a checkout asks for it.
 OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow if v in SUPPORTED else ()) for v in OTHERS]
+_BETWEEN = [v for v in OTHERS if v in SUPPORTED[1:-1]]
+
+
+def of_other_releases(cases: list[tuple]) -> list:
+    """A release and a case: the oldest, the newest and checkouts have all cases, those between divide them."""
+    parts = {version: cases[i :: len(_BETWEEN)] for i, version in enumerate(_BETWEEN)}
+    return [
+        pytest.param(*v.values, *case, marks=v.marks) for v in OTHER_RELEASES for case in parts.get(*v.values, cases)
+    ]
 
 
 def path_of(release: str) -> str:

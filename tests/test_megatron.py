@@ -23,7 +23,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import cross_entropy
 
 import parallel_lce.megatron
-from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of, specs
+from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import cross_entropy as taken_over
@@ -52,8 +52,7 @@ def _compare_on(member: Member, release: str, spec: Model) -> None:
     compare(member, spec)
 
 
-@pytest.mark.parametrize("spec", specs(2, tp_of_pairs=1), ids=str)
-@pytest.mark.parametrize("release", OTHER_RELEASES)
+@pytest.mark.parametrize(("release", "spec"), of_other_releases([(s,) for s in specs(2, tp_of_pairs=1)]), ids=str)
 def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
 

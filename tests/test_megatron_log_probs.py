@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 
-from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, path_of, specs
+from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases, path_of, specs
 from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
 from parallel_lce.megatron import TokenLogProbs, output_layer, token_log_probs, token_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -109,8 +109,7 @@ def test_equal_to_stock_logits(spec, scoring, worlds):
     worlds(spec.ranks).run(_compare, spec, scoring)
 
 
-@pytest.mark.parametrize(("spec", "scoring"), _cases(specs(2, tp_of_pairs=1)), ids=str)
-@pytest.mark.parametrize("release", OTHER_RELEASES)
+@pytest.mark.parametrize(("release", "spec", "scoring"), of_other_releases(_cases(specs(2, tp_of_pairs=1))), ids=str)
 def test_other_releases(release, spec, scoring, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare, spec, scoring)
 

@@ -62,6 +62,11 @@ def tiered(cases: list[tuple], of_release_alone: list[tuple]) -> list:
     return [*(("stand-in", *case) for case in cases), *slow]
 
 
+# With accuracies and without; of the release's models one of the two.
+TRAININGS = [("stand-in", *case, accuracy) for case in CASES for accuracy in (False, True)]
+TRAININGS += tiered([], [(*case, (i + i // 2) % 2 == 0) for i, case in enumerate([*CASES, *MORE])])
+
+
 def by_plan(release: str, model, member: Member):
     """``model`` under transformers' tensor parallelism."""
     if release == "stand-in":
@@ -90,8 +95,7 @@ def around(how: str, model, member: Member):
     return model if how in ("alone", "plan") else wrapped(how, model, member)
 
 
-@pytest.mark.parametrize("accuracy", [False, True])
-@pytest.mark.parametrize(("release", "ranks", "kind", "how", "before"), tiered(CASES, MORE))
+@pytest.mark.parametrize(("release", "ranks", "kind", "how", "before", "accuracy"), TRAININGS)
 @on_releases(ranks=None)
 @without_a_warning()
 def test_training(member, release, kind, how, before, accuracy):

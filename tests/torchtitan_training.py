@@ -173,7 +173,8 @@ def _trained(member: Member, words: set[str], ours: bool) -> dict[str, list]:
     trainer.metrics_processor.log = lambda step, *values, **_: found["logged"].append(values)
     trainer.metrics_processor.log_validation = lambda loss, step: found["validation"].append(loss)
     counts: list[Any] = []
-    with mock.patch(f"{DOOR}.count_of_labels", lambda labels: counts.append(count_of_labels(labels)) or counts[-1]):
+    count = mock.patch(f"{DOOR}.count_of_labels", lambda labels: counts.append(count_of_labels(labels)) or counts[-1])
+    with count, mock.patch("time.sleep"):  # the trainer sleeps at its end
         trainer.train()
     trainer.close()
     assert not ours or not loss_fn._said  # never torchtitan's own loss

@@ -76,6 +76,7 @@ class DTensorAdapter:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
         input, weight, target, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
+        self._rows = 0  # of the last weight
         sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
         check_option("sequence_parallel", sequence_parallel)
         if is_dtensor(weight):
@@ -241,19 +242,29 @@ class DTensorAdapter:
         self._check_mesh(name, value)
         if list(value.placements) != self._input_placements:
             raise ValueError(f"{_placed(name, value)}, and {_placed('input', self._input)}: use the same placements")
+        if value.shape[:-1] != self._input.shape[:-1]:  # local sizes may differ on some ranks alone
+            given, expected = list(value.shape), list(self._input.shape)
+            raise ValueError(f"{name} {given} must have the tokens of input {expected}")
         if self._gathers:
             value = self._redistributed(name, value, self._tokens)
         return value.to_local(grad_placements=self._input_gradient)
 
     def weight(self, name: str, value: Any) -> Any:
-        """A weight ``[V, D]`` or bias ``[V]`` as this rank's plain shard."""
+        """A weight ``[V, D]``, or a bias ``[V]`` of the weight before it, as this rank's plain shard."""
         if value is None or not _alike(name, value, "linear_weight", self._weight):
             return value
         self._check_mesh(name, value)
         # Checked here, since local sizes may differ on some ranks alone. With vocab_size rows of padding may differ.
         entries, own, ranks = value.shape[0], self._weight.shape[0], 1 if self._tp is None else self.mesh.size(self._tp)
-        if entries != own and (self.options.vocab_size is None or -(-entries // ranks) != -(-own // ranks)):
-            raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {own} rows")
+        size = self.options.vocab_size
+        if value.dim() == 1:
+            fits = entries == self._rows
+        else:
+            fits = entries == own or (size is not None and size <= entries and -(-entries // ranks) == -(-own // ranks))
+            self._rows = entries
+        if not fits:
+            rows = self._rows if value.dim() == 1 else own
+            raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {rows} rows")
         value = self._redistributed(name, value, self._shards)
         return value.to_local(grad_placements=self._weight_gradient)
 

@@ -37,6 +37,17 @@ def is_partitioned(layer: nn.Module) -> bool:
     return hasattr(weight_of(layer), "ds_id")
 
 
+def is_computed(layer: nn.Module) -> bool:
+    """Whether the layer computes its weight or bias at each use, as ``torch.nn.utils.parametrize`` does it.
+    That may draw random numbers, so they are not read."""
+    return hasattr(type(layer), "weight") or hasattr(type(layer), "bias")
+
+
+def is_sharded_by_plan(layer: nn.Module) -> bool:
+    """Whether transformers' tensor parallelism has replaced the layer's forward by one that gathers the logits."""
+    return ".install_forward.<locals>." in getattr(vars(layer).get("forward"), "__qualname__", "")
+
+
 def unit_of(layer: nn.Module, around: list[nn.Module]) -> tuple[str | None, nn.Module | None]:
     """The outermost module that gathers the weight of an output layer for the layer alone, None if there is none; and
     before it the reason, with a remedy, why the loss cannot be computed in a call of it, None if it can. ``around``:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel_lce.core.private import (
     DisableTorchFunctionSubclass,
     forward_gradients_enabled,
     pytree,
+    saving_without_hooks,
     version,
     wrapper_subclass,
 )
@@ -132,9 +133,8 @@ class LazyLogits:
         if self.made is None:
             self._warn(use)
             # A checkpoint around this use, but not around the layer, would miss in its second run what is saved here.
-            saved = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-            with saved, torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
-                with self.autocast():
+            with saving_without_hooks(), torch.inference_mode(self.inference):
+                with torch.set_grad_enabled(self.grad_enabled), self.autocast():
                     self.made = self._make()
         return self.made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import traceback
 from types import FrameType
@@ -56,8 +57,11 @@ def with_fields(kind: type, names: tuple[str, ...]) -> type:
 def labels_of_caller(frame: FrameType) -> tuple[Tensor | None, Any]:
     """The labels that the caller of a model has, but does not give it; and the Trainer that smooths them, or None."""
     for each, _ in traceback.walk_stack(frame):
-        if isinstance(labels := each.f_locals.get("labels"), Tensor):
-            return labels, _smoothing_trainer(each)
+        # Before Python 3.13 f_locals of a function keeps all its tensors until it returns: it is read where it must be.
+        code = each.f_code
+        named = "labels" in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+        if (named or not code.co_flags & inspect.CO_OPTIMIZED) and isinstance(each.f_locals.get("labels"), Tensor):
+            return each.f_locals["labels"], _smoothing_trainer(each)
     return None, None
 
 

@@ -57,7 +57,7 @@ class UnigramSampler:
     """
 
     def __init__(self, counts: Tensor, power: float = 1.0) -> None:
-        counts = torch.as_tensor(counts).detach().double().cpu()
+        counts = torch.as_tensor(counts, device="cpu").detach().double()
         if counts.dim() != 1 or not (counts.isfinite().all() and (counts >= 0).all() and counts.sum() > 0):
             raise ValueError(f"counts must be [V], finite and >= 0, and not all 0, got {list(counts.shape)}")
         if not is_number(power := as_number(power)):
@@ -114,7 +114,7 @@ def _check_count(count: int) -> None:
 def _uniform(count: int, seed: int) -> Tensor:
     """fp64 numbers in [0, 1)."""
     _check_count(count)
-    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _alias_table(probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,4 +134,4 @@ def _alias_table(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     for place in small:
         if probabilities[place] == 0:
             keep[place], alias[place] = 0.0, likeliest
-    return torch.tensor(keep, dtype=torch.float64), torch.tensor(alias)
+    return torch.tensor(keep, dtype=torch.float64, device="cpu"), torch.tensor(alias, device="cpu")

@@ -24,7 +24,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
         input_layouts: placement on the mesh of hidden states ``[b, S, D]`` that are passed as a plain tensor:
             ``Replicate()``, the default; or ``Shard(1)`` or ``Shard(0)``, in equal parts, for a sequence that is split
             over the ranks (sequence parallelism). Hidden states that are DTensors keep their placements.
-        use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
+        use_local_output: True: the loss is a plain tensor, the same on every rank; of ``reduction="none"`` and a target
+            that is a DTensor, this rank's part of that. False: a DTensor.
 
     Raises:
         ValueError: for another placement; when it is applied, for another module or a mesh of several dimensions; and

@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from parallel_lce import gathered
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import (
@@ -38,7 +40,6 @@ from parallel_lce.core.private import (
     transforming,
 )
 from parallel_lce.functional import linear_cross_entropy, token_statistics
-from parallel_lce.gathered import called_with, is_partitioned, other_hooks, unit_of, weight_of
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.output_metrics import Found, labels_of_caller, with_fields
@@ -55,19 +56,21 @@ class LogitsWarning(UserWarning):
 
 
 class _LazyLogits(RecordedLogits):
-    """The logits ``[..., V]`` of ``layer`` in ``call``. ``origin``: those that the layer returned, before all steps."""
+    """The logits ``[..., V]`` of ``layer`` in ``call``. All that steps have made of them share ``origin``: whether they
+    have a fused loss; and its place in the graph, which outlives its tensor, with the model's own loss of real logits.
+    """
 
     call: _Call
-    origin: _LazyLogits
-    # The fused loss's place in the graph, which outlives its tensor, and the model's own loss of real logits.
-    loss: tuple[Any, Callable[[Tensor], Tensor]]
+    origin: SimpleNamespace
 
     def __init__(self, call: _Call, layer: nn.Linear, hidden: Tensor) -> None:
         # A unit's weight is whole only while the unit runs.
         weight, bias = (layer.weight, layer.bias) if call.unit is None else (None, None)
         trainable = any([p.requires_grad for p in call.head.parameters()])
-        self._capture(layer, hidden, weight, bias, trainable, steps=(), origin=self, call=call)
-        self.watch.weight = own = weight_of(layer)
+        self._capture(
+            layer, hidden, weight, bias, trainable, steps=(), origin=SimpleNamespace(has_loss=False), call=call
+        )
+        self.watch.weight = own = gathered.weight_of(layer)
         entries = own.shape[0] if call.unit is None else layer.out_features
         vars(self).update(vocabulary=entries, kind=(own.dtype, own.device))
 
@@ -80,7 +83,8 @@ class _LazyLogits(RecordedLogits):
     def _change_of_weight(self) -> str | None:
         """What has happened to the weight since the layer's call."""
         weight, unit = self.weight, self.call.unit
-        taken = f"{'ZeRO-3' if is_partitioned(self.layer) else 'FSDP'} has taken back the output layer's weight"
+        owner = "ZeRO-3" if gathered.is_partitioned(self.layer) else "FSDP"
+        taken = f"{owner} has taken back the output layer's weight"
         if weight is None:  # FSDP2's may stay whole until the backward
             weight = self.layer.weight if self.origin.has_loss and isinstance(unit, FSDPModule) else None
             if self.origin.has_loss and type(weight) in (DTensor, type(None)):
@@ -113,12 +117,12 @@ class _LazyLogits(RecordedLogits):
         if self.weight is None and self.origin.has_loss:  # FSDP2's hooks, which cast, run within the forward alone
             logits = nn.functional.linear(self.hidden.to(layer.weight.dtype), layer.weight, layer.bias)
             return logits.to(fsdp_output_dtype(self.call.head) or logits.dtype)
-        if self.weight is None or _is_sharded_by_plan(self.layer):
+        if self.weight is None or gathered.is_sharded_by_plan(self.layer):
             return nn.Module.__call__(self.call.head, self.hidden)
         return nn.functional.linear(self.hidden, self.weight, self.bias)
 
     def operands(self) -> tuple[Tensor, ...]:
-        if self.weight is None or _is_sharded_by_plan(self.layer):
+        if self.weight is None or gathered.is_sharded_by_plan(self.layer):
             return ()
         return tuple(each for each in (self.hidden, self.weight, self.bias) if each is not None)
 
@@ -190,9 +194,9 @@ def _lazy(head: Any, hidden: Tensor) -> Any:
 
 def _reason_of_layer(layer: nn.Linear, head: nn.Module, hidden: Tensor) -> str | None:
     """Why this call of the output layer, by ``head``, must make real logits; None if it need not."""
-    if "forward" in vars(layer) and not _is_sharded_by_plan(layer):
+    if "forward" in vars(layer) and not gathered.is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
-    if other_hooks(head):
+    if gathered.other_hooks(head):
         return "its output layer has hooks"
     calls = [is_own(call, nn.Module.__module__, name) for name, call in module_calls().items()]
     calls.append(is_own(nn.Linear.forward, nn.Linear.__module__, "Linear.forward"))
@@ -202,23 +206,14 @@ def _reason_of_layer(layer: nn.Linear, head: nn.Module, hidden: Tensor) -> str |
     modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
         return f"a mode of torch functions is active, {others[-1]}"
-    weight = weight_of(layer)
+    weight = gathered.weight_of(layer)
     if not (isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)):
         return f"the weight of its output layer is a {type(weight).__name__}"
+    if isinstance(weight, DTensor) and any(each.is_shard() and not each.is_shard(0) for each in weight.placements):
+        return f"the weight of its output layer is sharded as {weight.placements}, not by entries of the vocabulary"
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"
     return None
-
-
-def _is_computed(layer: nn.Module) -> bool:
-    """Whether the layer computes its weight or bias at each use, as ``torch.nn.utils.parametrize`` does it.
-    That may draw random numbers, so they are not read."""
-    return hasattr(type(layer), "weight") or hasattr(type(layer), "bias")
-
-
-def _is_sharded_by_plan(layer: nn.Module) -> bool:
-    """Whether transformers' tensor parallelism has replaced the layer's forward by one that gathers the logits."""
-    return ".install_forward.<locals>." in getattr(vars(layer).get("forward"), "__qualname__", "")
 
 
 class _Loss:
@@ -235,7 +230,7 @@ class _Loss:
         call.asked, logits, ignore = True, given.pop("logits", None), given.get("ignore_index", -100)
         lazy: Any = getattr(logits, "lazy", logits)
         target, labels, loss, found = given.get("shift_labels"), given.get("labels"), None, None
-        count = count_of_labels(labels if target is None else target) if ignore == NO_LABEL else None
+        count = count_of_labels(labels if target is None else target, target is None) if ignore == NO_LABEL else None
         if target is None and isinstance(labels, Tensor) and labels.dim():
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
         target = as_int64(target)
@@ -296,7 +291,7 @@ class _Loss:
 
         with torch.set_grad_enabled(logits.grad_enabled and torch.is_grad_enabled()), logits.autocast():
             unit = logits.call.unit
-            (loss,) = forward(hidden) if unit is None else called_with(layer, forward, hidden, unit)
+            (loss,) = forward(hidden) if unit is None else gathered.called_with(layer, forward, hidden, unit)
         logits.has_loss = logits.origin.has_loss = True
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
@@ -305,9 +300,9 @@ class _Loss:
 
 def _options(logits: _LazyLogits, epilogue: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the fused functions."""
-    arguments, weight = {**logits.call.door.options, **epilogue}, weight_of(logits.layer)
+    arguments, weight = {**logits.call.door.options, **epilogue}, gathered.weight_of(logits.layer)
     arguments["logits_budget"] = lean_budget(arguments["logits_budget"])
-    if _is_sharded_by_plan(logits.layer) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
+    if gathered.is_sharded_by_plan(logits.layer) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
         arguments["process_group"] = weight.device_mesh  # its dimension may have no name
     return arguments
 
@@ -328,10 +323,15 @@ class _Smoother:
         logits = output["logits"] if isinstance(output, dict) else output[0]
         lazy: Any = getattr(logits, "lazy", None)
         own, ids = self.own, as_int64(labels)
-        unfused = not isinstance(lazy, _LazyLogits) or lazy.made is not None or lazy.epilogue() is None
-        if unfused or lazy.call.door.options["gradient_filter"] is not None:  # which takes no smoothing
+        is_lazy = isinstance(lazy, _LazyLogits)
+        reason = is_lazy and lazy.made is not None and f"{lazy.call.made_by} comes before the loss"
+        if is_lazy and lazy.call.door.options["gradient_filter"] is not None:
+            reason = "a gradient_filter takes no smoothed labels"
+        if reason:
+            lazy.call.door.say(lazy.call.model, f"has a smoothed loss of all logits: {reason}", key="smoothed")
+        if reason or not is_lazy or lazy.epilogue() is None:
             return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
-        count = count_of_labels(labels) if shift_labels and own.ignore_index == NO_LABEL else None
+        count = count_of_labels(labels, True) if shift_labels and own.ignore_index == NO_LABEL else None
         target = nn.functional.pad(ids, (0, 1), value=own.ignore_index)[..., 1:] if shift_labels else ids
         given = lazy, target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
         loss, _ = _Loss(lazy.call.door, own)._fused(*given)
@@ -492,14 +492,14 @@ class _Door:
             return "torch.nn.functional.cross_entropy, which its loss calls, was replaced", None
         if layer is None:
             return "its output layer is no nn.Linear", None
-        if _is_computed(layer):
+        if gathered.is_computed(layer):
             return "the weight or bias of its output layer is parametrized", None
         if transforming():
             return "a transform of torch.func runs", None
         if in_forward_mode():
             return "forward-mode gradients are computed", None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return unit_of(layer, self._around(model, layer))
+            return gathered.unit_of(layer, self._around(model, layer))
         return None, None
 
     def _around(self, model: nn.Module, layer: nn.Module) -> list[nn.Module]:
@@ -524,7 +524,7 @@ def _count(labels: Any, shifted: Any) -> None:
     if isinstance(shifted, Tensor):
         count_labels(shifted)
     elif isinstance(labels, Tensor) and labels.dim():
-        count_labels(labels, as_int64(labels)[..., 1:] != NO_LABEL)
+        count_labels(labels, shifted=True)
 
 
 @torch.compiler.assume_constant_result
@@ -553,7 +553,7 @@ def _output_layer(model: Any) -> Any:
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         modules = [m for m in layer.modules() if isinstance(m, nn.Linear)] if isinstance(layer, nn.Module) else []
-        computed = [m for m in modules if _is_computed(m)]
+        computed = [m for m in modules if gathered.is_computed(m)]
         weight = None if computed else getattr(layer, "weight", None)
         layer = next((m for m in modules if m in computed or (weight is not None and m.weight is weight)), None)
     return layer if layer is not None and type(layer).forward is nn.Linear.forward else None
@@ -671,23 +671,23 @@ def patch(
     owner.__class__ = _patched(type(owner))
     vars(owner)[_DOOR] = _Door(token_accuracy, token_metrics, eval_logits, options)
     if (given := vars(owner).get("forward")) is not None:  # which may not call the class's forward
-
-        @functools.partial(_named_as, given)
-        def forward(*arguments, **named):
-            return _forward(owner, given, arguments, named)
-
-        vars(forward)["__wrapped__"] = type(owner).forward  # what is left without wrappers
-        vars(forward)["_parallel_lce_own"] = given
-        vars(owner)["forward"] = forward
+        vars(owner)["forward"] = _named_as(given, functools.partial(_instance_forward, owner, given))
+        owner.forward.__wrapped__ = type(owner).forward  # what is left without wrappers
     return model
+
+
+def _instance_forward(model: nn.Module, own: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """In a ``partial``, whose copy in a copy of the model has that model."""
+    return _forward(model, own, arguments, named)
 
 
 def unpatch(model: _Model) -> _Model:
     """Undoes :func:`patch`, if it was called."""
     owner: Any = _owner(model)
     vars(owner).pop(_DOOR, None)
-    if (own := getattr(vars(owner).get("forward"), "_parallel_lce_own", None)) is not None:
-        vars(owner)["forward"] = own
+    forward = vars(owner).get("forward")
+    if isinstance(forward, functools.partial) and forward.func is _instance_forward:  # else it is in another's
+        vars(owner)["forward"] = forward.args[1]
     if "_parallel_lce_base" in vars(type(owner)):  # else fully_shard's class is around it, which then does nothing
         owner.__class__ = type(owner)._parallel_lce_base
     return model

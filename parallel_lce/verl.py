@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import sys
 import warnings
@@ -171,7 +172,10 @@ def _fsdp_inputs(original: Callable, engine: Any, micro_batch: Any) -> tuple[dic
     fused = get_non_tensor_data(micro_batch, "use_fused_kernels", False)
     packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
     backend = (engine.model_config.fused_kernel_options or {}).get("impl_backend")
-    call = _call_of(micro_batch, _KERNEL) if fused and packed and backend == "triton" else None
+    call = None
+    if fused and packed and backend == "triton":
+        importlib.import_module(_KERNEL)  # which the model's forward imports first, and which the door then replaces
+        call = _call_of(micro_batch, _KERNEL)
     if call is None:
         return original(engine, micro_batch)
     # Without fused kernels verl refuses nothing, and prepares the temperatures of this rank's tokens.

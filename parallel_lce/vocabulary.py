@@ -132,7 +132,7 @@ class VocabularyOrder:
         """Write the order to a safetensors file. Needs the package safetensors, as :meth:`load` does."""
         from safetensors.torch import save_file
 
-        save_file({"new_id": self.new_id.contiguous(), "rows": torch.tensor(self.rows)}, path)
+        save_file({"new_id": self.new_id.contiguous(), "rows": torch.tensor(self.rows, device="cpu")}, path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> VocabularyOrder:

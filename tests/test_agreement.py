@@ -95,6 +95,7 @@ EXPOSED = {
     "sampled, target": (_moved("target", 5), "target at position 5", r"\d", r"\d"),
     "sampled, no counts": (NO_COUNTS, "log_expected_count", ".*", "None; target_log.*", _counts),
     "sampled, fewer": (_fewer, "sampled", ".*", ".*log_expected_count: rank 0 has .*", _counts),
+    "sampled, one fewer": (lambda a: dict(sampled=a["sampled"][:-1]), "sampled", f"{N} val.*", f"{N - 1} val.*"),
 }
 # Without debug mode: wrong results, or messages of other sizes.
 SILENT = {
@@ -106,7 +107,12 @@ SILENT = {
     "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
     "loss, temperatures": (lambda a: dict(temperature=a["input"][:, 0].exp()), "temperature", "1.0", "'of each token'"),
     "loss, target": (_moved("target", 4), "target at position 4", r"\d", r"\d"),
-    "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "None", "values of digest .*"),
+    "loss, weights": (
+        lambda a: dict(token_weight=a["target"].float()),
+        "token_weight",
+        "None",
+        r"\d values of digest .*",
+    ),
     "loss, a weight": (
         lambda a: dict(token_weight=_with(a["target"].float(), 3, 0.5)),
         *("token_weight at position 3", r"\d.0", "0.5"),

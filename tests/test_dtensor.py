@@ -207,6 +207,7 @@ def test_refused(member):
         (dict(vocab_size=V + 1), {}, f"vocab_size={V + 1} exceeds the {V} rows of linear_weight"),
         (dict(process_group=mesh), dict(linear_weight=whole_weight), r"ranks \[0, 1\], and linear_weight .*Replicate"),
         ({}, dict(linear_bias=short_bias), rf"linear_bias \[{V - 1}\] has {V - 1} entries, and linear_weight has {V}"),
+        (dict(vocab_size=V - 1), dict(linear_bias=short_bias), rf"linear_bias \[{V - 1}\] has {V - 1} ent"),
         ({}, dict(target=short_target), r"target must have shape \[4, 8\] for input \[4, 8, 16\], got \[4, 7\]"),
     ):
         text = said(sharded | options, **changes)
@@ -229,6 +230,11 @@ def test_refused(member):
     with pytest.raises(ValueError, match=rf"teacher_weight \[{V - 1}, 16\] has {V - 1} entries"):
         divergence(*student, *teacher)
     assert divergence(*student, *teacher, vocab_size=V - 1).item() == pytest.approx(0, abs=1e-15)
+    with pytest.raises(ValueError, match=rf"teacher_weight \[{V - 1}, 16\] has {V - 1} entries"):
+        divergence(*student, *teacher, vocab_size=V)
+    first, short = split.redistribute(placements=[SECOND]), whole["input"][:, :-1].contiguous()
+    with pytest.raises(ValueError, match=r"teacher_hidden \[4, 7, 16\] must have the tokens of student_hidden"):
+        divergence(first, student[1], distribute_tensor(short, mesh, [SECOND]), student[1])
 
 
 @on_ranks(2)

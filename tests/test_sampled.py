@@ -144,6 +144,31 @@ def test_the_gradient_of_expected_counts_alone(device):
         assert error(found, want) < 1e-12 and want.any()
 
 
+def test_samples_may_be_written_to_before_the_backward(device):
+    """As a buffer that the next microbatch fills."""
+    t, gradients = problem(device=device), []
+    for write in (False, True):
+        leaves = [t[name].detach().requires_grad_() for name in LEAVES]
+        ids = t["sampled"].clone()
+        loss = parallel_lce.sampled_linear_cross_entropy(**t | dict(zip(LEAVES, leaves), sampled=ids))
+        ids.fill_(V // 2) if write else None
+        gradients.append(torch.autograd.grad(loss, leaves))
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_samples_that_the_bias_masks(device, per_token):
+    """They have no gradient, and a token that has no others has none but its target's."""
+    t = problem(per_token=per_token, device=device)
+    t["sampled"] = t["sampled"].fill_(V - 1)
+    t["linear_bias"][V - 1] = -torch.inf
+    leaves = [t[name].detach().requires_grad_() for name in LEAVES]
+    loss = parallel_lce.sampled_linear_cross_entropy(**t | dict(zip(LEAVES, leaves)))
+    assert loss.item() == 0
+    for gradient in torch.autograd.grad(loss, leaves):
+        assert not gradient.any()
+
+
 def test_a_target_outside_the_vocabulary_is_nan(device):
     t = problem(device=device)
     t["target"][1] = V
@@ -173,6 +198,13 @@ def test_frequencies_are_the_expected_counts(kind):
         torch.testing.assert_close(powered.double(), want / want.sum(), rtol=1e-5, atol=0)
         with pytest.raises(ValueError, match=r"counts must be \[V\], finite and >= 0"):
             UnigramSampler(-counts)
+
+
+def test_samplers_draw_on_the_cpu_whatever_the_default_device(monkeypatch):
+    made = UnigramSampler([1.0, 3.0, 2.0]), LogUniformSampler(9)
+    with torch.device("meta"):
+        for own, other in zip(made, (UnigramSampler([1.0, 3.0, 2.0]), LogUniformSampler(9))):
+            assert torch.equal(own.sample(20, seed=1, device="cpu"), other.sample(20, seed=1, device="cpu"))
 
 
 @pytest.mark.parametrize("value", [1.5, torch.nan, 0, "3"])

@@ -2,12 +2,15 @@
 
 A habit is a function of the model, of a batch with labels and of ``patch``, and gives what its program looks at."""
 
+import contextlib
 import copy
 import functools
+import gc
 import inspect
 import io
 import pickle
 import types
+import weakref
 from unittest import mock
 
 import numpy
@@ -17,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import parallel_lce.transformers as door
+from tools import on_ranks
 from transformers_models import (
     RELEASES,
     TRAINED,
@@ -30,7 +34,8 @@ from transformers_models import (
     same,
     warned,
 )  # fmt: skip
-from transformers_standin import ModulesToSave
+from transformers_standin import ModulesToSave, RowwiseSplitInput
+from world import mesh_of
 
 AFTER, OWN = "makes the logits beside its fused loss", "computes its own loss, of all logits: "
 PARAMETRIZED = OWN + "the weight or bias of its output layer is parametrized"
@@ -46,6 +51,16 @@ def trained(model, given, use=lambda out: None) -> list:
         loss = loss + value
     loss.backward()
     return [loss.detach(), value, *(p.grad for p in model.parameters())]
+
+
+@contextlib.contextmanager
+def uncollected():
+    """Without the garbage collector."""
+    gc.collect(), gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def kept(z):
@@ -145,6 +160,27 @@ def forward_replaced(model, given, patch, before=False):
     return trained(patch(model) if before else model, given)
 
 
+def of_the_instance(model):
+    """As accelerate leaves a model: with a forward of its own, which a copy binds to itself."""
+    model.forward = types.MethodType(wrapped(type(model).forward), model)
+    return model
+
+
+def copied_after(model, given, patch):
+    copied = copy.deepcopy(patch(of_the_instance(model)))
+    with torch.no_grad():
+        [p.mul_(0.5) for p in copied.parameters()]
+    return trained(copied, given), [p.grad is None for p in model.parameters()]
+
+
+def decorated(model, given, patch):
+    """What is put around a patched model's forward stays after another patch."""
+    patch(of_the_instance(model))
+    own, calls = model.forward, []
+    model.forward = functools.wraps(own)(lambda *arguments, **named: (calls.append(0), own(*arguments, **named))[1])
+    return trained(patch(model), given), len(calls)
+
+
 def in_a_checkpoint(model, given, patch, reentrant=True):
     patch(model)
     loss = torch.utils.checkpoint.checkpoint(
@@ -217,6 +253,12 @@ def function_in_forward(model, base, input_ids, labels=None, **named):
     z = model.lm_head(model.get_input_embeddings()(input_ids))
     assert isinstance(z, torch.Tensor)
     return {"loss": Twice.apply(z / 2.0).mean(), "logits": z}
+
+
+def aligned(model, base, input_ids, labels, **named):
+    """Its labels are those of the positions themselves, as a decoder's behind an encoder."""
+    z = model.lm_head(model.get_input_embeddings()(input_ids))
+    return {"loss": model.loss_function(z, labels, z.shape[-1], shift_labels=labels), "logits": z}
 
 
 def by_the_weight(model, base, input_ids, labels=None, **named):
@@ -426,6 +468,9 @@ HABITS = {
     "a global hook": (global_hook, OWN + "its output layer has hooks"),
     "forward replaced": (forward_replaced, None),
     "forward replaced before": (functools.partial(forward_replaced, before=True), None),
+    "a copy of a replaced forward": (copied_after, None),
+    "forward replaced after, patched again": (decorated, None),
+    "aligned labels": (overridden(aligned), None),
     "reentrant checkpoint": (in_a_checkpoint, None),
     "checkpoint": (functools.partial(in_a_checkpoint, reentrant=False), None),
     "deepcopy": (copied(copy.deepcopy), None),
@@ -482,6 +527,40 @@ def test_habits(member, release, name, kind):
     found, was_fused = beside_stock(habit, model_of(release, kind).train(), batch(1))
     assert was_fused == (said in (None, AFTER) and name not in NO_LOSS_TO_FUSE), found
     assert len(found) == (said is not None) and all(said in text for text in found), found
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_nothing_waits_for_the_garbage_collector(used):
+    """Neither the hidden states nor logits that were made."""
+    model, refs = door.patch(model_of("stand-in", "capped").train()), []
+    with warned(), uncollected():
+        out = model(**batch(1))
+        refs.append(weakref.ref(out["logits"].lazy.hidden))
+        if used:
+            refs.append(weakref.ref(kept(out["logits"].float())))
+        out["loss"].backward()
+        del out
+        assert [ref() for ref in refs] == [None] * (1 + used)
+
+
+def test_a_forward_without_labels_keeps_nothing_of_its_callers():
+    """Python before 3.13 keeps the variables of a function whose frame is asked for them."""
+    model, ids, refs = door.patch(model_of("stand-in", "plain").train()), batch(1)["input_ids"], []
+    with uncollected():
+        for _ in range(2):
+            out = model(ids)
+            refs.append(weakref.ref(out["logits"]))
+            out["logits"].sum().backward()
+        assert refs[0]() is None
+
+
+@on_ranks(2)
+def test_a_weight_that_a_plan_shards_by_hidden_features(member):
+    model = model_of("stand-in", "plain").train()
+    own = copy.deepcopy(model)
+    RowwiseSplitInput().install_forward(model.lm_head, mesh_of(member.device.type, (member.ranks,)))
+    with pytest.warns(door.LogitsWarning, match=r"is sharded as .*Shard\(dim=1\)"):
+        near(door.patch(model)(**batch(1))["loss"].detach(), own(**batch(1))["loss"].detach())
 
 
 def test_accuracy_of_its_own_loss():

@@ -177,6 +177,20 @@ def test_smoothed_labels_of_real_logits(library):
     near(found.detach(), library.Trainer(door.unpatch(model), library.LabelSmoother(0.1)).compute_loss(given).detach())
 
 
+@pytest.mark.parametrize("options", [{"gradient_filter": 2**-13}, {}], ids=str)
+def test_smoothed_labels_that_are_not_fused_are_said(library, options):
+    """Fused gradients of a filter take none; and DDP may have used the logits."""
+    model, given = patch(model_of("stand-in", "plain").train(), **options), batch(0)
+    trainer = library.Trainer(model, library.LabelSmoother(0.1))
+    if not options:
+        trainer.model = lambda **inputs: (out := model(**inputs), out["logits"].sum())[0]
+    with pytest.warns(
+        door.LogitsWarning, match="a smoothed loss of all logits: " + ("a grad" if options else "'sum' ")
+    ):
+        found = trainer.compute_loss(given)
+    near(found.detach(), library.Trainer(door.unpatch(model), library.LabelSmoother(0.1)).compute_loss(given).detach())
+
+
 @pytest.mark.parametrize("change", ["compute_loss_func", "smoother", "is_fsdp_enabled"])
 def test_other_losses_of_a_trainer_get_logits(library, change):
     model, given = model_of("stand-in", "plain").train(), batch(0)

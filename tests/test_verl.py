@@ -456,6 +456,31 @@ def test_the_entry_point(tmp_path):
     _python(IMPORT, tmp_path, standin())
 
 
+FSDP_ALONE = """
+import sys
+from types import SimpleNamespace
+import verl
+from tensordict import NonTensorData, TensorDict
+from verl.utils import tensordict_utils
+kernel, plugin = "verl.utils.kernel.linear_cross_entropy", sys.modules["parallel_lce.verl"]
+assert kernel not in sys.modules
+engine = SimpleNamespace(model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}))
+asked = dict(temperature=1.0, use_fused_kernels=True, calculate_sum_pi_squared=True)
+batch = TensorDict({name: NonTensorData(value) for name, value in asked.items()}, batch_size=[1])
+seen = []
+try:
+    plugin._fsdp_inputs(lambda engine, batch: seen.append(batch["use_fused_kernels"]), engine, batch)
+except TypeError:  # what verl's function gives is missing
+    pass
+assert kernel in sys.modules and seen == [False]
+"""
+
+
+def test_the_first_batch_of_fsdp_alone():
+    """Without megatron-core the model's forward imports verl's kernel first."""
+    _python(FSDP_ALONE, standin(), VERL_USE_EXTERNAL_MODULES="parallel_lce.verl")
+
+
 def test_the_python_of_the_page_and_nothing_else_imports_a_trainer():
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     before, after = [block for block in blocks if "loss.backward()" in block]

@@ -109,6 +109,21 @@ class ColwiseGatherOutput:
         module.forward = tp_forward
 
 
+class RowwiseSplitInput:
+    """transformers' style of this name, on the layer alone."""
+
+    def install_forward(self, module: nn.Module, mesh) -> None:
+        module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(1)]))
+        original_forward = module.forward
+
+        def tp_forward(hidden):
+            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+            hidden = hidden.redistribute(placements=[Shard(hidden.ndim - 1)])
+            return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = tp_forward
+
+
 def _log_probs(hidden, weight, bias, logit_scale, softcap, temperature):
     bias = None if bias is None else bias.to(hidden.dtype)
     z = nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale

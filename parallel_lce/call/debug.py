@@ -103,9 +103,9 @@ def agree(
 ) -> list[Slice]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
-    A setting is compared among the ranks that pass it. If the settings agree, each of ``tensors``, int64 or fp64, must
-    have the same shape on all ranks. Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of
-    some hundred bytes; if one tensor alone differs, two others with its values.
+    A setting is compared among the ranks that pass it; ``tensors``, int64 or fp64, by their elements. Returns every
+    rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of some hundred bytes; if one tensor alone differs,
+    and has as many elements on all ranks, two others with its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -122,7 +122,7 @@ def agree(
     if differing:
         differences = [
             _difference(layout, name, tensor)
-            if len(differing) == 1 and (tensor := tensors.get(name)) is not None and "None" not in said.values()
+            if len(differing) == 1 and (tensor := tensors.get(name)) is not None and _sizes(said) == {tensor.numel()}
             else f"{name}: {_by_rank(said)}"
             for name, said in differing.items()
         ]
@@ -178,7 +178,7 @@ def _by_rank(said: dict[int, str]) -> str:
 
 
 def _digest(tensor: Tensor | None) -> str:
-    """A digest of int64 or fp64 values. All NaN are one value, and so are 0 and -0."""
+    """The number of int64 or fp64 values, and a digest. All NaN are one value, and so are 0 and -0."""
     if tensor is None:
         return repr(None)
     # clone() gives even a tensor of one element the stride of 1 that a view as bytes needs.
@@ -186,7 +186,13 @@ def _digest(tensor: Tensor | None) -> str:
     if values.is_floating_point():
         values = values.nan_to_num(torch.finfo(values.dtype).max, torch.inf, -torch.inf) + 0
     digest = hashlib.sha256(bytes(values.view(torch.uint8).tolist()))
-    return f"values of digest {digest.hexdigest()[:12]}"
+    return f"{tensor.numel()} values of digest {digest.hexdigest()[:12]}"
+
+
+def _sizes(digests: dict[int, str]) -> set[int]:
+    """Of tensors, by their digests; empty if a rank has none."""
+    sizes = {text.partition(" ")[0] for text in digests.values()}
+    return set() if repr(None) in sizes else {*map(int, sizes)}
 
 
 def _stacked(layout: Layout, values: Tensor) -> Tensor:

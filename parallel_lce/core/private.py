@@ -100,10 +100,11 @@ backward_id: Callable[[], int] = _torch._C._current_graph_task_id
 
 def saving_without_hooks() -> AbstractContextManager:
     """A context in which autograd saves tensors themselves, not what hooks around it make of them, such as those of a
-    checkpoint, which run its function again where a tensor is read."""
+    checkpoint, which run its function again where a tensor is read. The tensors are detached: a node that saves its own
+    output, as that of ``tanh``, would otherwise hold itself for ever. Reading one attaches it again."""
     if not _torch._C._autograd._saved_tensors_hooks_is_enabled():  # by torch.func: there are no hooks
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def in_forward_mode() -> bool:

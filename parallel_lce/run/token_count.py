@@ -19,7 +19,7 @@ from parallel_lce.core.host_number import HostNumber
 from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64, as_number
 from parallel_lce.core.private import get_proxy_mode, transforming, version
 
-# Of labels: the number of those that count, and the labels' version.
+# Of labels: the number of those that count, the labels' version, and whether the first of each row were left out.
 _counts = WeakTensorKeyDictionary()
 
 
@@ -79,29 +79,29 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
     return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else as_number(ignore_index)))
 
 
-def count_labels(labels: Tensor, mask: Tensor | None = None) -> TokenCount | None:
-    """Starts to count the tokens that ``mask`` counts, else the labels that are not -100. :func:`count_of_labels` of
-    these very labels gives the count. For a door, which sees the labels before the loss. None if they cannot be
-    counted."""
+def count_labels(labels: Tensor, mask: Tensor | None = None, shifted: bool = False) -> TokenCount | None:
+    """Starts to count the tokens that ``mask`` counts, else the labels that are not -100, with ``shifted`` without the
+    first of each row. :func:`count_of_labels` of these very labels gives the count. For a door, which sees the labels
+    before the loss. None if they cannot be counted."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
-    count = TokenCount(as_int64(labels) != NO_LABEL if mask is None else mask)
+    count = TokenCount(as_int64(labels)[..., shifted:] != NO_LABEL if mask is None else mask)
     if count.unknown:
         return None
-    _counts[labels] = count, None if labels.is_inference() else version(labels)
+    _counts[labels] = count, None if labels.is_inference() else version(labels), shifted
     return count
 
 
-def count_of_labels(labels: object) -> TokenCount | None:
-    """What :func:`count_labels` of these very labels has given. None without it, or if they have changed since, which
-    nobody sees of tensors of inference mode."""
+def count_of_labels(labels: object, shifted: bool = False) -> TokenCount | None:
+    """What :func:`count_labels` of these very labels, and of the same ``shifted``, has given. None without it, or if
+    the labels have changed since, which nobody sees of tensors of inference mode."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
     known = _counts.get(labels)
     if known is None:
         return None
-    count, before = known
-    return count if before is None or version(labels) == before else None
+    count, before, was_shifted = known
+    return count if was_shifted == shifted and (before is None or version(labels) == before) else None
 
 
 def skips_by_environment() -> bool:

@@ -129,13 +129,16 @@ def sampled_linear_cross_entropy(
     if target_log_expected_count is not None:
         of_target = of_target - target_log_expected_count.reshape(-1).to(dtype)
     if shared:
-        samples = SharedSamples(call, sampled, target, remove_accidental_hits)
+        # A copy: nothing saves these ids, and a caller may write to its own before the backward.
+        samples = SharedSamples(call, sampled.clone(), target, remove_accidental_hits)
         others = LogSumExp.apply(*inputs, offsets, samples)
     else:
         left_out = outside[:, 1:]
         if remove_accidental_hits:
             left_out = left_out | (sampled == target.unsqueeze(1))
-        others = (logits[:, 1:] + offsets).masked_fill(left_out, -torch.inf).logsumexp(1)
+        others = (logits[:, 1:] + offsets).masked_fill(left_out, -torch.inf)
+        without = (others == -torch.inf).all(1)  # logsumexp has no gradient there but NaN
+        others = others.masked_fill(without.unsqueeze(1), 0.0).logsumexp(1).masked_fill(without, -torch.inf)
     counted = target != ignore_index
     # Tokens that do not count are set to 0 here, so that a NaN of theirs reaches no gradient.
     difference = torch.where(counted, others - of_target, 0.0)

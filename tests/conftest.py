@@ -40,7 +40,12 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     if not ("slow" in marks or "thinned" in marks or any("::" in argument for argument in config.args)):
         without |= left_out([item for item in items if item not in without | asked_for], config.option.all)
     config.hook.pytest_deselected(items=[*without])
-    items[:] = [item for item in items if item not in without]
+    # A world of another release imports it anew, and ends where a test wants another one.
+    items[:] = sorted([item for item in items if item not in without], key=_other_release)
+
+
+def _other_release(item: pytest.Item) -> str:
+    return item.callspec.params["release"] if item.originalname == "test_other_releases" else ""
 
 
 @pytest.fixture(autouse=True, scope="module")

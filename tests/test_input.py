@@ -202,8 +202,7 @@ LARGE = 2**24 + 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 @on_ranks()
 def test_a_vocabulary_beyond_2_to_the_24(member, dtype):
     """Uneven shards of ids that fp32 cannot tell apart."""

@@ -274,6 +274,6 @@ def test_calls_of_many_lengths_leave_nothing_behind():
         size = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MiB
         return size, len(gc.get_objects())
 
-    (size, objects), (later_size, later_objects) = held(500), held(2500)
+    (size, objects), (later_size, later_objects) = held(300), held(1500)
     assert later_size < size + 16
     assert later_objects < objects + 100

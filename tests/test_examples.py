@@ -24,11 +24,16 @@ CASES = {
 }
 # Prints the threads that are left, which may abort the process while Python ends.
 ALL_IN_ONE_PROCESS = f"""
-import importlib, pathlib
+import importlib, pathlib, time
 for name in {[*CASES]}:
     print("example", name)
     importlib.import_module(name).main()
-    print(*(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")), sep="\\n")
+    for _ in range(100):  # a thread takes its time to end
+        threads = " ".join(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm"))
+        if "gloo" not in threads:
+            break
+        time.sleep(0.1)
+    print(threads)
 """
 
 

@@ -68,6 +68,25 @@ def test_one_tokens_nan_upstream_leaves_the_others_alone_in_fp16(device):
     assert_close(found[1][others], found[0][others], 2e-3)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("by", ["upstream", "weight"])
+def test_a_nan_of_an_ignored_token_reaches_no_gradient(by, dtype, device, budget):
+    """As of a mean over a sequence without tokens."""
+    found = []
+    for number in (1.0, torch.nan, torch.inf):
+        t = small(device, dtype=dtype, bias=True)
+        one = torch.ones(len(t.x), device=device)
+        t.target[3], one[3], upstream = -100, number, one
+        options = dict(linear_bias=t.bias, reduction="none", logits_budget=budget)
+        if by == "weight":
+            options["token_weight"], upstream = one.requires_grad_(), torch.ones_like(one)
+        loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+        leaves = [t.x, t.weight, t.bias, *([one] if by == "weight" else [])]
+        found.append(torch.autograd.grad(loss, leaves, upstream))
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
 @pytest.mark.parametrize("cap", [2.0**-126, 1e-3, 1.0, 30.0, 1e4, 1e30])
 def test_a_softcap_has_an_error_of_few_roundings(cap, backend, device):
     """Of one entry, whose logit is the log-sum-exp: beside 0, where the polynomial ends, far from it, and at infinity.

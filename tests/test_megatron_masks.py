@@ -112,6 +112,9 @@ def test_masked_tokens_have_no_loss(member):
             found = call()
         torch.testing.assert_close(found, whole * mask)
         assert sum(rows) == int(mask.sum())
+    model.compute_language_model_loss = model.compute_language_model_loss  # as a program restores it
+    torch.testing.assert_close(calls[0](), whole * mask)
+    del model.compute_language_model_loss
     install(skip_masked=False)  # the labels stay counted
     assert torch.equal(model(*given, labels=marked), counting)
     install(skip_masked=True)

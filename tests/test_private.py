@@ -88,6 +88,8 @@ def test_tensors_are_saved_without_the_hooks_around(allowed):
         assert not seen
         x.exp()
     assert len(seen) == allowed
+    with private.saving_without_hooks():
+        assert (x * x).grad_fn._saved_other is x  # a parameter stays the object that it is
 
 
 def test_tensors_of_tracing_are_of_one_package():

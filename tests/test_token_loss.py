@@ -1,5 +1,8 @@
 """``token_loss`` beside float64 autograd of the same function of all logits; and what its function may not do."""
 
+import contextlib
+import gc
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -326,6 +329,23 @@ def test_an_exception_ends_on_every_rank(member, kind, everyone, debug):
         expected = "ValueError: rank(s) [1] of process_group refused their arguments, rank 1 because: loss raised "
         expected += "RuntimeError: no advantage"
     assert said == expected and t.x.grad.isfinite().all()
+
+
+def test_an_exception_keeps_nothing_of_its_call():
+    """Such as its exponentials, beside which a smaller microbatch would run."""
+    t, values = small(N=N), []
+
+    def loss(statistics):
+        values.append(weakref.ref(statistics.lse))
+        raise RuntimeError("no memory")
+
+    gc.collect(), gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            parallel_lce.token_loss(t.x, t.weight, t.target, loss)
+        assert [ref() for ref in values] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

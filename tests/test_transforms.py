@@ -1,7 +1,10 @@
 """The public functions under ``torch.func``, with batched gradients, exported, and without values. Second derivatives
 and forward mode are refused in words."""
 
+import functools
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -109,6 +112,32 @@ def test_func(problem):
     assert torch.equal(of_weight, torch.stack([e[2] for e in each]))
     rows = functional.jacobian(lambda x: function(x, w), x)
     torch.testing.assert_close(jacrev(function)(x, w), rows)
+
+
+def test_a_call_leaves_nothing_behind(problem):
+    """Its graph does not hold its own result, which the garbage collector would have to find."""
+    function, x, w = problem
+    hidden = 2 * x.clone().requires_grad_()[None]
+    gc.collect(), gc.disable()
+    try:
+        result, held = vmap(lambda x: function(x, w))(hidden), weakref.ref(hidden)
+        del result, hidden
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_count_is_not_read_for_each_example(device):
+    x, w, target = (
+        normal(2, 8, D).to(device),
+        normal(30, D, seed=1).to(device),
+        torch.arange(16, device=device).view(2, 8),
+    )
+    target[0, 3:], target[1, 2:] = -100, -100
+    count = parallel_lce.count_tokens(target)
+    loss = lambda x, y, **options: parallel_lce.linear_cross_entropy(x, w, y, **options)  # noqa: E731
+    found = vmap(functools.partial(loss, counted_tokens=count))(x, target)
+    assert torch.equal(found, vmap(loss)(x, target)) and found.isfinite().all()
 
 
 def test_no_examples(problem):

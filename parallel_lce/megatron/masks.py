@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.megatron import settings
+from parallel_lce.megatron.own_code import is_megatrons
 from parallel_lce.patching import replaced
 from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
 
@@ -34,8 +35,9 @@ def wrapped_forward(own: Callable) -> Callable:
     @functools.wraps(own)
     def forward(self, *given, **named):
         fused = hasattr(getattr(self, "output_layer", None), "returns_lazy_logits") and settings.skips_masked()
-        # token_log_probs, which replaces the loss, knows its labels by identity, and counts them itself.
-        if not fused or "compute_language_model_loss" in vars(self) or torch.compiler.is_compiling():
+        # Another loss wants the labels as they are; token_log_probs, which puts one there, also by identity.
+        loss = vars(self).get("compute_language_model_loss")
+        if not fused or not (loss is None or is_megatrons(loss)) or torch.compiler.is_compiling():
             return own(self, *given, **named)
         arguments = {**dict(zip(names[1:], given)), **named}
         labels, mask = arguments.get(label), arguments.get("loss_mask")

@@ -105,7 +105,8 @@ class Fused(torch.autograd.Function):
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
             coefficients = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            coefficients = loss_results.coefficients(residuals, in_memory(upstream[0]))
+            of_loss = loss_results.of_counted(in_memory(upstream[0]), call.target, call.options)
+            coefficients = loss_results.coefficients(residuals, of_loss)
         consumed, ctx.consumed = ctx.consumed, True
         dx, dweight, dbias = backward(
             call, *kept[:3], kept.partial, kept.gathered, saved, coefficients, needs, consumed
@@ -189,7 +190,10 @@ class DenseLoss(torch.autograd.Function):
         consumed, ctx.consumed = ctx.consumed, True
         dx = dweight = reduction = incoming = None
         with device_without_autocast(weight):
+            upstream = loss_results.of_counted(in_memory(upstream), target, call.options)
             x = hidden if hidden.dim() == 2 else flattened(hidden)
+            if needs_hidden and layout.ranks > 1 and call.options.reduce_hidden_grad:
+                reduction = call.hidden_reduction(x)  # in debug mode an exchange, before the gather on every rank
             rows = weight.shape[0]
             shard = with_contiguous_rows(weight if real == rows else weight[:real])
             if gathered is not None:
@@ -202,9 +206,9 @@ class DenseLoss(torch.autograd.Function):
                 dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start
-            gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, logit_map))
-            if needs_hidden and layout.ranks > 1 and call.options.reduce_hidden_grad:
-                block, reduction = call.plan.blocks[0], call.hidden_reduction(flattened(hidden))
+            gradient = dense.gradient(products, stacked, upstream, divisor, (target, bias, logit_map))
+            if reduction is not None:
+                block = call.plan.blocks[0]
                 local = reduction.open_block(block)
                 reduction.start(block, product(gradient, shard, local.dtype, local))
             elif needs_hidden:

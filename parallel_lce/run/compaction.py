@@ -80,7 +80,8 @@ class _AllTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream.narrow(0, ctx.rows * ctx.layout.rank, ctx.rows), None
+        # A copy: a leaf's gradient that is a view would keep the gradient of all tokens.
+        return upstream.narrow(0, ctx.rows * ctx.layout.rank, ctx.rows).clone(), None
 
 
 def counted_loss(

@@ -32,9 +32,9 @@ def fused_loss(
         return loss if reduction != "none" or len(shape) == 1 else loss.view(shape)
     losses, shape = _called(options._replace(token_weight_gradient=True), tensors, group, main_grad)
     target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(losses.dtype)
+    if options.ignore_index is not None:  # weights of ignored tokens may be NaN
+        weights = weights.masked_fill(target == options.ignore_index, 0.0)
     losses = losses * weights
-    if options.ignore_index is not None:
-        losses = losses.masked_fill(target == options.ignore_index, 0.0)
     if reduction == "none":
         return losses.view(shape)
     return mean_loss(losses, target, weights, options.ignore_index)[0] if reduction == "mean" else losses.sum()

@@ -16,6 +16,7 @@ from parallel_lce.backends.loss_formula import sum_of_weights
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, LossFunction
 from parallel_lce.call.checks import described
+from parallel_lce.core.options import Options
 from parallel_lce.core.partials import MAX, Merged
 from parallel_lce.core.private import saving_without_hooks
 from parallel_lce.run import statistics
@@ -136,7 +137,10 @@ def finish(call: Call, function: LossFunction, metrics: dict[str, Tensor]) -> No
                 "if the function loss raises on this rank alone, the other ranks of process_group wait in a later "
                 "collective until its timeout; PARALLEL_LCE_DEBUG=1 raises on every rank"
             )
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # which its traceback would keep alive, with the call's tensors
     if layout.ranks > 1 and debug.enabled():
         debug.agree(layout, {}, {})
 
@@ -155,6 +159,14 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     assert target is not None
     mean, divisor = call.backend.mean_loss(losses, target, weight, call.options.ignore_index)
     return [mean], residuals._replace(divisor=divisor)
+
+
+def of_counted(upstream: Tensor, target: Tensor | None, options: Options) -> Tensor:
+    """The gradient of a call's loss, 0 where it is a token's and the token is ignored: it may be NaN there, as that of
+    a mean over no tokens, and one NaN in G is one in every row of dW."""
+    if not upstream.dim() or options.ignore_index is None or target is None:
+        return upstream
+    return upstream.masked_fill(target == options.ignore_index, 0.0)
 
 
 def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:

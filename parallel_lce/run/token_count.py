@@ -36,6 +36,12 @@ class TokenCount:
         """Whether nobody could read the mask."""
         return self._total is None
 
+    def unread(self) -> TokenCount:
+        """One that nobody can read: the loss works on all tokens."""
+        other = copy.copy(self)
+        other._total = None
+        return other
+
     def plus(self, more: int) -> TokenCount:
         """The same number, as a bound: up to ``more`` further tokens may count."""
         other = copy.copy(self)

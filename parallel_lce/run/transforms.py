@@ -22,6 +22,7 @@ from parallel_lce.call.checks import as_group, is_dtensor
 from parallel_lce.core import private
 from parallel_lce.core.options import as_number
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.run.token_count import TokenCount
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 _NO_TANGENTS = "parallel_lce has no forward-mode derivatives (jvp, jacfwd, hessian): use vjp, grad or jacrev"
@@ -178,20 +179,22 @@ def _joined(tensors: Sequence[Tensor], others: list, structure: Any) -> tuple[tu
 @private.outside_graphs
 def _transformed(function: Callable, given: tuple, named: dict[str, Any]) -> Any:
     tensors, others, structure = _split(given, named)
-    returned: list = [None]
+    # A count is of all examples of a vmap, and would be read for each.
+    others = [[leaf[0].unread()] if leaf and isinstance(leaf[0], TokenCount) else leaf for leaf in others]
+    form: list[Any] = []  # of the result, which the graph must not hold: class, structure and what is there
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         given, named = _joined(tensors, others, structure)
-        returned[0] = result = function(*given, **named)
-        values, _ = private.pytree.tree_flatten(vars(result) if dataclasses.is_dataclass(result) else result)
+        result = function(*given, **named)
+        kind = type(result) if dataclasses.is_dataclass(result) else None
+        values, of_result = private.pytree.tree_flatten(vars(result) if kind else result)
+        form[:] = kind, of_result, [value is not None for value in values]
         return tuple([value for value in values if value is not None])
 
     found = iter(_Again.apply(_as_now(run, tensors[0].device.type) if tensors else run, *tensors))
-    (result,) = returned
-    replaced = functools.partial(private.pytree.tree_map, lambda value: value if value is None else next(found))
-    if dataclasses.is_dataclass(result):
-        return type(result)(**replaced(vars(result)))  # pyright: ignore[reportCallIssue]
-    return replaced(result)
+    kind, of_result, there = form
+    result = private.pytree.tree_unflatten([next(found) if each else None for each in there], of_result)
+    return result if kind is None else kind(**result)
 
 
 def operator(function: Callable) -> Callable:

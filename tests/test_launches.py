@@ -35,7 +35,7 @@ TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Shared memory of a block: of Hopper and Blackwell, and the least of any device since Ampere.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # Beside the installed release for Hopper. Each kernel is compiled for one call; compile_kernels.py alone compiles all.
-SLOW = [(80, TRITON[0]), (90, TRITON[0]), (90, TRITON[-1]), (100, TRITON[-1])]
+SLOW = [(80, TRITON[0]), (90, TRITON[-1]), (100, TRITON[-1])]
 # Kernels that spill registers where they are asked for everything at once, by capability.
 SPILLS = {
     80: set(),

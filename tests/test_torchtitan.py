@@ -306,10 +306,10 @@ CASES = [
     *(f"{backend}{more}" for backend in ("", "partial ", "full ")
       for more in ("tp2 no-sp", "tp2 dp2 accumulated")),
     "partial tp4",
-    "dp2", "dp2 resharded accumulated", "cp2", "full cp2", "tp2 cp2", "bf16", "compiled", "tp2 compiled",
+    "dp2", "dp2 resharded accumulated", "cp2", "tp2 cp2", "bf16", "compiled", "tp2 compiled",
     "partial tp2 compiled", "checked", "tp2 checked", "tp2 no-sp checked", "tied", "partial dp2 tied resharded",
     "bias accumulated", "tp2 no-sp bias", "soft-cap", "tp2 soft-cap", "partial tp2 soft-cap bias", "tp2 uneven",
-    "full tp2 uneven", "accumulated DAPOLoss", "tp2 GRPOLoss", "tp4 no-sp DAPOLoss", "partial tp2 dp2 DAPOLoss",
+    "full tp2 uneven", "accumulated DAPOLoss", "tp2 GRPOLoss", "partial tp2 dp2 DAPOLoss",
     "block0 tp2", "block1", "block2 GRPOLoss",
 ]  # fmt: skip
 

@@ -62,7 +62,7 @@ def tiered(cases: list[tuple], of_release_alone: list[tuple]) -> list:
     return [*(("stand-in", *case) for case in cases), *slow]
 
 
-# With accuracies and without; of the release's models one of the two.
+# With accuracies and without; of the release one of the two, and one compiled model.
 TRAININGS = [("stand-in", *case, accuracy) for case in CASES for accuracy in (False, True)]
 TRAININGS += tiered([], [(*case, (i + i // 2) % 2 == 0) for i, case in enumerate([*CASES[:-1], *MORE])])
 

@@ -257,13 +257,13 @@ class DTensorAdapter:
         # Checked here, since local sizes may differ on some ranks alone. With vocab_size rows of padding may differ.
         entries, own, ranks = value.shape[0], self._weight.shape[0], 1 if self._tp is None else self.mesh.size(self._tp)
         size = self.options.vocab_size
-        if value.dim() == 1:
+        if is_bias := name.endswith("bias"):
             fits = entries == self._rows
         else:
             fits = entries == own or (size is not None and size <= entries and -(-entries // ranks) == -(-own // ranks))
             self._rows = entries
         if not fits:
-            rows = self._rows if value.dim() == 1 else own
+            rows = self._rows if is_bias else own
             raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {rows} rows")
         value = self._redistributed(name, value, self._shards)
         return value.to_local(grad_placements=self._weight_gradient)

@@ -187,18 +187,18 @@ def _lazy(head: Any, hidden: Tensor) -> Any:
     call = getattr(_running, "call", None)
     if call is None or call.head is not head:
         return nn.Module.__call__(head, hidden)
-    call.called = True
-    call.reason = call.reason or _reason_of_layer(call.layer, head, hidden)
+    call.called, call.reason = True, call.reason or _reason_of_layer(call, head, hidden)
     return _LazyLogits(call, call.layer, hidden) if call.reason is None else nn.Module.__call__(head, hidden)
 
 
-def _reason_of_layer(layer: nn.Linear, head: nn.Module, hidden: Tensor) -> str | None:
+def _reason_of_layer(call: _Call, head: nn.Module, hidden: Tensor) -> str | None:
     """Why this call of the output layer, by ``head``, must make real logits; None if it need not."""
+    layer, weight = call.layer, gathered.weight_of(call.layer)
     if "forward" in vars(layer) and not gathered.is_sharded_by_plan(layer):
         return "the forward of its output layer was replaced"
     if gathered.other_hooks(head):
         return "its output layer has hooks"
-    calls = [is_own(call, nn.Module.__module__, name) for name, call in module_calls().items()]
+    calls = [is_own(each, nn.Module.__module__, name) for name, each in module_calls().items()]
     calls.append(is_own(nn.Linear.forward, nn.Linear.__module__, "Linear.forward"))
     function = nn.functional.linear
     if not all(calls) or not (function is linear or is_own(function, "deepspeed.runtime.zero.linear")):
@@ -206,10 +206,10 @@ def _reason_of_layer(layer: nn.Linear, head: nn.Module, hidden: Tensor) -> str |
     modes = [type(mode) for mode in function_modes()]
     if others := [kind.__name__ for kind in modes if kind is not DeviceContext]:
         return f"a mode of torch functions is active, {others[-1]}"
-    weight = gathered.weight_of(layer)
     if not (isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)):
         return f"the weight of its output layer is a {type(weight).__name__}"
-    if isinstance(weight, DTensor) and any(each.is_shard() and not each.is_shard(0) for each in weight.placements):
+    columns = isinstance(weight, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in weight.placements)
+    if columns and call.unit is None:  # a unit gathers it
         return f"the weight of its output layer is sharded as {weight.placements}, not by entries of the vocabulary"
     if type(hidden) not in (Tensor, nn.Parameter, DTensor):
         return f"its output layer gets a {type(hidden).__name__}"

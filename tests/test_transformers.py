@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.transformers as door
@@ -204,9 +205,9 @@ def _by_size(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
 
 
-def _head2(model, around):
+def _head2(model, around, dim=0):
     model.lm_head = around(model.lm_head)
-    fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)))
+    fully_shard(model.lm_head, mesh=mesh_of("cpu", (2,)), shard_placement_fn=lambda p: Shard(dim))
     return fully_shard(model, mesh=mesh_of("cpu", (2,)))
 
 
@@ -230,6 +231,7 @@ UNITS = {
     "FSDP, a unit around": (functools.partial(_head1, around=_unit1), True),
     "a saved module": (_saved1, True),
     "FSDP2, a module around": (functools.partial(_head2, around=_Around), True),
+    "FSDP2, by hidden features": (functools.partial(_head2, around=lambda layer: layer, dim=1), True),
     "FSDP, twice": (functools.partial(_head1, around=_Doubling), False),
     "FSDP2, twice": (functools.partial(_head2, around=_Doubling), False),
     "DDP, unused parameters": (_ddp, True),

@@ -91,7 +91,8 @@ def count_labels(labels: Tensor, mask: Tensor | None = None, shifted: bool = Fal
     before the loss. None if they cannot be counted."""
     if not isinstance(labels, Tensor) or _in_trace():
         return None
-    count = TokenCount(as_int64(labels)[..., shifted:] != NO_LABEL if mask is None else mask)
+    counted = as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL if mask is None else mask
+    count = TokenCount(counted)
     if count.unknown:
         return None
     _counts[labels] = count, None if labels.is_inference() else version(labels), shifted

@@ -129,8 +129,8 @@ def sampled_linear_cross_entropy(
     if target_log_expected_count is not None:
         of_target = of_target - target_log_expected_count.reshape(-1).to(dtype)
     if shared:
-        # A copy: nothing saves these ids, and a caller may write to its own before the backward.
-        samples = SharedSamples(call, sampled.clone(), target, remove_accidental_hits)
+        # Copies: nothing saves these ids, and a caller may write to its own before the backward.
+        samples = SharedSamples(call, sampled.clone(), target.clone(), remove_accidental_hits)
         others = LogSumExp.apply(*inputs, offsets, samples)
     else:
         left_out = outside[:, 1:]

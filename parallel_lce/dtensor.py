@@ -76,7 +76,6 @@ class DTensorAdapter:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
         input, weight, target, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
-        self._rows = 0  # of the last weight
         sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
         check_option("sequence_parallel", sequence_parallel)
         if is_dtensor(weight):
@@ -107,7 +106,7 @@ class DTensorAdapter:
             name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
             for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
         }
-        weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias)
+        weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias, weight)
         if (self.parts > 1 or self._gives_dtensors) and need_position(self.options, tensors):
             others["position"] = self._position()
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
@@ -249,21 +248,16 @@ class DTensorAdapter:
             value = self._redistributed(name, value, self._tokens)
         return value.to_local(grad_placements=self._input_gradient)
 
-    def weight(self, name: str, value: Any) -> Any:
-        """A weight ``[V, D]``, or a bias ``[V]`` of the weight before it, as this rank's plain shard."""
+    def weight(self, name: str, value: Any, of: Any = None) -> Any:
+        """A weight ``[V, D]``, or the bias ``[V]`` ``of`` a weight, as this rank's plain shard."""
         if value is None or not _alike(name, value, "linear_weight", self._weight):
             return value
         self._check_mesh(name, value)
         # Checked here, since local sizes may differ on some ranks alone. With vocab_size rows of padding may differ.
-        entries, own, ranks = value.shape[0], self._weight.shape[0], 1 if self._tp is None else self.mesh.size(self._tp)
-        size = self.options.vocab_size
-        if is_bias := name.endswith("bias"):
-            fits = entries == self._rows
-        else:
-            fits = entries == own or (size is not None and size <= entries and -(-entries // ranks) == -(-own // ranks))
-            self._rows = entries
-        if not fits:
-            rows = self._rows if is_bias else own
+        like, ranks = self._weight if of is None else of, 1 if self._tp is None else self.mesh.size(self._tp)
+        entries, rows, size = value.shape[0], like.shape[0], self.options.vocab_size
+        padded = of is None and size is not None and size <= entries and -(-entries // ranks) == -(-rows // ranks)
+        if entries != rows and not padded:
             raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {rows} rows")
         value = self._redistributed(name, value, self._shards)
         return value.to_local(grad_placements=self._weight_gradient)

@@ -3,7 +3,9 @@ with another forward. :func:`is_own` tells a project's own code from what a prog
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -52,6 +54,15 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name in values:
             setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+
+
+def named_as(own: Callable[..., Any], forward: Any) -> Any:
+    """As ``functools.update_wrapper``, without the attribute by which accelerate finds what it takes for a wrapper's
+    function, and puts that into the model."""
+    functools.update_wrapper(forward, own)
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(own)
+    return forward
 
 
 def is_own(function: Any, module: str, name: str | None = None) -> bool:

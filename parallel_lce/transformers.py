@@ -43,7 +43,7 @@ from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.lazy_logits import LogitsTensor, RecordedLogits, watch_optimizers
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.output_metrics import Found, labels_of_caller, with_fields
-from parallel_lce.patching import is_own
+from parallel_lce.patching import is_own, named_as
 from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -322,20 +322,26 @@ class _Smoother:
     ) -> Tensor:
         logits = output["logits"] if isinstance(output, dict) else output[0]
         lazy: Any = getattr(logits, "lazy", None)
-        own, ids = self.own, as_int64(labels)
-        is_lazy = isinstance(lazy, _LazyLogits)
-        reason = is_lazy and lazy.made is not None and f"{lazy.call.made_by} comes before the loss"
-        if is_lazy and lazy.call.door.options["gradient_filter"] is not None:
-            reason = "a gradient_filter takes no smoothed labels"
-        if reason:
-            lazy.call.door.say(lazy.call.model, f"has a smoothed loss of all logits: {reason}", key="smoothed")
-        if reason or not is_lazy or lazy.epilogue() is None:
+        own, ids, reason = self.own, as_int64(labels), None
+
+        def of(output: Any) -> Tensor:
             return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+
+        if not isinstance(lazy, _LazyLogits):
+            return of(output)
+        if lazy.call.door.options["gradient_filter"] is not None:
+            reason = "a gradient_filter takes no smoothed labels"
+        elif lazy.made is not None:
+            reason = f"{lazy.call.made_by} comes before the loss"
+        if reason is not None:
+            lazy.call.door.say(lazy.call.model, f"has a smoothed loss of all logits: {reason}", key="smoothed")
+        if reason is not None or lazy.epilogue() is None:
+            return of(output)
         count = count_of_labels(labels, True) if shift_labels and own.ignore_index == NO_LABEL else None
         target = nn.functional.pad(ids, (0, 1), value=own.ignore_index)[..., 1:] if shift_labels else ids
         given = lazy, target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
         loss, _ = _Loss(lazy.call.door, own)._fused(*given)
-        lazy.origin.loss = loss.grad_fn, lambda real: own({"logits": real}, labels, shift_labels, num_items_in_batch)
+        lazy.origin.loss = loss.grad_fn, lambda real: of({"logits": real})
         return loss
 
 
@@ -576,7 +582,7 @@ def _patched(base: type) -> type:
         _parallel_lce_base = base
         _parallel_lce_place = [*inspect.signature(base.forward).parameters, "labels"].index("labels") - 1
 
-        @functools.partial(_named_as, base.forward)
+        @functools.partial(named_as, base.forward)
         def forward(self, *arguments, **named):
             return _forward(self, functools.partial(base.forward, self), arguments, named)
 
@@ -597,15 +603,6 @@ def _patched(base: type) -> type:
 
     Patched.__name__, Patched.__qualname__, Patched.__module__ = base.__name__, base.__qualname__, base.__module__
     return Patched
-
-
-def _named_as(own: Callable[..., Any], forward: Any) -> Any:
-    """As ``functools.update_wrapper``, without the attribute by which accelerate finds what it takes for a wrapper's
-    function, and puts that into the model."""
-    functools.update_wrapper(forward, own)
-    del forward.__wrapped__
-    forward.__signature__ = inspect.signature(own)
-    return forward
 
 
 def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
@@ -671,7 +668,7 @@ def patch(
     owner.__class__ = _patched(type(owner))
     vars(owner)[_DOOR] = _Door(token_accuracy, token_metrics, eval_logits, options)
     if (given := vars(owner).get("forward")) is not None:  # which may not call the class's forward
-        vars(owner)["forward"] = _named_as(given, functools.partial(_instance_forward, owner, given))
+        vars(owner)["forward"] = named_as(given, functools.partial(_instance_forward, owner, given))
         owner.forward.__wrapped__ = type(owner).forward  # what is left without wrappers
     return model
 

@@ -1,9 +1,9 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
 ``compile_kernels.py CAPABILITY [once]``, since Triton must not be in its interpreter's mode; ``once`` compiles each
-kernel for the first of few calls. All calls take ten minutes. Prints, in JSON, the version of
-Triton, which PYTHONPATH may choose, and what each kernel takes: bytes of stack, which are registers spilled, and of
-shared memory. ``plain``: as kernel_calls.py has it. Every launch must say whether a product and a sum are fused, since
-Triton 3.10 changes the default.
+kernel for the first of few calls. All calls take ten minutes. Prints, in JSON, the version of Triton, which PYTHONPATH
+may choose, and what each kernel takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: as
+kernel_calls.py has it. Every launch must say whether a product and a sum are fused, since Triton 3.10 changes the
+default.
 """
 
 import functools

@@ -200,7 +200,7 @@ def test_frequencies_are_the_expected_counts(kind):
             UnigramSampler(-counts)
 
 
-def test_samplers_draw_on_the_cpu_whatever_the_default_device(monkeypatch):
+def test_samplers_draw_on_the_cpu_whatever_the_default_device():
     made = UnigramSampler([1.0, 3.0, 2.0]), LogUniformSampler(9)
     with torch.device("meta"):
         for own, other in zip(made, (UnigramSampler([1.0, 3.0, 2.0]), LogUniformSampler(9))):

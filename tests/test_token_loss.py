@@ -1,7 +1,6 @@
 """``token_loss`` beside float64 autograd of the same function of all logits; and what its function may not do."""
 
 import contextlib
-import gc
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import parallel_lce
 import reference
 from cases import Tensors, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
-from tools import debug_mode, everywhere, on_ranks, shrunk, small
+from tools import debug_mode, everywhere, on_ranks, shrunk, small, uncollected
 from world import Member
 
 N, V = 48, 120
@@ -339,13 +338,10 @@ def test_an_exception_keeps_nothing_of_its_call():
         values.append(weakref.ref(statistics.lse))
         raise RuntimeError("no memory")
 
-    gc.collect(), gc.disable()
-    try:
+    with uncollected():
         with contextlib.suppress(RuntimeError):
             parallel_lce.token_loss(t.x, t.weight, t.target, loss)
         assert [ref() for ref in values] == [None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(

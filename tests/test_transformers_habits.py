@@ -2,10 +2,8 @@
 
 A habit is a function of the model, of a batch with labels and of ``patch``, and gives what its program looks at."""
 
-import contextlib
 import copy
 import functools
-import gc
 import inspect
 import io
 import pickle
@@ -20,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import parallel_lce.transformers as door
-from tools import on_ranks
+from tools import on_ranks, uncollected
 from transformers_models import (
     RELEASES,
     TRAINED,
@@ -51,16 +49,6 @@ def trained(model, given, use=lambda out: None) -> list:
         loss = loss + value
     loss.backward()
     return [loss.detach(), value, *(p.grad for p in model.parameters())]
-
-
-@contextlib.contextmanager
-def uncollected():
-    """Without the garbage collector."""
-    gc.collect(), gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def kept(z):

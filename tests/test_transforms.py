@@ -2,7 +2,6 @@
 and forward mode are refused in words."""
 
 import functools
-import gc
 import io
 import weakref
 
@@ -18,7 +17,7 @@ from cases import normal
 from parallel_lce import rl
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import ops
-from tools import arguments_to, on_ranks, shrunk, small, statistics
+from tools import arguments_to, on_ranks, shrunk, small, statistics, uncollected
 from world import mesh_of
 
 N, V, D = 6, 10, 8
@@ -118,21 +117,15 @@ def test_a_call_leaves_nothing_behind(problem):
     """Its graph does not hold its own result, which the garbage collector would have to find."""
     function, x, w = problem
     hidden = 2 * x.clone().requires_grad_()[None]
-    gc.collect(), gc.disable()
-    try:
+    with uncollected():
         result, held = vmap(lambda x: function(x, w))(hidden), weakref.ref(hidden)
         del result, hidden
         assert held() is None
-    finally:
-        gc.enable()
 
 
 def test_a_count_is_not_read_for_each_example(device):
-    x, w, target = (
-        normal(2, 8, D).to(device),
-        normal(30, D, seed=1).to(device),
-        torch.arange(16, device=device).view(2, 8),
-    )
+    x, w = normal(2, 8, D).to(device), normal(30, D, seed=1).to(device)
+    target = torch.arange(16, device=device).view(2, 8)
     target[0, 3:], target[1, 2:] = -100, -100
     count = parallel_lce.count_tokens(target)
     loss = lambda x, y, **options: parallel_lce.linear_cross_entropy(x, w, y, **options)  # noqa: E731

@@ -120,9 +120,10 @@ def agree(
     values_of = {n: {rank: m.values[n] for rank, m in enumerate(messages) if n in m.values} for n in names}
     differing = {name: said for name, said in values_of.items() if len(set(said.values())) > 1}
     if differing:
+        alone = len(differing) == 1
         differences = [
             _difference(layout, name, tensor)
-            if len(differing) == 1 and (tensor := tensors.get(name)) is not None and _sizes(said) == {tensor.numel()}
+            if alone and (tensor := tensors.get(name)) is not None and len({*map(_size, said.values())}) == 1
             else f"{name}: {_by_rank(said)}"
             for name, said in differing.items()
         ]
@@ -189,10 +190,9 @@ def _digest(tensor: Tensor | None) -> str:
     return f"{tensor.numel()} values of digest {digest.hexdigest()[:12]}"
 
 
-def _sizes(digests: dict[int, str]) -> set[int]:
-    """Of tensors, by their digests; empty if a rank has none."""
-    sizes = {text.partition(" ")[0] for text in digests.values()}
-    return set() if repr(None) in sizes else {*map(int, sizes)}
+def _size(digest: str) -> str:
+    """The number of a tensor's values, by its digest."""
+    return digest.partition(" ")[0]
 
 
 def _stacked(layout: Layout, values: Tensor) -> Tensor:

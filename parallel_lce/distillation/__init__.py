@@ -141,8 +141,9 @@ def divergence(
     with _naming("student"):
         options, given, group, adapter = adapted(options, given, process_group, reduction, teacher_scale)
         if adapter is not None:
-            hidden, *weights = zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teachers)
-            teachers = adapter.hidden(*hidden), *[adapter.weight(*each) for each in weights]
+            hidden, weight, bias = teachers
+            of_weight = adapter.weight("teacher_weight", weight), adapter.weight("teacher_bias", bias, weight)
+            teachers = adapter.hidden("teacher_hidden", hidden), *of_weight
             teacher_scale = adapter.per_token("teacher_logit_scale", teacher_scale)
         student, inputs = prepare(options, given, group, extra_check=numbers, planned=False)
     debug.state.awaited = True  # the teacher's exchange is to come

@@ -2,6 +2,7 @@
 and vocab_parallel_cross_entropy. The kernels are interpreted on the CPU, compiled with ``-m gpu``."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.kernels import loss_kernels
 from parallel_lce.run.entry import fused_loss
-from tools import chosen_backend, everywhere, given, on_ranks, small
+from tools import chosen_backend, debug_mode, everywhere, given, on_ranks, small
 from world import Member
 
 
@@ -158,6 +159,33 @@ def test_ranks_whose_biases_differ_run_the_same_collectives(member):
         [found] = torch.autograd.grad(loss, [x])
         assert not saved_logits()
     torch.testing.assert_close(found.double(), dense_loss(t)["dx"].chunk(2)[member.rank], rtol=2e-2, atol=1e-4)
+
+
+@on_ranks(2)
+def test_ranks_without_dense_logits_exchange_and_gather_in_the_same_order(member):
+    """The last rank's 13 entries are no multiple of 8; the budget has no room for gathered hidden states."""
+    t, found = small(member.device, N=32, V=32, D=64, dtype="bf16"), []
+    for debug in (False, True):
+        x, weight = (each.detach().chunk(2)[member.rank].requires_grad_() for each in (t.x, t.weight))
+        options = dict(process_group=member.group, sequence_parallel=True, vocab_size=29, logits_budget=3000)
+        with debug_mode() if debug else nullcontext(), launches() as run:
+            loss = linear_cross_entropy(x, weight, t.target % 29, reduction="none", **options)
+            found.append(torch.autograd.grad(loss.sum(), [x, weight]))
+        assert ("lce_backward_dense" in {each.kernel for each in run}) == (member.rank == 0)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_nan_from_above_of_an_ignored_token_reaches_no_gradient(device):
+    found = []
+    for number in (1.0, torch.nan):
+        t = small(device, **SHAPE)
+        t.target[3] = -100
+        upstream = torch.ones(len(t.x), device=device)
+        upstream[3] = number
+        losses = linear_cross_entropy(t.x, t.weight, t.target, reduction="none")
+        assert saved_logits()
+        found.append(torch.autograd.grad(losses, [t.x, t.weight], upstream))
+    assert all(map(torch.equal, *found))
 
 
 def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):

@@ -296,7 +296,7 @@ TOGETHER = ("gradient_filter", "temperature"), tuple(n for n in CHANGING if n no
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("names", [*TOGETHER, *(pytest.param((name,), marks=pytest.mark.slow) for name in CHANGING)])
+@pytest.mark.parametrize("names", TOGETHER)
 @pytest.mark.thinned
 def test_options_and_sizes_may_change_from_call_to_call(names, dynamic, device):
     """One graph for the first values and one for all others. With ``dynamic=True`` numbers, too, are symbols."""

@@ -54,7 +54,6 @@ CASES = [
 ]
 # A stand-in's plan shards the output layer alone, so its weight is not tied.
 MORE = [*((1, kind, "alone", True) for kind in ONLY_RELEASED), (2, "tied, biased", "plan", False)]
-MORE.append((1, "capped", "compiled", True))
 
 
 def tiered(cases: list[tuple], of_release_alone: list[tuple]) -> list:
@@ -63,9 +62,9 @@ def tiered(cases: list[tuple], of_release_alone: list[tuple]) -> list:
     return [*(("stand-in", *case) for case in cases), *slow]
 
 
-# With accuracies and without; of the release one of the two, and one compiled model.
+# With accuracies and without; of the release one of the two.
 TRAININGS = [("stand-in", *case, accuracy) for case in CASES for accuracy in (False, True)]
-TRAININGS += tiered([], [(*case, (i + i // 2) % 2 == 0) for i, case in enumerate([*CASES[:-1], *MORE])])
+TRAININGS += tiered([], [(*case, (i + i // 2) % 2 == 0) for i, case in enumerate([*CASES, *MORE])])
 
 
 def by_plan(release: str, model, member: Member):

@@ -544,11 +544,12 @@ def test_a_forward_without_labels_keeps_nothing_of_its_callers():
 
 @on_ranks(2)
 def test_a_weight_that_a_plan_shards_by_hidden_features(member):
-    model = model_of("stand-in", "plain").train()
+    model = model_of("stand-in", "plain").to(member.device).train()
+    given = {name: tensor.to(member.device) for name, tensor in batch(1).items()}
     own = copy.deepcopy(model)
     RowwiseSplitInput().install_forward(model.lm_head, mesh_of(member.device.type, (member.ranks,)))
     with pytest.warns(door.LogitsWarning, match=r"is sharded as .*Shard\(dim=1\)"):
-        near(door.patch(model)(**batch(1))["loss"].detach(), own(**batch(1))["loss"].detach())
+        near(door.patch(model)(**given)["loss"].detach(), own(**given)["loss"].detach())
 
 
 def test_accuracy_of_its_own_loss():

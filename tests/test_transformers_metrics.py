@@ -2,7 +2,6 @@
 with the release."""
 
 import copy
-import sys
 import tempfile
 import types
 import warnings
@@ -14,6 +13,7 @@ import torch
 import parallel_lce.transformers as door
 from parallel_lce.lazy_logits import LogitsTensor
 from parallel_lce.transformers import patch
+from tools import with_modules
 from transformers_models import (
     KINDS,
     RELEASE_ALONE,
@@ -136,7 +136,7 @@ def library():
     made = {name: types.ModuleType(name) for name in modules}
     for name, module in made.items():
         exec(modules[name], vars(module))
-    with mock.patch.dict(sys.modules, made):
+    with with_modules(made):
         yield types.SimpleNamespace(
             **{"LabelSmoother": None} | {k: v for m in made.values() for k, v in vars(m).items()}
         )

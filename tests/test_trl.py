@@ -20,6 +20,7 @@ import parallel_lce.transformers as door
 import transformers_standin
 from measures import assert_near
 from parallel_lce import trl as trl_door
+from tools import with_modules
 from transformers_models import (
     RELEASE_ALONE,
     RELEASES,
@@ -174,7 +175,7 @@ def test_habits(member, release):
         trl_door.unpatch()
         user = types.ModuleType("user")
         user.ChunkedLogProbFunction, user.kept = own[0], own[0]
-        with mock.patch.dict(sys.modules, user=user):
+        with with_modules({"user": user}):
             trl_door.patch()
             assert user.ChunkedLogProbFunction.own is user.kept is own[0]
             trl_door.unpatch()

@@ -179,6 +179,20 @@ def uncollected():
         gc.enable()
 
 
+@contextmanager
+def with_modules(given: dict):
+    """``sys.modules`` with these, afterwards as before. What was imported of torch meanwhile stays: it cannot be
+    imported twice, since it registers its names."""
+    before = dict(sys.modules)
+    sys.modules.update(given)
+    try:
+        yield
+    finally:
+        before |= {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
+        sys.modules.clear()
+        sys.modules.update(before)
+
+
 def upstream(loss: torch.Tensor) -> torch.Tensor:
     """A gradient that differs from token to token."""
     return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)

@@ -6,10 +6,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
+
+from tools import with_modules
 
 IGNORE_INDEX, CLIP = -100, 0.2
 
@@ -113,5 +114,5 @@ def installed(mesh=None):
     )  # fmt: skip
     names = "config", "config.override", "distributed.spmd_types"
     loss = {"torchtitan.components.loss": sys.modules[__name__]}
-    with mock.patch.dict(sys.modules, {"spmd_types": own, **{f"torchtitan.{name}": own for name in names}, **loss}):
+    with with_modules({"spmd_types": own, **{f"torchtitan.{name}": own for name in names}, **loss}):
         yield importlib.import_module("parallel_lce.torchtitan")

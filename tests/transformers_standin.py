@@ -4,13 +4,13 @@ import copy
 import sys
 import types
 from collections import OrderedDict
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
 
+from tools import with_modules
 from zero_standin import gathered
 
 
@@ -182,4 +182,4 @@ def installed_trl():
     of_utils = {"_ChunkedLogProbFunction": ChunkedLogProbFunction, "maybe_gather_lm_head_ctx": maybe_gather_lm_head_ctx}
     vars(modules["trl.trainer.utils"]).update(of_utils)
     vars(modules["trl.trainer.distillation_trainer"])["ChunkedDivergenceFunction"] = ChunkedDivergenceFunction
-    return mock.patch.dict(sys.modules, modules)
+    return with_modules(modules)

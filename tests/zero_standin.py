@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tools import with_modules
+
 RELEASE = "0.19.8"
 OTHERS = "hjson==3.1.0 py-cpuinfo==9.0.0 msgpack==1.2.4 ninja==1.13.2 psutil==7.2.2 einops==0.8.1 tqdm pydantic==2.12.5"
 OTHERS += " pydantic-core==2.41.5 annotated-types typing-inspection typing-extensions packaging numpy"
@@ -59,7 +61,7 @@ def zero3_linear_wrap(hidden, weight, bias=None):
 
 def installed():
     """A context in which this module is DeepSpeed's one of this name, and its linear everybody's."""
-    home = mock.patch.dict(sys.modules, {"deepspeed.runtime.zero.linear": sys.modules[__name__]})
+    home = with_modules({"deepspeed.runtime.zero.linear": sys.modules[__name__]})
     linear = mock.patch.object(F, "linear", zero3_linear_wrap)
     return home, linear
 

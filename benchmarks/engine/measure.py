@@ -38,6 +38,7 @@ def measure(peers: list[Peer], judge: Judge, rounds: int, host: bool = False) ->
     """
     problem, team = judge.problem, judge.problem.team
     entries, calls, readers = {}, {}, {}
+    gc.freeze()  # later collections skip the objects of the libraries
     torch.compiler.reset()  # torch.compile would make a loss dynamic that it compiled for another shape
     for peer in peers:
         entry = {"name": peer.name, "upstream": peer.upstream, "family": peer.family, "refused": None, "errors": {}}
@@ -56,7 +57,7 @@ def measure(peers: list[Peer], judge: Judge, rounds: int, host: bool = False) ->
     largest_logit = judge.truth.largest_logit
     del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
-    gc.freeze()  # later collections skip the objects of the libraries
+    gc.freeze()
     for peer, readings in interleaved(readers, team, rounds).items():
         for kind, clock in readings[0]:
             entries[peer][kind][clock] = [reading[kind, clock] for reading in readings]

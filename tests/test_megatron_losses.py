@@ -181,5 +181,10 @@ def test_the_launcher_and_the_environment():
     install()
     found = settings.resolve()
     assert {name: getattr(found, name) for name in names} == names and found.skip_masked
-    install(z_loss=0, vocab_size=None)  # None: as before
-    assert (settings.resolve().z_loss, settings.resolve().vocab_size) == (0.0, 50257)
+    given = dict(z_loss=0.0, label_smoothing=0.0, vocab_size=60000, gradient_filter=2**-13, logits_budget=0)
+    install(**given)
+    install(token_metrics=False)  # keeps the others
+    assert {name: getattr(settings.resolve(), name) for name in given} == given
+    install(**dict.fromkeys(given))  # None: the environment's, else the default
+    assert {name: getattr(settings.resolve(), name) for name in names} == names
+    assert settings.resolve().gradient_filter is settings.resolve().logits_budget is None

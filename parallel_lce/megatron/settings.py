@@ -65,12 +65,13 @@ def takes_logits() -> bool:
 
 
 def resolve(**given: object) -> Settings:
-    """Each setting is the given value, else that of the last ``patch`` or, without one, the environment's. Raises
-    ``ValueError`` as ``patch``."""
-    given = {name: value for name, value in given.items() if value is not None}
+    """Each setting is the given value, where None means the environment's; if none is given, that of the last ``patch``
+    or, without one, the environment's. Raises ``ValueError`` as ``patch``."""
     if not given and installed is not None:
         return installed
-    settings = (installed or _of_environment())._replace(**given)
+    of_environment = _of_environment()
+    given = {name: getattr(of_environment, name) if value is None else value for name, value in given.items()}
+    settings = (installed or of_environment)._replace(**given)
     if settings.cross_entropy not in CROSS_ENTROPIES:
         raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {settings.cross_entropy!r}")
     if settings.reduce_dtype not in (None, torch.float32):

@@ -23,20 +23,22 @@ from parallel_lce.megatron.own_code import is_megatrons
 from parallel_lce.patching import Replacements
 
 IMPLEMENTATION = "parallel_lce"
+KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()
+"""Default of a setting: that of an earlier call, else its own."""
 _replacements = Replacements()
 
 
 def patch(
-    logits_budget: int | None = None,
+    logits_budget: int | None = KEPT,
     *,
-    cross_entropy: str | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    gradient_filter: float | None = None,
-    skip_masked: bool | None = None,
-    z_loss: float | None = None,
-    label_smoothing: float | None = None,
-    vocab_size: int | None = None,
-    token_metrics: bool | None = None,
+    cross_entropy: str | None = KEPT,
+    reduce_dtype: torch.dtype | None = KEPT,
+    gradient_filter: float | None = KEPT,
+    skip_masked: bool | None = KEPT,
+    z_loss: float | None = KEPT,
+    label_smoothing: float | None = KEPT,
+    vocab_size: int | None = KEPT,
+    token_metrics: bool | None = KEPT,
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
     package's loss.
@@ -44,7 +46,8 @@ def patch(
     Call it before the model is built. Models with any other configuration do not change. The output layer returns lazy
     logits, and ``compute_language_model_loss``, which may be wrapped or overridden, ends in a cross-entropy that takes
     them. Where the fused loss would not give the same, a model makes its logits as without it, and a
-    :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others.
+    :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others; None gives a setting
+    its default again.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
@@ -74,7 +77,8 @@ def patch(
     given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
     given |= dict(z_loss=as_float(z_loss), label_smoothing=as_float(label_smoothing), vocab_size=as_number(vocab_size))
     given |= dict(skip_masked=as_bool(skip_masked), token_metrics=as_bool(token_metrics))
-    resolved = settings.resolve(**given, gradient_filter=as_float(gradient_filter))
+    given |= dict(gradient_filter=as_float(gradient_filter))
+    resolved = settings.resolve(**{name: value for name, value in given.items() if value is not KEPT})
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
         raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module import language_module
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers, vocab_parallel_cross_entropy
@@ -294,6 +295,63 @@ def test_gathered_logits_have_the_loss_of_shards(member):
     side_by_side(member, spec, gathered)
 
 
+def _logits_of(model, hidden, method="postprocess"):
+    """What the output layer gives to a model's ``method``, in Megatron's own file."""
+    text = f"def {method}(self, hidden):\n    return self.output_layer(hidden)[0]"
+    exec(compile(text, language_module.__file__, "exec"), found := {})
+    return found[method](model, hidden)
+
+
+@on_ranks(1)
+def test_drafts_are_tensors(member):
+    """Of multi-token prediction, by a method of Megatron 0.18 and newer: a CUDA graph may return them."""
+    model, data = build(member, spec := Model(), switched(Model())), batch(0, Model(), member.device)
+    hidden = torch.randn(3, 1, HIDDEN, device=member.device)
+    with torch.no_grad():
+        found = _logits_of(model.eval(), hidden, "compute_mtp_single_step")
+        assert torch.is_tensor(found) and not torch.is_tensor(_logits_of(model, hidden))
+        assert torch.equal(found, hidden @ model.output_layer.weight.T)
+    assert losses_of(model.train(), spec, data).requires_grad
+
+
+@on_ranks(2)
+def test_a_weight_that_is_sharded_once_more(member):
+    """Generalized tensor parallelism, of 0.19, gathers the weight for the layer alone."""
+    spec = Model(ranks=member.ranks)
+
+    def losses(model, data, ours):
+        layer = model.output_layer
+        whole, layer.gtp_remat_size = layer.weight, 2
+        with torch.no_grad():
+            part = torch.nn.Parameter(whole.chunk(2)[member.rank].clone())
+        part.is_gtp_weight_remat, layer.weight = True, part
+        layer._forward_impl = functools.partial(_with_weight, layer._forward_impl, whole)
+        said = words_of(lambda: model(data.tokens, data.positions, data.mask, labels=data.labels))
+        assert not said or "leave Megatron's in place" in said[0]
+        assert not hasattr(part, "zero_out_wgrad")
+        return [losses_of(model, spec, data)]
+
+    side_by_side(member, spec, losses)
+
+
+def _with_weight(own, whole, input, weight, *given, **named):
+    named.pop("gtp_remat_size", None)
+    return own(input, whole, *given, **named)
+
+
+@pytest.mark.parametrize("first", ["output_layer", "logits"])
+@on_ranks(1)
+def test_a_model_follows_a_later_choice(member, first):
+    """Of what the loss is computed from."""
+    model, data = build(member, Model(), switched(Model(), first)), batch(0, Model(), member.device)
+    inputs, hidden = (data.tokens, data.positions, data.mask), torch.randn(3, 1, HIDDEN, device=member.device)
+    for kind in (first, *{"output_layer", "logits"} - {first}, first):
+        parallel_lce.megatron.install(cross_entropy=kind)
+        assert torch.is_tensor(_logits_of(model, hidden)) == (kind == "logits")
+        assert words_of(lambda: model(*inputs, labels=data.labels)) == []
+        assert token_log_probs(model, *inputs, data.labels).log_probs.requires_grad  # never of logits
+
+
 @on_ranks(2)
 def test_the_group_is_the_models(member):
     """Not Megatron's global one, also if the output layer names none."""
@@ -362,6 +420,23 @@ def test_main_grad_gets_what_autograd_gives(member, how, budget, tied):
                 found += [g.clone() for g in differentiate(loss, weight, other)]
         ddp.finish_grad_sync()
         return [*found, *(p.main_grad for p in model.parameters())]
+
+    side_by_side(member, spec, gradients)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(1)
+def test_a_main_grad_of_the_programs_own_with_fusion(member, tied):
+    """Stock's fusion asks for no attribute of DDP's."""
+    spec = Model(tied=tied, fusion=True)
+
+    def gradients(model, data, ours):
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        for number in range(2):
+            losses_of(model, spec, batch(number, spec, member.device)).mean().backward()
+        kept = [p.grad for p in model.parameters() if p.grad is not None]
+        return [*(p.main_grad for p in model.parameters()), *kept]
 
     side_by_side(member, spec, gradients)
 

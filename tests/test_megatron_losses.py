@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build, losses_of
 from megatron_training import in_ddp, side_by_side, switched
-from parallel_lce.megatron import TokenMetrics, install, settings, token_metrics, uninstall
+from parallel_lce.megatron import TokenMetrics, install, settings, token_log_probs, token_metrics, uninstall
 from parallel_lce.megatron import __main__ as launcher
 from tools import on_ranks
 from world import Member
@@ -139,6 +139,17 @@ def test_mixins_of_the_output_layer(member, name, tied):
 
 
 @on_ranks(1)
+def test_metrics_stay_if_the_losses_of_one_sequence_change(member):
+    install(token_metrics=True)
+    model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
+    given = data.tokens[:1], data.positions[:1], data.mask
+    losses = model(*given, labels=data.labels[:1])
+    expected = losses.detach().clone()
+    losses.detach().zero_()
+    assert torch.equal(token_metrics(model).cross_entropy, expected) and expected.any()
+
+
+@on_ranks(1)
 def test_metrics_are_those_of_the_main_head(member):
     spec = Model(mtp=1)
     install(token_metrics=True, skip_masked=True)
@@ -147,6 +158,10 @@ def test_metrics_are_those_of_the_main_head(member):
     losses = ddp(data.tokens, data.positions, data.mask, labels=data.labels)
     assert torch.equal(token_metrics(ddp).cross_entropy, losses.detach())
     losses.sum().backward()
+    kept = token_metrics(model)
+    with torch.no_grad():
+        token_log_probs(model, data.tokens, data.positions, data.mask, data.labels)  # its heads have losses, too
+    assert token_metrics(model) is kept
     uninstall()
     main_grad = model.output_layer.weight.main_grad.clone()
     ddp.zero_grad_buffer()

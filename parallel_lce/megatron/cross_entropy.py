@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel_lce.core.options import NO_LABEL
 from parallel_lce.megatron import settings
-from parallel_lce.megatron.lazy_logits import LazyLogits
+from parallel_lce.megatron.lazy_logits import LazyLogits, are_asked_for
 from parallel_lce.megatron.losses import keep_metrics, terms_of_logits
 from parallel_lce.megatron.output_layer import losses_of_lazy, terms_of_lazy
 from parallel_lce.megatron.own_code import is_megatrons
@@ -28,8 +28,9 @@ from parallel_lce.patching import replaced
 from parallel_lce.run.token_count import TokenCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-# Models whose own compute_language_model_loss is running, and how many of its labels count. The innermost is the last.
-_running: list[tuple[Any, TokenCount | None]] = []
+# Models whose own compute_language_model_loss is running, how many of its labels count, and whether the metrics of its
+# tokens may be kept. The innermost is the last.
+_running: list[tuple[Any, TokenCount | None, bool]] = []
 
 
 def check_release() -> None:
@@ -101,8 +102,9 @@ def apply_of(function: type, theirs: Any) -> Any:
         group = next((v for v in others if isinstance(v, dist.ProcessGroup)), None)
         model, chosen = _running[-1][0] if _running else None, settings.resolve()
         if model is not None and group is not None and group.size() > 1:
-            weight = getattr(model.output_layer, "weight", None)
-            whole = getattr(model, "vocab_size", None) if weight is None else len(weight) * group.size()
+            weight, shards = getattr(model.output_layer, "weight", None), group.size()
+            shards *= getattr(model.output_layer, "gtp_remat_size", 1)  # a weight may be sharded once more
+            whole = getattr(model, "vocab_size", None) if weight is None else len(weight) * shards
             if logits.shape[-1] == whole:  # the output layer has gathered them
                 logits = logits.chunk(group.size(), dim=-1)[group.rank()]
         if model is not None and not smoothing and chosen.changes_loss(model.training):
@@ -112,7 +114,7 @@ def apply_of(function: type, theirs: Any) -> Any:
             whole_group: Any = group or parallel_state.get_tensor_model_parallel_group(check_initialized=False)
             terms = terms_of_logits(logits, target, chosen.vocab_size, formula.label_smoothing > 0, whole_group)
             losses, metrics = formula.losses(terms, target)
-            if chosen.token_metrics:
+            if _running[-1][2]:
                 keep_metrics(model, metrics)
             return losses
         losses = vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
@@ -124,10 +126,10 @@ def apply_of(function: type, theirs: Any) -> Any:
 
 def _of_lazy(logits: LazyLogits, target: Tensor) -> Tensor:
     """The fused losses ``[s, b]``, and under ``patch(token_metrics=True)`` the metrics of their tokens."""
-    model, count = _running[-1] if _running else (None, None)
+    model, count, kept = _running[-1] if _running else (None, None, False)
     chosen = settings.resolve()
     ignored = NO_LABEL if chosen.skip_masked else None
-    if model is None or not chosen.token_metrics:
+    if model is None or not kept:
         return losses_of_lazy(logits, target, ignored, count)
     formula = chosen.formula(model.training)
     terms = terms_of_lazy(logits, target, count, formula.label_smoothing > 0)
@@ -137,9 +139,10 @@ def _of_lazy(logits: LazyLogits, target: Tensor) -> Tensor:
 
 
 @contextmanager
-def own_loss(model: Any, count: TokenCount | None = None) -> Iterator[None]:
+def own_loss(model: Any, count: TokenCount | None = None, of_head: bool = False) -> Iterator[None]:
     """A context in which Megatron's own ``compute_language_model_loss`` of ``model`` ends in this module, whatever
-    loss its configuration chooses. ``count``: of the labels that are not -100."""
+    loss its configuration chooses. ``count``: of the labels that are not -100. ``of_head``: a head for multi-token
+    prediction computes the last loss of the model's call; without labels one always does."""
     with ExitStack() as stack:
         for function in functions():
             own = vars(function).get("apply")
@@ -151,6 +154,7 @@ def own_loss(model: Any, count: TokenCount | None = None) -> Iterator[None]:
         fused = _replaced_part(unfused, vars(unfused)["apply"].__func__.theirs) is None
         config = dict(cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="native")
         stack.enter_context(replaced(model.config, **config))
-        _running.append((model, count))
+        kept = settings.resolve().token_metrics and not (of_head or are_asked_for())
+        _running.append((model, count, kept))
         stack.callback(_running.pop)
         yield

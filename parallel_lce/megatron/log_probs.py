@@ -208,7 +208,7 @@ def _in_place_of_loss(function: str, model: Any, labels: Tensor, score: Callable
             return score(logits, labels)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
-        with own_loss(model):
+        with own_loss(model, of_head=True):
             return own(given, logits, *others, **named)
 
     return compute_language_model_loss

@@ -76,7 +76,9 @@ class Formula(NamedTuple):
         if self.ignore_index is not None:
             ignored = target == self.ignore_index
             loss, found = loss.masked_fill(ignored, 0.0), [value.masked_fill(ignored, 0) for value in found]
-        return loss, TokenMetrics(*[value.detach().transpose(0, 1).contiguous() for value in found])
+        # Copies: the losses may be changed in place, and Megatron's schedules free their memory.
+        transposed = [value.detach().transpose(0, 1) for value in found]
+        return loss, TokenMetrics(*[value.clone(memory_format=torch.contiguous_format) for value in transposed])
 
 
 def keep_metrics(model: Any, metrics: TokenMetrics) -> None:

@@ -88,7 +88,7 @@ def _lazy_class(base: type) -> type:
             """Of a unit of FSDP2 of its own lazy logits, before its hooks, which run with the loss. Whoever asks for
             logits gets real ones, since these could be made later by some ranks alone."""
             own = parameters_of(self).get("weight")
-            if isinstance(self, FSDPModule) and own is not None and not _unsupported(self, base):
+            if isinstance(self, FSDPModule) and own is not None and not (_as_stock(self) or _unsupported(self, base)):
                 call = _Call(*given, **named)
                 wanted = call.weight is not None or call.output_cross_entropy_loss or are_asked_for()
                 if not wanted and _why_logits(self, own, True, unit=True) is None:
@@ -103,6 +103,8 @@ def _lazy_class(base: type) -> type:
             they are ``ignore_index``. ``reduction="sum"`` adds them up on this rank; ``"mean"``, as Megatron's kernel,
             divides it by the number of tokens that are not ignored, and is NaN without such tokens.
             """
+            if _as_stock(self):
+                return base.forward(self, *given, **named)
             passed = named.get("weight", given[1] if len(given) > 1 else None)
             unsupported = _unsupported(self, base)
             # Parametrizations, which are unsupported, may compute another weight each time.
@@ -142,6 +144,11 @@ def _lazy_class(base: type) -> type:
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
+
+
+def _as_stock(layer: torch.nn.Module) -> bool:
+    """Whether the layer makes logits, as ``patch(cross_entropy="logits")`` says, except for :func:`without_logits`."""
+    return settings.takes_logits() and not hasattr(layer, "logits_refused_by")
 
 
 class _Call(NamedTuple):
@@ -193,15 +200,15 @@ def _why_logits(layer: Any, weight: Tensor | None, of_layer: bool, unit: bool = 
         vars(layer)["_parallel_lce_replaced"] = name
         if name:
             return f"{name} may handle them and is not Megatron's own; take its term from token_statistics instead"
-    expected = [layer.output_size_per_partition, layer.input_size]
-    if of_layer and weight is not None and list(weight.shape) != expected:
-        return f"the output layer was built with a weight {expected} and has {list(weight.shape)}; build it anew"
     # The passed weight may be a detached view of the layer's own.
     weights = [w for w in (weight, layer.weight) if w is not None]
     sharded = any(hasattr(w, "__fsdp_param__") or (hasattr(w, "to_local") and not unit) for w in weights)
     other_unit = FSDPModule in type(layer).__mro__ and not unit
     if sharded or other_unit or getattr(layer, "gtp_remat_size", 1) > 1:
         return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
+    expected = [layer.output_size_per_partition, layer.input_size]
+    if of_layer and weight is not None and list(weight.shape) != expected:
+        return f"the output layer was built with a weight {expected} and has {list(weight.shape)}; build it anew"
     if weight is not None and not unit and dispatches(type(weight)):
         return f"the output weight is a {type(weight).__name__}; use one of bf16, fp16 or fp32"
     if layer.skip_bias_add and layer.bias is not None:
@@ -346,12 +353,12 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     If main_grad is replaced between forward and backward, dW is added to the new one, as in stock. With fusion dW is
     added to the forward's main_grad, which becomes the weight's again. Without fusion dW goes to autograd wherever that
     makes a difference: if the weight has hooks, or its gradient is not accumulated in this backward, as in
-    ``torch.autograd.grad`` and ``backward(inputs=...)``.
+    ``torch.autograd.grad`` and ``backward(inputs=...)``. A main_grad that is not DDP's counts with fusion alone.
     """
-    tensor = getattr(weight, "main_grad", None)
-    if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
+    tensor, of_ddp = getattr(weight, "main_grad", None), hasattr(weight, "grad_added_to_main_grad")
+    if tensor is None or not weight.requires_grad or not (fusion or of_ddp):
         return None
-    if shared or not fusion:
+    if of_ddp and (shared or not fusion):
         keep_autograd_gradient(weight)
 
     def in_backward(weight_node: Any) -> Tensor | None:
@@ -361,7 +368,9 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
             return None
         return weight.main_grad
 
-    def placeholder(memory: Tensor | None) -> Tensor:
+    def placeholder(memory: Tensor | None) -> Tensor | None:
+        if not of_ddp:
+            return None
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
         weight.grad_added_to_main_grad = True
         gradient = within(memory, weight)

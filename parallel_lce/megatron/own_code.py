@@ -17,6 +17,8 @@ _COMPILER = os.path.join(_TORCH, "_dynamo", "")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Decorators of torch.amp that Megatron has around its autograd.Functions.
 _AMP = ("custom_fwd.<locals>.decorate_fwd", "custom_bwd.<locals>.decorate_bwd")
+# Of 0.18 and newer: its logits are drafts, which a CUDA graph may return.
+SINGLE_STEP = "compute_mtp_single_step"
 _BETWEEN = (_TORCH, _OURS, "<", functools.__file__, contextlib.__file__)
 
 
@@ -65,8 +67,8 @@ def mixin_on_the_way(frame: FrameType | None, layer: object) -> bool:
 
 def replaced_on_the_way(frame: FrameType | None, layer: object) -> str | None:
     """Of a call of the output layer from ``frame``, made by a language model's method: what between that method and the
-    model's loss is not Megatron's own, but for methods of ``layer`` itself; "" if all is. None if no language model
-    makes the call."""
+    model's loss is not Megatron's own, but for methods of ``layer`` itself; "" if all is, and
+    :data:`SINGLE_STEP` of that method. None if no language model makes the call."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     foreign = None
@@ -77,6 +79,8 @@ def replaced_on_the_way(frame: FrameType | None, layer: object) -> str | None:
             if not file.startswith(_folder()) and model is not layer:
                 foreign = foreign or frame.f_code.co_qualname
             if isinstance(model, LanguageModule):
+                if frame.f_code.co_name == SINGLE_STEP:
+                    return SINGLE_STEP
                 own = vars(model).get("compute_language_model_loss", type(model).compute_language_model_loss)
                 return foreign or ("" if is_megatrons(own) else "compute_language_model_loss")
         frame = frame.f_back

@@ -126,7 +126,7 @@ def _wrap_setup(own: Callable) -> Callable:
             if is_megatrons(vars(kind).get("forward")):
                 _replacements.replace(kind, "forward", wrapped_forward)
         layer: Any = getattr(self, "output_layer", None)
-        if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
+        if getattr(self, "post_process", True) and not of_another_kind(layer):
             make_lazy(layer)
 
     return setup_embeddings_and_output_layer

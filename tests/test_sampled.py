@@ -157,6 +157,29 @@ def test_samples_may_be_written_to_before_the_backward(device):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
+def test_targets_may_be_a_transposed_view(device, per_token):
+    t = problem(device=device, per_token=per_token)
+    target = t["target"].view(3, 4).t().contiguous().t()
+    wide = {n: v.unflatten(0, (3, 4)) for n, v in t.items() if len(v) == N and n != "target"}
+    found = parallel_lce.sampled_linear_cross_entropy(**t | wide | dict(target=target))
+    assert not target.is_contiguous() and torch.equal(found, parallel_lce.sampled_linear_cross_entropy(**t))
+
+
+def test_rows_of_samples_are_saved_as_other_tensors_are(device):
+    """So a backward frees them, and hooks and checkpoints see them."""
+    t, shapes = problem(device=device), []
+    t["input"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda v: (shapes.append(v.shape), v)[1], lambda v: v):
+        loss = parallel_lce.sampled_linear_cross_entropy(**t)
+    assert (M, D) in shapes
+    node, kept = loss.grad_fn, []
+    while node is not None and not hasattr(node, "share"):
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    kept = [v for v in (vars(node.share) if node else {}).values() if isinstance(v, torch.Tensor)]
+    assert node is not None and all(len(v.shape) == 1 for v in kept)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
 def test_samples_that_the_bias_masks(device, per_token):
     """They have no gradient, and a token that has no others has none but its target's."""
     t = problem(per_token=per_token, device=device)

@@ -29,6 +29,11 @@ def ppo(s, old, advantage):
     return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
 
 
+def rounded(s, old, advantage):
+    losses, metrics = ppo(s, old, advantage)
+    return (losses + advantage * s.entropy).bfloat16(), metrics
+
+
 def focal(s, old, advantage):
     return -advantage * (1 - s.target_log_prob.exp()).square() * s.target_log_prob
 
@@ -247,7 +252,7 @@ class _Module(torch.nn.Module):
         self.t, self.values, self.options = t, values, dict(entropy=True, reduction=reduction)
 
     def forward(self, x):
-        total, metrics = parallel_lce.token_loss(x, self.t.weight, self.t.target, ppo, *self.values, **self.options)
+        total, metrics = parallel_lce.token_loss(x, self.t.weight, self.t.target, rounded, *self.values, **self.options)
         return total, *metrics.values()
 
 
@@ -255,10 +260,13 @@ class _Module(torch.nn.Module):
 def test_exported_and_without_values(reduction, device):
     t, *values = problem(device=device)
     t.target = t.target.int()
-    module = _Module(t, values, reduction)
-    for found, true in zip(torch.export.export(module, (t.x,)).module()(t.x), module(t.x)):
+    module, t.x.requires_grad = _Module(t, values, reduction), True
+    exported = torch.export.export(module, (t.x,)).module()
+    for found, true in zip(exported(t.x), module(t.x), strict=True):
         assert found.dtype == true.dtype
         assert_near(found.double(), true.double(), 1e-6)
+    found, true = (torch.autograd.grad(each(t.x)[0], [t.x])[0] for each in (exported, module))
+    assert_near(found, true, 1e-6)  # no NaN of an ignored token's values
     meta = [v.to("meta") for v in (t.x, t.weight, t.target, *values)]
     shape, metrics = parallel_lce.token_loss(*meta[:3], ppo, *meta[3:], entropy=True, reduction=reduction)
     assert not shape.shape and shape.is_meta and metrics["kl"].shape == (N,) and metrics["clipped"].dtype == torch.bool

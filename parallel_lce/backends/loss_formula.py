@@ -23,7 +23,7 @@ def token_losses(
         vocab_size: V, 0-dimensional int64, or a number.
         target: ``[R]`` ids in the whole vocabulary.
         token_weight: w ``[R]``; None for 1.
-        options: ``ignore_index``: tokens with this target have loss 0 and gradient 0, even if their logits are NaN.
+        options: ``ignore_index``: tokens with this target have loss 0, and gradient 0 unless their logits are NaN.
             ``outside_is_nan``: a target outside the vocabulary has loss NaN. If False, as in Megatron, it has loss
             ``lse - max`` and the gradient of lse. ``label_smoothing`` and ``z_loss`` are eps and the factor above.
     """

@@ -59,6 +59,11 @@ class PickedIds:
         entries = torch.arange(self.count, device=self.ids.device)
         return torch.searchsorted(self.offsets[1:], entries, right=True).clamp_(max=max(0, self.tokens - 1))
 
+    def forget(self) -> None:
+        """What a backward computes again."""
+        for name in ("ids", "offsets", "owner"):
+            vars(self).pop(name, None)
+
     def inside(self, vocab_size: Tensor | int) -> Tensor:
         """Which ids are in the vocabulary, ``[E]``."""
         return (self.ids >= 0) & (self.ids < vocab_size)

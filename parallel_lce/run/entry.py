@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
 from parallel_lce.run import loss_results, ops
-from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.statistics import DIFFERENTIABLE, TokenStatistics
 
 
 def fused_loss(
@@ -63,10 +64,13 @@ def fused_token_loss(
     flat = tuple([value.reshape(-1).contiguous() for value in values])
     target = tensors.target
     if _has_no_values(tensors):  # also while torch.export traces
-        found = fused_statistics(options._replace(reduction=None), tensors, group)
-        losses, metrics = loss_results.called(function, found.view((target.numel(),)), flat)
+        found = fused_statistics(options._replace(reduction=None), tensors, group).view((target.numel(),))
         ignored = as_int64(target).reshape(-1) == options.ignore_index
-        losses = losses.masked_fill(ignored, 0.0)
+        # No gradient reaches the statistics of an ignored token, not even NaN times 0.
+        own = {n: getattr(found, n) for n in DIFFERENTIABLE}
+        own = {n: torch.where(ignored, value.detach(), value) for n, value in own.items() if value is not None}
+        losses, metrics = loss_results.called(function, replace(found, **own), flat)
+        losses = losses.to(found.lse.dtype).masked_fill(ignored, 0.0)
         mean, _ = mean_loss(losses, ~ignored, None, 0)
         named = {n: metric.detach().masked_fill(ignored, 0).view(target.shape) for n, metric in metrics.items()}
         return mean if options.reduction == "mean" else losses.sum(), named

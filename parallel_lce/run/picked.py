@@ -64,6 +64,7 @@ class _Picked(torch.autograd.Function):
                 logits = packed[:, : picked.count].sum(0)
                 logits = logits if broken is None else logits.masked_fill_(broken, torch.nan)
         ctx.call = call
+        picked.forget()
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
         if isinstance(vocab_size, Tensor):
             ctx.mark_non_differentiable(vocab_size)

@@ -119,7 +119,7 @@ def sampled_linear_cross_entropy(
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
     logits, size = logits_of(call, inputs, sampled)
-    logits, ids = logits.view(count, ids.shape[-1]), ids.view(count, ids.shape[-1])
+    logits, ids = logits.view(count, ids.shape[-1]), ids.reshape(count, ids.shape[-1])
     outside = (ids < 0) | (ids >= size)
     target, sampled = target.reshape(-1), sampled if shared else sampled.reshape(count, sampled.shape[-1])
     offsets = torch.zeros_like(sampled, dtype=dtype)

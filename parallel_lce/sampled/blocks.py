@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,20 +41,22 @@ class LogSumExp(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, samples: SharedSamples
     ) -> Tensor:
         with device_without_autocast(weight):
-            ctx.share = _Share(samples, weight, bias, offsets)
-            logsumexp = ctx.share.logsumexp(hidden)
-        ctx.samples, ctx.shape, ctx.dtype = samples, weight.shape, weight.dtype
-        ctx.save_for_backward(hidden, logsumexp)
+            share = _Share(samples, weight, bias, offsets)
+            logsumexp = share.logsumexp(hidden)
+        ctx.samples, ctx.shape, ctx.dtype, ctx.share = samples, weight.shape, weight.dtype, share
+        ctx.save_for_backward(hidden, logsumexp, share.rows, share.offsets)
+        del share.rows, share.offsets
         return logsumexp
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
-        hidden, logsumexp = saved
+        hidden, logsumexp, rows, offsets = saved
         needs_hidden, *needs, _ = ctx.needs_input_grad
-        of_rows = None, None, None
+        of_rows, share = (None, None, None), copy.copy(ctx.share)
+        share.rows, share.offsets = rows.contiguous(), offsets.contiguous()
         with device_without_autocast(hidden):
-            dx, drows, doffsets = ctx.share.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
+            dx, drows, doffsets = share.gradients(hidden, logsumexp, in_memory(upstream), needs_hidden)
             if any(needs):
                 of_rows = _to_rows(ctx.samples, drows, doffsets, ctx.shape, ctx.dtype)
         return dx, *[g if needed else None for g, needed in zip(of_rows, needs)], None

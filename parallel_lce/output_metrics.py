@@ -50,8 +50,19 @@ class Found(NamedTuple):
 @functools.cache
 def with_fields(kind: type, names: tuple[str, ...]) -> type:
     """An output's class with these fields. DDP copies outputs field by field: they must be fields."""
+    if not dataclasses.is_dataclass(kind):
+        return kind
     fields = [(name, Any, dataclasses.field(default=None)) for name in names]
-    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
+
+    def reduced(self: Any) -> tuple:
+        return _restored, (kind, names, *(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace={"__reduce__": reduced})
+
+
+def _restored(kind: type, names: tuple[str, ...], *values: Any) -> Any:
+    """Of a pickle: the class itself has no place where it could be found."""
+    return with_fields(kind, names)(*values)
 
 
 def labels_of_caller(frame: FrameType) -> tuple[Tensor | None, Any]:

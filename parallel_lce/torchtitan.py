@@ -144,6 +144,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             hidden = pred.detach().requires_grad_(pred.requires_grad)
             if fully_sharded:
                 lm_head.unshard()
+                if pred.requires_grad:  # a pipeline's stage says False; its next backward says so again
+                    lm_head.set_requires_gradient_sync(True, recurse=False)
             try:
                 (loss,) = called_with(lm_head, forward, hidden)
                 if pred.requires_grad:
@@ -193,7 +195,11 @@ def _count_before(owner: Any) -> None:
         @functools.wraps(own)
         def post_dataloading_process(self: Any, *given: Any, **named: Any) -> Any:
             inputs, labels, *others = own(self, *given, **named)
-            if isinstance(self.loss_fn, LinearCrossEntropyLoss):
+            # A CUDA graph cannot read the number. The eager step before it must run what will be captured.
+            captured = not getattr(
+                getattr(getattr(self, "config", None), "training", None), "disable_cuda_graphs", True
+            )
+            if isinstance(self.loss_fn, LinearCrossEntropyLoss) and not captured:
                 with spmd.no_typecheck():
                     count_labels(labels, _local(labels) != NO_LABEL)
             return inputs, labels, *others

@@ -246,7 +246,8 @@ class _Loss:
             if loss is None:
                 logits = lazy.materialize("the loss")
                 arguments, named = (logits,), given
-        if self.door.has_metrics and isinstance(target, Tensor):
+        # Of several losses the output layer's has the metrics.
+        if self.door.has_metrics and isinstance(target, Tensor) and (isinstance(lazy, _LazyLogits) or not call.metrics):
             if found is None and isinstance(logits, Tensor):
                 found = Found.of_logits(logits.detach(), target, ignore, self.door.token_metrics)
             if found is not None and found.argmax.numel() == target.numel():
@@ -317,15 +318,13 @@ class _Smoother:
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "own"), name)
 
-    def __call__(
-        self, output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
+    def __call__(self, output: Any, labels: Tensor, shift_labels: bool = False, **named: Any) -> Tensor:
         logits = output["logits"] if isinstance(output, dict) else output[0]
         lazy: Any = getattr(logits, "lazy", None)
         own, ids, reason = self.own, as_int64(labels), None
 
         def of(output: Any) -> Tensor:
-            return own(output, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+            return own(output, labels, shift_labels=shift_labels, **named)
 
         if not isinstance(lazy, _LazyLogits):
             return of(output)
@@ -339,7 +338,7 @@ class _Smoother:
             return of(output)
         count = count_of_labels(labels, True) if shift_labels and own.ignore_index == NO_LABEL else None
         target = nn.functional.pad(ids, (0, 1), value=own.ignore_index)[..., 1:] if shift_labels else ids
-        given = lazy, target, num_items_in_batch, own.ignore_index, count, float(own.epsilon)
+        given = lazy, target, named.get("num_items_in_batch"), own.ignore_index, count, float(own.epsilon)
         loss, _ = _Loss(lazy.call.door, own)._fused(*given)
         lazy.origin.loss = loss.grad_fn, lambda real: of({"logits": real})
         return loss
@@ -542,6 +541,9 @@ def _is_one_graph() -> bool:
     return found
 
 
+PACKAGES = {"transformers"}
+
+
 def _is_stock(model: Any, loss: Any) -> bool:
     """Whether ``loss`` is transformers' own loss, all of it: neither another function of its name nor one that calls
     what somebody has replaced."""
@@ -549,7 +551,7 @@ def _is_stock(model: Any, loss: Any) -> bool:
     owner = next(own["loss_function"] for own in kinds if "_parallel_lce_base" not in own)
     names, property_names = (getattr(each, "__globals__", {}) for each in (loss, getattr(owner, "fget", None)))
     packages = {each.get("__name__", "").partition(".")[0] for each in (names, property_names)}
-    own = getattr(loss, "__name__", None) == "ForCausalLMLoss" and len(packages) == 1
+    own = getattr(loss, "__name__", None) == "ForCausalLMLoss" and len(packages) == 1 and packages <= PACKAGES
     helper = names.get("fixed_cross_entropy", loss)
     return own and getattr(helper, "__globals__", None) is names
 
@@ -598,8 +600,8 @@ def _patched(base: type) -> type:
             base.loss_function.__set__(self, value)
 
         def __reduce_ex__(self, protocol):
-            make, (_, *rest), *state = super().__reduce_ex__(protocol)
-            return _made, (make, base, *rest), *state
+            make, (kind, *rest), *state = super().__reduce_ex__(protocol)
+            return (_made, (make, base, *rest), *state) if kind is Patched else (make, (kind, *rest), *state)
 
     Patched.__name__, Patched.__qualname__, Patched.__module__ = base.__name__, base.__qualname__, base.__module__
     return Patched
@@ -607,6 +609,7 @@ def _patched(base: type) -> type:
 
 def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
     """For copies and pickles."""
+    watch_optimizers()  # of another process
     return make(_patched(base), *rest)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import sys
 import warnings
@@ -173,7 +174,9 @@ def _fsdp_inputs(original: Callable, engine: Any, micro_batch: Any) -> tuple[dic
     packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
     backend = (engine.model_config.fused_kernel_options or {}).get("impl_backend")
     call = None
-    if fused and packed and backend == "triton":
+    # VeOmni's engine overrides the method, calls this one, and never runs the kernel.
+    inherited = inspect.unwrap(type(engine).prepare_model_inputs) is inspect.unwrap(original)
+    if fused and packed and backend == "triton" and inherited:
         importlib.import_module(_KERNEL)  # which the model's forward imports first, and which the door then replaces
         call = _call_of(micro_batch, _KERNEL)
     if call is None:
@@ -228,7 +231,7 @@ def _pack(original: Callable, ids: Any, *rest: Any, need_roll: bool = False, **n
     ``need_roll=True``."""
     call = _current.get()
     if call is not None and need_roll and call.mask is not None:
-        of_tokens = torch.nested.nested_tensor_from_jagged(call.mask.to(ids.dtype), ids.offsets())
+        of_tokens = torch.nested.nested_tensor_from_jagged(call.mask.to(ids.device, ids.dtype), ids.offsets())
         packed, *_ = original(of_tokens, *rest, **named)
         call.packed(packed != 0)
     if call is not None and need_roll and isinstance(call.temperature, Tensor):

@@ -50,6 +50,15 @@ def entries_at(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
     return (probabilities.cumsum(1) <= draw_point[:, None]).sum(1)
 
 
+def test_one_token_may_have_any_stride(backend, device):
+    """A tensor of one row is contiguous with each. The window of a draw is the forward's."""
+    wide, weight = normal(1, 65).bfloat16().to(device), normal(700, 64, seed=2).bfloat16().to(device) / 4
+    for seed in range(6):
+        x = wide[:, :64]
+        found, same = (parallel_lce.token_statistics(v, weight, None, sample_seed=seed) for v in (x, x.clone()))
+        assert x.is_contiguous() and x.stride(0) == 65 and torch.equal(found.sampled_id, same.sampled_id)
+
+
 @pytest.mark.parametrize(
     ("ranks", "split", "options"),
     [

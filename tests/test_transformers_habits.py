@@ -552,6 +552,39 @@ def test_a_weight_that_a_plan_shards_by_hidden_features(member):
         near(door.patch(model)(**given)["loss"].detach(), own(**given)["loss"].detach())
 
 
+def test_a_loss_of_the_name_in_a_package_of_its_own():
+    def ForCausalLMLoss(logits, labels, vocab_size, **kwargs):
+        return logits.square().mean()
+
+    model = model_of("stand-in", "plain")
+
+    class Own(type(model)):
+        loss_function = property(lambda self: ForCausalLMLoss)
+
+    model.__class__ = Own
+    with pytest.raises(ValueError, match="loss_function of Own must be transformers' ForCausalLMLoss, got <func"):
+        door.patch(model)
+
+
+def test_copies_keep_a_class_that_is_derived_later():
+    model = door.patch(model_of("stand-in", "plain").train())
+
+    class Own(type(model)):
+        def forward(self, *given, **named):
+            return 3 * super().forward(*given, **named)["loss"]
+
+    model.__class__ = Own
+    copied = copy.deepcopy(model)
+    assert type(copied) is Own and torch.equal(copied(**batch(1)), model(**batch(1)))
+
+
+def test_a_loaded_model_learns_of_steps_in_its_process():
+    pickled = pickle.dumps(door.patch(model_of("stand-in", "plain")))
+    with mock.patch.object(door, "watch_optimizers") as called:
+        pickle.loads(pickled)
+    assert called.call_count == 1
+
+
 def test_accuracy_of_its_own_loss():
     """And its reason is said once."""
     model = door.patch(model_of("stand-in", "plain").train(), token_accuracy=True)

@@ -2,6 +2,8 @@
 with the release."""
 
 import copy
+import dataclasses
+import pickle
 import tempfile
 import types
 import warnings
@@ -12,6 +14,7 @@ import torch
 
 import parallel_lce.transformers as door
 from parallel_lce.lazy_logits import LogitsTensor
+from parallel_lce.output_metrics import with_fields
 from parallel_lce.transformers import patch
 from tools import with_modules
 from transformers_models import (
@@ -115,6 +118,38 @@ class LabelSmoother:
         items = (~ignored).sum() if num_items_in_batch is None else num_items_in_batch
         return losses.masked_fill(ignored, 0.0).sum() / items
 """
+
+
+@dataclasses.dataclass
+class Output:
+    loss: float
+    logits: list
+
+
+def test_an_output_with_metrics_can_be_pickled():
+    output = with_fields(Output, ("token_accuracy",))(1.0, [2], token_accuracy=0.5)
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert type(copied) is type(output) and copied == output and copied.token_accuracy == 0.5
+
+
+def test_the_metrics_are_those_of_the_output_layer():
+    """Not of a second head, whose loss comes later."""
+    model, given = model_of("stand-in", "plain").train(), batch(0)
+
+    class Heads(type(model)):
+        def forward(self, input_ids, labels=None, **kwargs):
+            out = super().forward(input_ids, labels, **kwargs)
+            other = -2 * self.model["embed"](input_ids) @ self.lm_head.weight.T
+            out["loss"] = out["loss"] + self.loss_function(other, labels, self.vocabulary)
+            return out
+
+    expected = patch(model, token_metrics=True)(**given)
+    model = door.unpatch(model)
+    model.__class__ = Heads
+    found = patch(model, token_metrics=True)(**given)
+    assert torch.equal(found["predicted_ids"], expected["predicted_ids"]) and found["loss"] > expected["loss"]
+
+
 TRAINER = """
 class Trainer:
     def __init__(self, model, smoother, compute_loss_func=None):
@@ -140,6 +175,27 @@ def library():
         yield types.SimpleNamespace(
             **{"LabelSmoother": None} | {k: v for m in made.values() for k, v in vars(m).items()}
         )
+
+
+def test_a_smoother_of_older_releases():
+    """Before transformers 5.15 it takes no number of items."""
+    older = SMOOTHER.replace(", num_items_in_batch=None", "").replace("num_items_in_batch is None else", "True else")
+    made = {name: types.ModuleType(name) for name in ("transformers.trainer_pt_utils", "transformers.trainer")}
+    for module, text in zip(made.values(), (older, TRAINER.replace(", num_items_in_batch=items)", ")"))):
+        exec(text, vars(module))
+    smoother, model, given = (
+        made["transformers.trainer_pt_utils"].LabelSmoother(0.1),
+        model_of("stand-in", "plain"),
+        batch(0),
+    )
+    with with_modules(made):
+        trainer = made["transformers.trainer"].Trainer(patch(model.train()), smoother)
+        loss = trainer.compute_loss(given)
+        assert trainer.label_smoother is not smoother
+        model.eval()  # whose logits are real
+        near(trainer.compute_loss(given), loss)
+        door.unpatch(model)
+        near(trainer.compute_loss(given), loss)
 
 
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(30)], ids=str)

@@ -464,15 +464,23 @@ from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils
 kernel, plugin = "verl.utils.kernel.linear_cross_entropy", sys.modules["parallel_lce.verl"]
 assert kernel not in sys.modules
-engine = SimpleNamespace(model_config=SimpleNamespace(fused_kernel_options={"impl_backend": "triton"}))
+class Engine:
+    model_config = SimpleNamespace(fused_kernel_options={"impl_backend": "triton"})
+    def prepare_model_inputs(engine, batch):
+        seen.append(batch["use_fused_kernels"])
+class Other(Engine):  # as VeOmni's, which does not run the kernel
+    def prepare_model_inputs(engine, batch):
+        return super().prepare_model_inputs(batch)
 asked = dict(temperature=1.0, use_fused_kernels=True, calculate_sum_pi_squared=True)
 batch = TensorDict({name: NonTensorData(value) for name, value in asked.items()}, batch_size=[1])
 seen = []
-try:
-    plugin._fsdp_inputs(lambda engine, batch: seen.append(batch["use_fused_kernels"]), engine, batch)
-except TypeError:  # what verl's function gives is missing
-    pass
-assert kernel in sys.modules and seen == [False]
+for engine in (Other(), Engine()):
+    try:
+        plugin._fsdp_inputs(Engine.prepare_model_inputs, engine, batch)
+    except TypeError:  # what verl's function gives is missing
+        pass
+    assert (kernel in sys.modules) == (type(engine) is Engine)
+assert seen == [True, False]
 """
 
 

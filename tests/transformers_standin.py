@@ -10,8 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
 
+from parallel_lce.transformers import PACKAGES
 from tools import with_modules
 from zero_standin import gathered
+
+PACKAGES.add(__name__)  # this module stands for that package
 
 
 def ForCausalLMLoss(

@@ -30,6 +30,8 @@ def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Prod
 def aligned_contiguous(x: Tensor) -> Tensor:
     """``x`` contiguous and aligned to 16 bytes, a copy if it is not. A copy of this size costs little."""
     x = x.contiguous()
+    if len(x) == 1:  # a contiguous row may have any stride, on which the tile depends
+        x = x.view(-1).view(1, -1)
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 

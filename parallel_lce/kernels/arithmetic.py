@@ -33,7 +33,7 @@ _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 _FAR_BELOW = tl.constexpr(2.0**126)
 # Largest logits, in units of log2, for which exp(z) and sums of it neither overflow nor lose an entry that counts.
 _LOWEST_TOP, _HIGHEST_TOP = tl.constexpr(-64.0), tl.constexpr(100.0)
-_HUGE = tl.constexpr(2.0**28)
+_HUGE = tl.constexpr(2.0**30)
 _EXPONENT = tl.constexpr(0x7F800000)
 INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
@@ -179,7 +179,7 @@ def scale_of(maximum):
     base = finite_base(maximum)
     top = base * LOG2_E
     reference = tl.where((top >= _LOWEST_TOP) & (top < _HIGHEST_TOP), 0.0, top)
-    # The rounding of a huge top would be large. Its neighbours' exponentials are 0, with any slope.
+    # The rounding of a huge top would be large. Neighbours differ by 64 or more: exponentials are 0, with any slope.
     is_huge = tl.abs(top) >= _HUGE
     return tl.where(is_huge, 1.0, LOG2_E), tl.where(is_huge, base, reference)
 

@@ -54,8 +54,8 @@ def patch(
             Default: ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by ``1 + mtp_num_layers``.
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
             is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, also for all callers
-            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``. Default: ``PARALLEL_LCE_CROSS_ENTROPY``,
-            else ``"output_layer"``.
+            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``; a model that is built under it keeps its
+            logits. Default: ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
             Default: the hidden states' dtype, as in stock.
         gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
@@ -126,7 +126,7 @@ def _wrap_setup(own: Callable) -> Callable:
             if is_megatrons(vars(kind).get("forward")):
                 _replacements.replace(kind, "forward", wrapped_forward)
         layer: Any = getattr(self, "output_layer", None)
-        if getattr(self, "post_process", True) and not of_another_kind(layer):
+        if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
             make_lazy(layer)
 
     return setup_embeddings_and_output_layer
@@ -165,6 +165,6 @@ def _say_why(model: Any) -> None:
         return
     reason = of_another_kind(layer)
     if reason is None and not hasattr(layer, "returns_lazy_logits"):
-        reason = "the model was built before patch(), or its output layer was replaced"
+        reason = "the model was built before patch() or for cross_entropy='logits', or its output layer was replaced"
     if reason is not None:
         warn_of_logits(model, reason)

@@ -303,10 +303,10 @@ def test_globals_of_a_loss_are_those_of_the_call(monkeypatch):
 CASES = [
     *(f"{backend}tp2 dp2 accumulated" for backend in ("", "partial ", "full ")),
     "tp4 no-sp", "partial tp2 no-sp", "full tp2 no-sp uneven", "tp2 dp2 no-sp bias",
-    "dp2 resharded accumulated", "cp2", "tp2 cp2", "bf16", "tp2 compiled", "partial tp2 compiled",
+    "dp2 resharded accumulated", "cp2", "tp2 cp2", "bf16", "partial tp2 compiled",
     "checked", "tp2 checked", "tp2 no-sp checked", "tied", "partial dp2 tied resharded", "bias accumulated",
     "soft-cap", "tp2 soft-cap", "partial tp2 soft-cap bias", "tp2 uneven",
-    "accumulated DAPOLoss", "tp2 GRPOLoss", "partial tp2 dp2 DAPOLoss",
+    "accumulated DAPOLoss", "tp2 GRPOLoss", "partial tp2 DAPOLoss",
     "block0 tp2", "block1", "block2 GRPOLoss",
 ]  # fmt: skip
 

@@ -293,3 +293,12 @@ def test_a_module_without_a_group(device):
     restored = pickle.loads(pickle.dumps(module))
     assert torch.equal(restored(*positional), module(*positional)) and not list(module.parameters())
     assert "label_smoothing=0.1" in repr(module) and "reduce_dtype=torch.float32" in repr(module)
+
+
+def test_logits_beyond_2_to_the_27(backend, device):
+    """Of which fp32 numbers are 16 apart: thousands of neighbours still count."""
+    x, weight = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(4096, 16, dtype=torch.bfloat16)
+    x[0, :2], weight[:, 0], weight[1:, 1] = torch.tensor([16384.0, 1.0]), 12288, -16
+    exact = (x.double() @ weight.double().t()).log_softmax(1)[0, 0]
+    found = parallel_lce.token_statistics(x.to(device), weight.to(device), torch.zeros(1, dtype=torch.int64).to(device))
+    assert found.target_log_prob.item() == pytest.approx(exact.item(), abs=1e-6)

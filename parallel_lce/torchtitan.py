@@ -196,9 +196,8 @@ def _count_before(owner: Any) -> None:
         def post_dataloading_process(self: Any, *given: Any, **named: Any) -> Any:
             inputs, labels, *others = own(self, *given, **named)
             # A CUDA graph cannot read the number. The eager step before it must run what will be captured.
-            captured = not getattr(
-                getattr(getattr(self, "config", None), "training", None), "disable_cuda_graphs", True
-            )
+            training = getattr(self.config, "training", None)  # a validator has none, and captures none
+            captured = training is not None and not training.disable_cuda_graphs
             if isinstance(self.loss_fn, LinearCrossEntropyLoss) and not captured:
                 with spmd.no_typecheck():
                     count_labels(labels, _local(labels) != NO_LABEL)

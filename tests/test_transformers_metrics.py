@@ -1,6 +1,7 @@
 """Metrics of a patched model without its logits, and the labels that a Trainer smooths: with a stand-in, and with --all
 with the release."""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -119,37 +120,6 @@ class LabelSmoother:
         return losses.masked_fill(ignored, 0.0).sum() / items
 """
 
-
-@dataclasses.dataclass
-class Output:
-    loss: float
-    logits: list
-
-
-def test_an_output_with_metrics_can_be_pickled():
-    output = with_fields(Output, ("token_accuracy",))(1.0, [2], token_accuracy=0.5)
-    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
-        assert type(copied) is type(output) and copied == output and copied.token_accuracy == 0.5
-
-
-def test_the_metrics_are_those_of_the_output_layer():
-    """Not of a second head, whose loss comes later."""
-    model, given = model_of("stand-in", "plain").train(), batch(0)
-
-    class Heads(type(model)):
-        def forward(self, input_ids, labels=None, **kwargs):
-            out = super().forward(input_ids, labels, **kwargs)
-            other = -2 * self.model["embed"](input_ids) @ self.lm_head.weight.T
-            out["loss"] = out["loss"] + self.loss_function(other, labels, self.vocabulary)
-            return out
-
-    expected = patch(model, token_metrics=True)(**given)
-    model = door.unpatch(model)
-    model.__class__ = Heads
-    found = patch(model, token_metrics=True)(**given)
-    assert torch.equal(found["predicted_ids"], expected["predicted_ids"]) and found["loss"] > expected["loss"]
-
-
 TRAINER = """
 class Trainer:
     def __init__(self, model, smoother, compute_loss_func=None):
@@ -164,32 +134,31 @@ class Trainer:
 """
 
 
-@pytest.fixture
-def library():
-    """transformers' Trainer and its label smoother, of the release's contract."""
-    modules = {"transformers.trainer_pt_utils": SMOOTHER, "transformers.trainer": TRAINER}
+@contextlib.contextmanager
+def library_of(smoother, trainer):
+    """transformers' Trainer and its label smoother, of these texts."""
+    modules = {"transformers.trainer_pt_utils": smoother, "transformers.trainer": trainer}
     made = {name: types.ModuleType(name) for name in modules}
     for name, module in made.items():
         exec(modules[name], vars(module))
     with with_modules(made):
-        yield types.SimpleNamespace(
-            **{"LabelSmoother": None} | {k: v for m in made.values() for k, v in vars(m).items()}
-        )
+        yield types.SimpleNamespace(**{k: v for m in made.values() for k, v in vars(m).items()})
+
+
+@pytest.fixture
+def library():
+    """Of the release's contract."""
+    with library_of(SMOOTHER, TRAINER) as found:
+        yield found
 
 
 def test_a_smoother_of_older_releases():
     """Before transformers 5.15 it takes no number of items."""
     older = SMOOTHER.replace(", num_items_in_batch=None", "").replace("num_items_in_batch is None else", "True else")
-    made = {name: types.ModuleType(name) for name in ("transformers.trainer_pt_utils", "transformers.trainer")}
-    for module, text in zip(made.values(), (older, TRAINER.replace(", num_items_in_batch=items)", ")"))):
-        exec(text, vars(module))
-    smoother, model, given = (
-        made["transformers.trainer_pt_utils"].LabelSmoother(0.1),
-        model_of("stand-in", "plain"),
-        batch(0),
-    )
-    with with_modules(made):
-        trainer = made["transformers.trainer"].Trainer(patch(model.train()), smoother)
+    model, given = model_of("stand-in", "plain").train(), batch(0)
+    with library_of(older, TRAINER.replace(", num_items_in_batch=items)", ")")) as library:
+        smoother = library.LabelSmoother(0.1)
+        trainer = library.Trainer(patch(model), smoother)
         loss = trainer.compute_loss(given)
         assert trainer.label_smoother is not smoother
         model.eval()  # whose logits are real
@@ -296,3 +265,33 @@ def test_its_trainer_evaluates_without_logits(member, release, smoothing):
                 metrics = trainer.evaluate()
         results.append([trained.training_loss, metrics["eval_loss"], metrics["eval_accuracy"]])
     assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: float
+    logits: list
+
+
+def test_an_output_with_metrics_can_be_pickled():
+    output = with_fields(Output, ("token_accuracy",))(1.0, [2], token_accuracy=0.5)
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert type(copied) is type(output) and copied == output and copied.token_accuracy == 0.5
+
+
+def test_the_metrics_are_those_of_the_output_layer():
+    """Not of a second head, whose loss comes later."""
+    model, given = model_of("stand-in", "plain").train(), batch(0)
+
+    class Heads(type(model)):
+        def forward(self, input_ids, labels=None, **kwargs):
+            out = super().forward(input_ids, labels, **kwargs)
+            other = -2 * self.model["embed"](input_ids) @ self.lm_head.weight.T
+            out["loss"] = out["loss"] + self.loss_function(other, labels, self.vocabulary)
+            return out
+
+    expected = patch(model, token_metrics=True)(**given)
+    model = door.unpatch(model)
+    model.__class__ = Heads
+    found = patch(model, token_metrics=True)(**given)
+    assert torch.equal(found["predicted_ids"], expected["predicted_ids"]) and found["loss"] > expected["loss"]

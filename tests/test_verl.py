@@ -489,6 +489,26 @@ def test_the_first_batch_of_fsdp_alone():
     _python(FSDP_ALONE, standin(), VERL_USE_EXTERNAL_MODULES="parallel_lce.verl")
 
 
+MASK_ELSEWHERE = """
+import sys, torch, verl
+plugin, moved = sys.modules["parallel_lce.verl"], []
+ids = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 5]))
+class Mask:  # on another device than the ids
+    def to(self, *where):
+        moved.append(where)
+        return torch.tensor([True, False, True, True, False]).to(*where)
+call = plugin._Call(1.0, mask=Mask())
+with plugin._set(plugin._current, call):
+    plugin._pack(lambda packed, *rest, **named: (packed.values(),), ids, need_roll=True)
+assert moved == [(ids.device, ids.dtype)] and call.mask.tolist() == [True, False, True, True, False]
+"""
+
+
+def test_a_mask_goes_to_the_device_of_the_ids():
+    """verl's Megatron engine moves a micro-batch to the GPU after its mask was read."""
+    _python(MASK_ELSEWHERE, standin(), VERL_USE_EXTERNAL_MODULES="parallel_lce.verl")
+
+
 def test_the_python_of_the_page_and_nothing_else_imports_a_trainer():
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     before, after = [block for block in blocks if "loss.backward()" in block]

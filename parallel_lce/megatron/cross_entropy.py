@@ -33,6 +33,10 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 _running: list[tuple[Any, TokenCount | None, bool]] = []
 
 
+def _innermost() -> tuple[Any, TokenCount | None, bool]:
+    return _running[-1] if _running else (None, None, False)
+
+
 def check_release() -> None:
     """Raise ``ImportError`` for a megatron-core older than 0.14, whose models do not pass on their process groups."""
     import megatron.core
@@ -100,7 +104,7 @@ def apply_of(function: type, theirs: Any) -> Any:
         if name is not None or not (_running or everywhere):
             return before(logits, target, *others)
         group = next((v for v in others if isinstance(v, dist.ProcessGroup)), None)
-        model, chosen = _running[-1][0] if _running else None, settings.resolve()
+        (model, _, kept), chosen = _innermost(), settings.resolve()
         if model is not None and group is not None and group.size() > 1:
             weight, shards = getattr(model.output_layer, "weight", None), group.size()
             shards *= getattr(model.output_layer, "gtp_remat_size", 1)  # a weight may be sharded once more
@@ -114,7 +118,7 @@ def apply_of(function: type, theirs: Any) -> Any:
             whole_group: Any = group or parallel_state.get_tensor_model_parallel_group(check_initialized=False)
             terms = terms_of_logits(logits, target, chosen.vocab_size, formula.label_smoothing > 0, whole_group)
             losses, metrics = formula.losses(terms, target)
-            if _running[-1][2]:
+            if kept:
                 keep_metrics(model, metrics)
             return losses
         losses = vocab_parallel_cross_entropy(logits, target, float(smoothing), group)
@@ -126,10 +130,9 @@ def apply_of(function: type, theirs: Any) -> Any:
 
 def _of_lazy(logits: LazyLogits, target: Tensor) -> Tensor:
     """The fused losses ``[s, b]``, and under ``patch(token_metrics=True)`` the metrics of their tokens."""
-    model, count, kept = _running[-1] if _running else (None, None, False)
-    chosen = settings.resolve()
+    (model, count, kept), chosen = _innermost(), settings.resolve()
     ignored = NO_LABEL if chosen.skip_masked else None
-    if model is None or not kept:
+    if not kept:
         return losses_of_lazy(logits, target, ignored, count)
     formula = chosen.formula(model.training)
     terms = terms_of_lazy(logits, target, count, formula.label_smoothing > 0)

@@ -60,9 +60,8 @@ def keep_autograd_gradient(weight: Tensor | None) -> None:
     """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad. It drops that otherwise, with the
     gradient of real logits: the fused loss, which adds its dW itself, sets ``grad_added_to_main_grad``. The gradient of
     a weight that Megatron shards once more may be anything."""
-    if weight is None or getattr(weight, "is_gtp_weight_remat", False):
-        return
-    if torch.is_grad_enabled() and weight.requires_grad:
+    sharded_once_more = getattr(weight, "is_gtp_weight_remat", False)
+    if weight is not None and torch.is_grad_enabled() and weight.requires_grad and not sharded_once_more:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 

@@ -77,7 +77,7 @@ def patch(
     given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
     given |= dict(z_loss=as_float(z_loss), label_smoothing=as_float(label_smoothing), vocab_size=as_number(vocab_size))
     given |= dict(skip_masked=as_bool(skip_masked), token_metrics=as_bool(token_metrics))
-    given |= dict(gradient_filter=as_float(gradient_filter))
+    given["gradient_filter"] = as_float(gradient_filter)
     resolved = settings.resolve(**{name: value for name, value in given.items() if value is not KEPT})
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"

@@ -87,8 +87,10 @@ class Fused(torch.autograd.Function):
             kept = hidden, weight, bias, merged.partial, gathered, *residuals
             ctx.save_for_backward(*kept, *call.tensors, *saved)
             ctx.call, ctx.consumed = call, False
-            for each in (*call.features, *filter(None, [call.picked])):
-                each.forget()
+            for feature in call.features:
+                feature.forget()
+            if call.picked is not None:
+                call.picked.forget()
         if is_loss:
             return outputs[0]
         ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])

@@ -14,7 +14,7 @@ from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check
 from parallel_lce.core.private import explain_break, outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
-from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count
+from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count, with_counted_hidden
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import TokenCount
@@ -398,7 +398,9 @@ def token_loss(
     values = check_values(loss, per_token, reduction, tensors.target)
     compaction = None
     count, bound, whole = read_count(counted_tokens, tensors.target)
-    if not whole:
+    if whole and counted_tokens is not None:
+        tensors = with_counted_hidden(options, tensors, group, None, count)
+    elif not whole:
         options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
         values = tuple([compaction.of(value) for value in values])
     total, metrics = fused_token_loss(options, tensors, group, loss, values)

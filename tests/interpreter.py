@@ -299,7 +299,8 @@ def _reduced(self, parts):
     while arrays[0].shape[self.axis] > 1:
         halves = zip(*(np.split(array, 2, self.axis) for array in arrays))
         given = [_result(array, dtype, True) for half in halves for array, dtype in zip(half, dtypes)]
-        arrays = [found.handle.data for found in self.combine_fn.fn(*given)]
+        found = self.combine_fn.fn(*given)
+        arrays = [each.handle.data for each in (found if len(parts) > 1 else [found])]
     return [self.to_tensor(array.squeeze(self.axis), dtype) for array, dtype in zip(arrays, dtypes)]
 
 

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from cases import normal
+from cases import Tensors, dense_loss, normal
+from measures import assert_no_worse
 from parallel_lce import linear_cross_entropy, token_statistics
 from tools import chosen_backend, everywhere, planned, shrunk
 
@@ -40,7 +41,8 @@ def problem(device: str = "cpu", far: bool = False):
 
 
 def allowed_errors(z, target):
-    """The largest error of each entry's probability: half a step of f, times ``|de / df| <= 8 e / f``."""
+    """The largest error of each entry's probability: half a step of f, times ``|de / df| <= 8 e / f``. A step is at
+    most 1 / 253."""
     p = z.softmax(1)
     hidden = p.scatter(1, target.clamp(min=0)[:, None], 0.0).where((target >= 0)[:, None], p)
     padded = torch.nn.functional.pad(hidden, (0, -V % WINDOW)).unflatten(1, (-1, WINDOW))
@@ -107,13 +109,13 @@ def test_without_a_gradient_of_the_target(device, kernels):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_bias_scales_and_reductions(device, kernels, reduction):
+def test_scales_and_reductions(device, kernels, reduction):
     x, weight, target, z = problem(device)
-    bias, scale = normal(V, seed=3).to(device).bfloat16(), torch.linspace(0.5, 1.5, R, device=device)
-    leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    scale = torch.linspace(0.5, 1.5, R, device=device)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
     truth = [t.detach().double().requires_grad_() for t in leaves]
     with chosen_backend("triton"), shrunk(BLOCK):
-        given = dict(linear_bias=bias, logit_scale=scale, reduction=reduction, logits_budget=ALL)
+        given = dict(logit_scale=scale, reduction=reduction, logits_budget=ALL)
         loss = linear_cross_entropy(x, weight, target, token_weight=scale, **given)
         loss.backward()
         assert planned().codes
@@ -176,22 +178,55 @@ def test_large_logits_of_small_gradients(device, kernels):
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
 
 
-def test_logits_that_are_not_finite(device, kernels):
-    """NaN stays in its token. A window of only -inf has no gradient, and one whose target alone is finite."""
+def test_a_bias_has_no_codes(device, kernels):
+    """It may exclude an entry, or set a window's entries far apart."""
     x, weight, target, _ = problem(device)
-    bias = torch.zeros(V, device=device, dtype=torch.bfloat16)
-    bias[:512] = -torch.inf
+    with chosen_backend("triton"), shrunk(BLOCK):
+        given = dict(linear_bias=weight.new_zeros(V), reduction="none", logits_budget=ALL)
+        linear_cross_entropy(x.requires_grad_(), weight, target, **given)
+        assert not planned().codes
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("apart", [0.0, 4.0, 100.0])
+def test_rows_of_a_weight_that_share_a_mean(apart, codes, device, kernels):
+    """The logits of a token are nearly equal, but for one of each window. If all exponentials were rounded up, so would
+    be the part of dX along the mean, of which nothing should be left."""
+    tokens, entries, sizes = 64, 512, 48
+    x, weight = normal(tokens, sizes, seed=1), normal(entries, sizes, seed=2) * 0.05 / sizes**0.5
+    mean = torch.nn.functional.normalize(normal(1, sizes, seed=3))
+    x, weight = x - (x @ mean.t()) * mean, weight + 4 * mean
+    # One more feature puts the entry apart.
+    x, weight = torch.cat([x, torch.ones(tokens, 1)], 1), torch.cat([weight, torch.zeros(entries, 1)], 1)
+    weight[::WINDOW, -1] = -apart
+    target = torch.arange(tokens) * 7 + 1
+    leaves = [t.bfloat16().to(device).requires_grad_() for t in (x, weight)]
+    budget = tokens * entries + 256 * tokens if codes else 1 << 30
+    with chosen_backend("triton"), shrunk(256 * tokens if codes else None):
+        options = dict(reduction="sum", logits_budget=budget)
+        found = torch.autograd.grad(linear_cross_entropy(*leaves, target.to(device), **options), leaves)
+        assert planned().codes == codes
+    t = Tensors(*[leaf.detach().cpu() for leaf in leaves], target)
+    truth, yardstick = (dense_loss(t, dtype, "sum") for dtype in (torch.float64, torch.bfloat16))
+    for name, gradient in zip(("dx", "dweight"), found):
+        assert_no_worse(gradient, truth[name], yardstick[name], 2.0, name=name)
+
+
+def test_logits_that_are_not_finite(device, kernels):
+    """NaN stays in its token. A window far below the others has no gradient, and one whose target alone is not."""
+    x, weight, target, _ = problem(device)
     target[target < 512] += 100
     target[target < 512] = 600
     x[0] = torch.nan
+    x, weight = torch.cat([x, x.new_ones(R, 1)], 1), torch.cat([weight, weight.new_zeros(V, 1)], 1)
+    weight[:512, -1] = -1e4
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     with chosen_backend("triton"), shrunk(BLOCK):
-        given = dict(linear_bias=bias, reduction="none", logits_budget=ALL)
-        loss = linear_cross_entropy(*leaves, target, **given)
+        loss = linear_cross_entropy(*leaves, target, reduction="none", logits_budget=ALL)
         assert planned().codes
         loss[1:].sum().backward()
     truth = [t.detach().double().nan_to_num().requires_grad_() for t in leaves]
-    logits = torch.nn.functional.linear(*truth, bias.double())
+    logits = torch.nn.functional.linear(*truth)
     torch.nn.functional.cross_entropy(logits[1:], target[1:], reduction="sum").backward()
     assert loss[0].isnan() and x.grad[0].isnan().all()
     assert (x.grad[1:].double() - truth[0].grad[1:]).norm() <= 0.006 * truth[0].grad[1:].norm()

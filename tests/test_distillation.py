@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.engine.peak_memory import peak_memory
-from cases import DTYPES, normal
+from cases import DTYPES, make, normal
 from measures import assert_no_worse, size
 from parallel_lce.backends import torch_logits
 from parallel_lce.core.partials import accumulation_dtype
@@ -183,6 +183,26 @@ def test_an_entry_that_the_student_masks_counts_in_every_layout(member, masked, 
 
 
 # --- all kinds, and output layers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0, 0.3, 1])
+@pytest.mark.parametrize("distance", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.thinned
+def test_a_student_close_to_its_teacher(dtype, distance, beta, backend, device):
+    """The divergence of a token is a difference that vanishes. Its error is far below that of torch's sum of q times
+    the difference of two log-probabilities."""
+    t = make(24, 600, 32, dtype, sharpness=2.0)
+    moved = (t.x.double() + distance * normal(24, 32, seed=7)).to(t.x.dtype)
+    found = divergence(*[v.to(device) for v in (t.x, t.weight, moved, t.weight)], beta=beta, reduction="none")
+
+    def of_logits(wide: torch.dtype) -> torch.Tensor:
+        p, q = (linear(x.to(wide), t.weight.to(wide)).log_softmax(1) for x in (t.x, moved))
+        r = p if beta == 0 else q if beta == 1 else ((1 - beta) * p.exp() + beta * q.exp()).log()
+        of_q, of_p = (v.exp() * (v - r) for v in (q, p))
+        return (of_q if beta == 0 else of_p if beta == 1 else beta * of_q + (1 - beta) * of_p).sum(1)
+
+    assert_no_worse(found, of_logits(torch.float64), of_logits(torch.float32), 0.2, floor=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

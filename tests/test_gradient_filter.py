@@ -350,6 +350,19 @@ def test_targets_and_scales_of_tokens(scaled, gradient_filter, listed, device):
     assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
 
 
+@pytest.mark.parametrize("options", [dict(logit_scale=0.0), dict(temperature=torch.inf), dict(logit_scale=1e-38)])
+def test_tokens_without_a_unit(options, listed, device):
+    """The gradients of tokens whose logits are all 0 reach no other token's."""
+    x, weight, target = wide_problem(device=device)
+    (name, value), others = *options.items(), 1.0
+    each = torch.full((N,), others, device=device)
+    each[::50] = value
+    found = recomputed(x, weight, target, gradient_filter=WIDE_EPS, **{name: each})
+    for f, e in zip(found, recomputed(x, weight, target, **{name: each})):
+        assert relative_error(f, e.double()) < 0.05
+    assert found[0][::50].abs().max() < 1e-30 and len(listed) == 2
+
+
 def test_a_window_of_no_probability_is_not_projected(listed, device):
     x, weight, target = wide_problem(device=device)
     bias = torch.full((V,), -200.0, dtype=x.dtype, device=device)

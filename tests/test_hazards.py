@@ -56,6 +56,80 @@ def test_minus_infinity_far_above_the_rest(member, dtype, backend):
         assert torch.count_nonzero(dweight[: 256 * (member.rank == 0)]) == 0
 
 
+ASKED = {
+    "entropy": lambda *given, **options: token_statistics(*given, entropy=True, **options).entropy.sum(),
+    "mean_logit": lambda *given, **options: token_statistics(*given, mean_logit=True, **options).mean_logit.sum(),
+    "loss": lambda *given, **options: linear_cross_entropy(*given, reduction="sum", **options),
+    "smoothed": lambda *given, **options: linear_cross_entropy(*given, label_smoothing=0.1, **options),
+}
+"""What is differentiated."""
+
+
+def _capped(name: str, leaves, target, cap: float, dtype: torch.dtype) -> Tensor:
+    """On all logits, which are projected in ``dtype``."""
+    u = linear(*leaves).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    z = cap * torch.tanh(u / cap)
+    if name in ("loss", "smoothed"):
+        smoothing, reduction = (0.1, "mean") if name == "smoothed" else (0.0, "sum")
+        return reference.loss(z, target, reduction=reduction, label_smoothing=smoothing)
+    return reference.statistics(z, target)[name].sum()
+
+
+@pytest.mark.parametrize(("cap", "spread"), [(1.0, 6.0), (3.0, 180.0), (30.0, 180.0), (30.0, 15.0), (30.0, 0.1)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.thinned
+def test_gradients_where_a_soft_cap_saturates(name, dtype, cap, spread, backend, device):
+    """The soft-cap's slope is a small difference there. What is saved must keep it."""
+    t = small(device, N=48, V=300, D=32, dtype=dtype, sharpness=spread)
+    options = dict(logit_softcap=cap, logits_budget=1 << 30)
+    found = torch.autograd.grad(ASKED[name](t.x, t.weight, t.target, **options), [t.x, t.weight])
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [v.detach().cpu().to(dtype).requires_grad_() for v in (t.x, t.weight)]
+        return torch.autograd.grad(_capped(name, leaves, t.target.cpu(), cap, dtype), leaves)
+
+    for value, truth, torchs in zip(found, gradients(torch.float64), gradients(DTYPES[dtype])):
+        assert_no_worse(value, truth, torchs, 2.0)
+
+
+@pytest.mark.parametrize("budget_of_all", [1 << 30, 0])
+@pytest.mark.parametrize("name", ["loss", "statistics"])
+def test_the_z_loss_of_confident_tokens(name, budget_of_all, backend, device):
+    """Nothing but the z-loss is left of a target's gradient whose 1 - p is below fp32's roundings."""
+    t = small(device, N=32, V=200, D=32)
+    with torch.no_grad():
+        t.weight.copy_(normalize(t.weight, dim=1))
+        t.x.copy_(40 * t.weight[t.target[: len(t.x)]])
+    options = dict(logits_budget=budget_of_all)
+    if name == "loss":
+        loss = linear_cross_entropy(t.x, t.weight, t.target, z_loss=1e-4, reduction="sum", **options)
+    else:
+        of = token_statistics(t.x, t.weight, t.target, **options)
+        loss = (1e-4 * of.lse.square() - of.target_log_prob).sum()
+    found = torch.autograd.grad(loss, [t.x, t.weight])
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [v.detach().cpu().to(dtype).requires_grad_() for v in (t.x, t.weight)]
+        z, target = linear(*leaves), t.target.cpu()
+        loss = cross_entropy(z, target, reduction="sum") + 1e-4 * z.logsumexp(1).square().sum()
+        return torch.autograd.grad(loss, leaves)
+
+    for value, truth, torchs in zip(found, gradients(torch.float64), gradients(torch.float32)):
+        assert_no_worse(value, truth, torchs, 2.0)
+
+
+@pytest.mark.parametrize("at", [(3, 5), (3, 290), (290, 3)])
+def test_a_nan_beside_infinity(at, backend, device):
+    """No logit is the largest where one is NaN."""
+    t = small(device, V=300, bias=True)
+    with torch.no_grad():
+        t.bias[at[0]], t.bias[at[1]] = torch.nan, torch.inf
+    found = token_statistics(t.x, t.weight, t.target, linear_bias=t.bias, argmax=True, top_k=2)
+    assert (found.argmax == -1).all() and (found.top_ids == -1).all()
+    assert found.max_logit.isnan().all() and found.lse.isnan().all()
+
+
 def test_one_tokens_nan_upstream_leaves_the_others_alone_in_fp16(device):
     t, found = small(device, dtype="fp16"), []
     for number in (1.0, torch.nan):
@@ -268,9 +342,12 @@ def assert_statistics(found: dict[str, Tensor], expected: dict, magnitude: dict,
         assert (off <= allowed).all(), f"{of}: {name} is off by {off.tolist()}"
 
 
-def assert_gradients(found, x, weight, shard: slice, signed: Tensor, terms: Tensor, dtype: str, of: str) -> None:
+def assert_gradients(
+    found, x, weight, shard: slice, signed: Tensor, terms: Tensor, sums: Tensor, dtype: str, of: str
+) -> None:
     """Of each row of dX and, in a shard, of dW and each number of dbias; ``signed``, ``terms [N, V]``: the gradient of
-    the logits, and the magnitudes of what is summed to it."""
+    the logits, and the magnitudes of what is summed to it. ``sums [N]``: of a token's exponentials, as they are saved,
+    which divides the sum of their products with the weight's rows."""
     # Four roundings.
     step = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}[dtype]
     of_shard, ones = (signed.T[shard], terms.T[shard]), torch.ones(len(x), 1).double()
@@ -279,7 +356,8 @@ def assert_gradients(found, x, weight, shard: slice, signed: Tensor, terms: Tens
         exact, size = g @ other, t @ other.abs()
         off = value.double().cpu().view(exact.shape) - exact
         # Sums of larger terms may overflow.
-        off = off.masked_fill(size > (3e4 if dtype == "fp16" else 1e38), 0.0).norm(dim=1)
+        summed = size * sums.clamp(min=1.0)[:, None] if name == "dx" else size
+        off = off.masked_fill(summed > (3e4 if dtype == "fp16" else 1e38), 0.0).norm(dim=1)
         # Entries of fp16 below its smallest number.
         least = 2.0**-24 * (1 + other.norm(dim=0).norm()) if dtype == "fp16" else 1e-30
         worst = (off / (step * size.norm(dim=1) + least)).nan_to_num(torch.inf).max().item()
@@ -315,7 +393,8 @@ def test_statistics_and_gradients(member, backend, pattern, mask, dtype):
         losses, share = (losses, 1) if loss.dim() else ([v.mean() for v in losses], N)
         assert_statistics({"loss": loss}, {"loss": losses[0]}, {"loss": losses[1]}, of)
         g = -gradients["target_log_prob"] / share
-        assert_gradients(of_loss, x, weight, shard, g, g.abs(), dtype, f"{of}, loss")
+        sums = z.exp().sum(1).nan_to_num(posinf=1.0)
+        assert_gradients(of_loss, x, weight, shard, g, g.abs(), sums, dtype, f"{of}, loss")
         if strategy == "accumulate":
             continue
         with windows(backend):
@@ -323,7 +402,7 @@ def test_statistics_and_gradients(member, backend, pattern, mask, dtype):
             of_sum = torch.autograd.grad(sum(found[name].sum() for name in DIFFERENTIABLE), leaves)
         assert_statistics(found, expected, magnitude, of)
         signed, terms = sum(gradients.values()), sum(g.abs() for g in gradients.values())
-        assert_gradients(of_sum, x, weight, shard, signed, terms, dtype, of)
+        assert_gradients(of_sum, x, weight, shard, signed, terms, sums, dtype, of)
         picked = z.gather(1, found["argmax"].cpu()[:, None])[:, 0]
         assert (z.amax(1) - picked <= 1e-6 * z.abs().amax(1)).all()
 

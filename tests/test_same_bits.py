@@ -58,6 +58,22 @@ def assert_equal(found, base, rows=slice(None), names=NAMES) -> None:
         assert not differing.any(), f"{name} of {int(differing.sum())} of {len(value)} tokens differs"
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("stride", [0, 1, 8])
+def test_the_layout_of_the_weight(offset, stride, device, kernels):
+    """TMA cannot load rows that begin anywhere, and another tile would sum a logit in another order."""
+    x, weight, target, options = problem(torch.device(device), 48, 1000)
+    # NumPy, which the interpreter sums with, rounds by how memory is aligned.
+    (V, D), names = weight.shape, (*NAMES, *["entropy"] * (device == "cuda"))
+    memory = weight.new_zeros(offset + V * (D + stride))
+    laid = memory[offset:].view(V, D + stride)[:, :D].copy_(weight)
+    with chosen_backend("triton"):
+        ask = dict(**EVERY, entropy=True)
+        assert_equal(token_statistics(x, laid, target, **ask), token_statistics(x, weight, target, **ask), names=names)
+        losses = [linear_cross_entropy(x, w, target, reduction="none") for w in (laid, weight)]
+        assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_the_tokens_and_the_memory_around_it(name, device, kernels):
     given, device = dict(CASES[name]), torch.device(device)

@@ -65,6 +65,24 @@ def test_a_number_that_cannot_be_read_runs_the_whole(backend, device):
     assert found.lse.eq(0).equal(t.target < 0) and found.argmax.eq(-1).equal(t.target < 0)
 
 
+def test_a_nan_of_a_masked_token_in_a_graph(backend, device):
+    """Where no count can be read: a gradient of 0 times a NaN would be NaN in every row of dW."""
+    t = small(device, ignored=True)
+    x = t.x.detach().clone()
+    x[t.target == -100] = torch.nan
+    x.requires_grad_()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x, weight, target):
+        counted = parallel_lce.count_tokens(target)
+        return parallel_lce.linear_cross_entropy(x, weight, target, counted_tokens=counted)
+
+    found = torch.autograd.grad(loss(x, t.weight, t.target), [x, t.weight])
+    exact = torch.autograd.grad(parallel_lce.linear_cross_entropy(t.x, t.weight, t.target), [t.x, t.weight])
+    for f, e in zip(found, exact):
+        assert torch.equal(f, e)
+
+
 def test_traces_read_nothing():
     t = small("cpu", N=N, ignored=True)
     count = parallel_lce.count_tokens(t.target)

@@ -12,7 +12,7 @@ import parallel_lce
 import reference
 from cases import Tensors, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
-from tools import debug_mode, everywhere, on_ranks, shrunk, small, uncollected
+from tools import alone, debug_mode, everywhere, on_ranks, shrunk, small, uncollected
 from world import Member
 
 N, V = 48, 120
@@ -352,6 +352,11 @@ def test_an_exception_keeps_nothing_of_its_call():
         assert [ref() for ref in values] == [None]
 
 
+def shrinking(statistics):
+    statistics.vocab_size.sub_(30)
+    return statistics.lse
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -364,6 +369,8 @@ def test_an_exception_keeps_nothing_of_its_call():
         (dict(loss=lambda s: s.argmax, argmax=True), "as 'losses' it returned .* of torch.int64"),
         (dict(loss=lambda s: (s.lse, {"kl": 3.0})), "as 'kl' it returned float"),
         (dict(loss=lambda s: (s.lse, [s.lse])), "as 'metrics' it returned list"),
+        (dict(loss=lambda s: (s.lse, s.lse)), "as 'metrics' it returned .* of torch.float32"),
+        (dict(loss=shrinking), "loss must not write into its statistics, and it wrote into vocab_size"),
         (dict(gradient_filter=0.1, entropy=True), "cannot be combined with entropy"),
     ],
 )
@@ -373,6 +380,42 @@ def test_refusals(change, words):
     loss, values = given.pop("loss"), given.pop("values")
     with pytest.raises(ValueError, match=words):
         parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **given)
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+def test_values_and_targets_of_inference_mode(kind):
+    """As those of rollouts, which autograd could not save."""
+    (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind)
+    t = part(t, alone())
+    with torch.inference_mode():
+        target, *others = [value.clone() for value in (t.target, *values)]
+    with shrunk(block):
+        options = dict(entropy=True, logits_budget=budget)
+        found = parallel_lce.token_loss(t.x, t.weight, target, ppo, *others, **options)[0]
+        exact = parallel_lce.token_loss(t.x, t.weight, t.target, ppo, *values, **options)[0]
+        gradients = [torch.autograd.grad(loss, [t.x, t.weight]) for loss in (found, exact)]
+    assert found == exact and all(torch.equal(*pair) for pair in zip(*gradients))
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+@on_ranks(2)
+def test_debug_mode_compares_what_the_function_returns(member, kind):
+    (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=member.device)
+    t, options = part(t, member), dict(entropy=True, process_group=member.group, logits_budget=budget)
+
+    def scaled(*given):
+        losses, metrics = ppo(*given)
+        return losses * (1 + member.rank), metrics
+
+    def renamed(*given):
+        losses, metrics = ppo(*given)
+        return losses, {f"{name} {member.rank}": value for name, value in metrics.items()}
+
+    with debug_mode(), shrunk(block):
+        for loss, words in ((scaled, "about the losses of loss at position"), (renamed, "about the metrics of loss")):
+            with pytest.raises(ValueError, match=words):
+                parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **options)
+        parallel_lce.token_loss(t.x, t.weight, t.target, ppo, *values, **options)[0].backward()
 
 
 @on_ranks(2)

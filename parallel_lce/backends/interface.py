@@ -46,19 +46,16 @@ class Saved(Iterable[Tensor | None], Protocol):
     def exponentials(self) -> Tensor | None: ...
 
 
-# Largest max - z, in nats, whose stored exponential is still a normal number, less a margin.
-_STORED_RANGE = {torch.float16: 20.0}
-_DEFAULT_RANGE = 80.0
+LARGEST_SAVED_CAP = 256.0
+"""Largest soft-cap whose logits are saved: half a step of fp16 below cap / 2 is then at most 1/32."""
 
 
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
-    """Whether the backward can work from saved exponentials.
+    """Whether the backward can work from what the forward saves.
 
-    Under a soft-cap it recovers z as log(e), with an absolute error of one rounding unit. That is too much for caps
-    below 1, and for fp32 and fp64, whose logits are otherwise not rounded. Under large caps e underflows."""
-    if softcap is None or dtype == accumulation_dtype(dtype):
-        return softcap is None
-    return 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
+    Under a soft-cap the forward saves logits in 16 bits. That is too little for fp32 and fp64, whose logits are
+    otherwise not rounded, and for a large cap."""
+    return softcap is None or (dtype != accumulation_dtype(dtype) and softcap <= LARGEST_SAVED_CAP)
 
 
 class Picked(NamedTuple):
@@ -201,7 +198,7 @@ class ForwardTask(NamedTuple):
     picked: PickedLogits | None = None
     # A list to which the backend appends the partials of the windows; None: it keeps none.
     window_partials: list[Any] | None = None
-    # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
+    # Exponentials are saved as codes of one byte: only for gradients of alpha and the targets alone.
     codes: bool = False
 
 

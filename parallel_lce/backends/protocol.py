@@ -145,6 +145,6 @@ class Backend(Protocol):
         [N]``: relative to the shard."""
 
     def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-        """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
-        merged over all ranks. ``coefficients [3, N]``."""
+        """The gradient of the user's ``logits``, in their dtype. ``partial``: merged over all ranks. ``coefficients
+        [3, N]``: alpha, excess and gamma of :class:`parallel_lce.core.partials.Coefficients`."""
         ...

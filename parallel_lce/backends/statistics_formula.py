@@ -103,16 +103,19 @@ def statistics_gradient(
         signed = [sign * value for sign, name in terms if (value := given.get(name)) is not None]
         return sum(signed[1:], start=signed[0]) if signed else None
 
-    alpha = total((1, "lse"), (-1, "target_log_prob"), (-1, "mean_log_prob"), (1, "expected_logit"))
-    beta = total((-1, "target_logit"), (-1, "target_log_prob"))
+    # alpha without the target's log-probability
+    rest = total((1, "lse"), (-1, "mean_log_prob"), (1, "expected_logit"))
     gamma = total((-1, "mean_logit"), (-1, "mean_log_prob"))
     delta = total((1, "expected_logit"), (-1, "entropy"))
     epsilon = total((2, "sum_p_squared"))
-    if alpha is None:
-        alpha = torch.zeros_like(partial[MAX])
+    if rest is None:
+        rest = torch.zeros_like(partial[MAX])
     if delta is not None:
         # delta multiplies z - M, so the expected logit is taken relative to M, too.
-        alpha = alpha - delta * (partial[columns["weighted"]] / partial[SUM_EXP])
+        rest = rest - delta * (partial[columns["weighted"]] / partial[SUM_EXP])
     if epsilon is not None:
-        alpha = alpha - epsilon * (partial[columns["squared"]] / partial[SUM_EXP].square())
-    return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta, epsilon)
+        rest = rest - epsilon * (partial[columns["squared"]] / partial[SUM_EXP].square())
+    of_target, of_logit = given.get("target_log_prob"), given.get("target_logit")
+    alpha = rest if of_target is None else rest - of_target
+    excess = None if of_target is None and of_logit is None else rest if of_logit is None else rest + of_logit
+    return Coefficients(alpha, excess, None if gamma is None else gamma / vocab_size, delta, epsilon)

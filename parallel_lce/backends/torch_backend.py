@@ -32,6 +32,7 @@ from parallel_lce.backends.torch_logits import (
     picked_hidden_gradient,
     picked_logits,
     picked_weight_gradient,
+    target_gradient,
 )
 from parallel_lce.backends.torch_tiles import (
     add_picked,
@@ -43,9 +44,10 @@ from parallel_lce.backends.torch_tiles import (
     saved_logits,
     saved_tile,
     set_at_targets,
-    subtract_at_targets,
+    squeezed_logits,
     take_picked,
     take_targets,
+    unsqueezed_logits,
     window_size,
 )
 from parallel_lce.core.memory import some_rows
@@ -108,7 +110,8 @@ class Saved(NamedTuple):
     """The saved tensors of a block of R tokens and the shard's first entries, in W windows. The last window may be
     smaller than the others."""
 
-    # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows
+    # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows; under a soft-cap logits
+    # (``squeezed_logits``)
     exponentials: Tensor
     # [W, R]: each token's largest logit of each window
     maxima: Tensor
@@ -124,7 +127,12 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
     if rows == 0 or projection.real_rows == 0:
         return partial, ()
-    x, tiles, memory = operand(task.x), row_tiles(rows), Scratch(0, task.x.device)
+    x, tiles, memory, softcap = (
+        operand(task.x),
+        row_tiles(rows),
+        Scratch(0, task.x.device),
+        projection.logit_map.softcap,
+    )
     width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
     saved_windows = even_slices(0, save, width)
     windows = saved_windows
@@ -153,13 +161,15 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             if picked is not None:
                 take_picked(z, picked, tile, window)
             near = None
-            if store is not None and store.dtype == torch.bfloat16 and columns.differ:
+            if store is not None and softcap is not None:
+                store.view(torch.float16).copy_(squeezed_logits(z, softcap))
+            elif store is not None and store.dtype == torch.bfloat16 and columns.differ:
                 near = packed_logits(z, store.dtype)
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
             if saved is not None and store is not None:
                 saved.maxima[number, tile] = window_partial[MAX]
-                if not in_place:
+                if not in_place and softcap is None:
                     store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
                 if near is not None:
                     bits = store.view(torch.int16)
@@ -199,7 +209,7 @@ class BlockBackward:
             self._save = saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // saved.maxima.shape[0])
         coefficients = task.coefficients.with_factor()
-        alpha, *others, _ = coefficients
+        alpha, _, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None or self._has_logits
@@ -216,7 +226,7 @@ class BlockBackward:
         # rows rounds differently, and saved logits are rounded to bf16. The difference matters in logits of millions,
         # and where 1 - p is small. None: 0.
         self._slack: Tensor | None = None
-        if self._save < real or self._has_logits:
+        if self._save < real or self._has_logits or projection.logit_map.softcap is not None:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
             slack.clamp_(min=0.0).clamp_(min=(sum_exp < ONE_LARGE_ENTRY) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
@@ -232,15 +242,19 @@ class BlockBackward:
             if picked is not None:
                 picked = picked._replace(values=picked.values * fp16_scale)
         self._picked = picked
+        # [R]: of each target's logit.
+        self._of_target: Tensor | None = None
+        if coefficients.excess is not None and self._target is not None:
+            self._of_target = target_gradient(partial, coefficients) * factor
+            slope = projection.logit_map.slope(partial[TARGET])
+            self._of_target = self._of_target if slope is None else self._of_target * slope
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = alpha / sum_exp * factor
-        self._beta, self._gamma, self._delta, self._epsilon = [None if c is None else c * factor for c in others]
+        self._gamma, self._delta, self._epsilon = [None if c is None else c * factor for c in others]
         if self._delta is not None:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:
             self._epsilon = self._epsilon / sum_exp.square()
-        # [R]: the soft-cap's slope at the target's fp32 logit, not at a stored one.
-        self._target_slope = None if self._beta is None else projection.logit_map.slope(partial[TARGET])
 
     def hidden_grad(self) -> None:
         """Form dX, and dW and dbias of all tiles but the last."""
@@ -298,33 +312,30 @@ class BlockBackward:
             gradient, slope = self._recomputed(rows, window, weight)
         if self._gamma is not None:
             gradient -= self._gamma[rows]
-        if self._beta is not None and self._target is not None:
-            # Before the slope: these terms may cancel.
-            subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
-            if slope is not None and self._target_slope is not None:
-                set_at_targets(slope, self._target[rows], window, self._target_slope[rows])
         if slope is not None:
             gradient *= slope
+        if self._of_target is not None and self._target is not None:
+            set_at_targets(gradient, self._target[rows], window, self._of_target[rows])
         if self._picked is not None:
             add_picked(gradient, self._picked, rows, window)
         return gradient.to(self._x.dtype)
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
-        """The gradient before gamma and beta, and the slope of the soft-cap."""
+        """The gradient before gamma and the targets', and the slope of the soft-cap."""
         assert self._saved is not None
         stored = saved_tile(self._saved.exponentials, self._save, rows, window)
+        softcap, dtype = self._projection.logit_map.softcap, self._projection.dtype
+        if softcap is not None:
+            out = borrowed(self._scratch, rows, window, dtype)
+            z, slope = unsqueezed_logits(stored.view(torch.float16), softcap, out)
+            return self._of_logits(z, rows), slope
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
         packed = saved_logits(stored) if self._has_logits else None
-        logit_map, slope = self._projection.logit_map, None
-        if logit_map.softcap is not None:
-            logit_map = logit_map.of_rows(rows)
-            z = torch.log(stored.to(maximum.dtype) * scale).add_(maximum)
-            slope = logit_map.slope(z if packed is None else torch.where(*packed, z))
-        out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
+        out = stored if stored.dtype == dtype else borrowed(self._scratch, rows, window, dtype)
         if self._delta is None and self._epsilon is None and packed is None:
-            return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
+            return torch.mul(stored, self._alpha[rows] * rebase, out=out), None
         e = torch.mul(stored, rebase, out=out)
         below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
         if packed is not None:
@@ -332,7 +343,7 @@ class BlockBackward:
             below = self._below_max(logit.to(maximum.dtype), rows)
             below_max = below_max if below_max is None else torch.where(near, below, below_max)
             e = torch.where(near, exponential_(below), e)
-        return self._softmax_gradient(e, below_max, rows), slope
+        return self._softmax_gradient(e, below_max, rows), None
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """As :meth:`_from_saved`, from logits that are projected again."""
@@ -340,9 +351,13 @@ class BlockBackward:
         out = borrowed(self._scratch, rows, window, projection.dtype)
         z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
         slope = projection.logit_map.slope(z)
+        return self._of_logits(z, rows), slope
+
+    def _of_logits(self, z: Tensor, rows: slice) -> Tensor:
+        """The gradient of a tile of logits ``z``, which it overwrites."""
         self._below_max(z, rows)
         below_max = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
-        return self._softmax_gradient(exponential_(z), below_max, rows), slope
+        return self._softmax_gradient(exponential_(z), below_max, rows)
 
     def _below_max(self, z: Tensor, rows: slice) -> Tensor:
         """z - M, in place."""

@@ -89,18 +89,32 @@ def saved_logits(stored: Tensor) -> tuple[Tensor, Tensor] | None:
     return bits < 0, ((bits & 0x3FFF) | (bits << 1 & -0x8000)).view(stored.dtype)
 
 
+# Scale of the distances from the cap that are saved.
+_BEYOND = 2.0**15
+
+
+def squeezed_logits(z: Tensor, softcap: float) -> Tensor:
+    """Numbers to save of soft-capped logits in fp16: ``y = |z| / cap`` below 1/2, else ``1 + 2^15 (1 - y)``, with the
+    sign of z. So both z near 0 and the soft-cap's slope near the cap keep the relative precision of fp16."""
+    y = z.abs().div_(softcap)
+    return torch.where(y < 0.5, y, (1 - y).clamp_(min=0.0).mul_(_BEYOND).add_(1.0)).copysign_(z)
+
+
+def unsqueezed_logits(stored: Tensor, softcap: float, out: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of :func:`squeezed_logits`, in ``out``, and the soft-cap's slope there."""
+    number = torch.abs(stored.to(out.dtype))
+    small = number < 0.75
+    below_cap = torch.where(small, 1 - number, (number - 1) / _BEYOND)
+    y = torch.where(small, number, 1 - below_cap)
+    return torch.mul(y, softcap, out=out).copysign_(stored), below_cap.mul_(y.add_(1.0))
+
+
 def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:
     """Copy the targets' logits out of a tile to ``out [rows]``, 0 for targets outside the tile."""
     entry = target - window.start
     inside = entry.clamp(0, tile.shape[0] - 1)
     torch.gather(tile, 0, inside.unsqueeze(0), out=out.unsqueeze(0))
     out.masked_fill_(inside != entry, 0.0)
-
-
-def subtract_at_targets(tile: Tensor, target: Tensor, window: slice, values: Tensor) -> None:
-    """Subtract ``values [rows]`` from the targets' entries of a tile."""
-    position, hit = _target_positions(tile, target, window)
-    tile.view(-1).scatter_add_(0, position, values.neg().masked_fill_(~hit, 0.0))
 
 
 def set_at_targets(tile: Tensor, target: Tensor, window: slice, values: Tensor) -> None:

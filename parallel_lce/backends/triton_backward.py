@@ -167,7 +167,7 @@ class BlockBackward:
             self._add_dweight(piece, vocab_slice, grads.dweight)
         if grads.dbias is not None:
             total, empty = self._open(grads.dbias, piece, vocab_slice.start, vocab_slice.stop)
-            column_sum = vocab_slice.gradient.sum(0, dtype=total.dtype)
+            column_sum = vocab_slice.column_sum(total.dtype)
             if piece.fp16_unscale is not None:
                 column_sum *= piece.fp16_unscale
             put(total, column_sum, empty)

@@ -17,7 +17,7 @@ from parallel_lce.core.partials import TARGET, empty_partial
 from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.codes import CodeColumns
 from parallel_lce.kernels.epilogue import ForwardEpilogue
-from parallel_lce.kernels.partials import NO_LOW, WindowPartials, bound_merge_windows, columns_of
+from parallel_lce.kernels.partials import NO_LOW, RoundedSums, WindowPartials, bound_merge_windows, columns_of
 from parallel_lce.kernels.product import Product, new_window_partials
 from parallel_lce.kernels.relaunch import Bound, kept
 from parallel_lce.kernels.target_logits import bound_target_logits
@@ -44,14 +44,16 @@ class _Program:
         (rows, _), real = product.x.shape, product.weight.shape[0]
         self.windows, self.operands = product.windows, product.operands
         width, height = product.tile.entries, product.tile.rows
+        self.width = width
         assert width % ALIGNED == 0
         self.save = real if task.save >= real else task.save // width * width
         self.stride = stride_of(self.save)
         # Rows of exponentials, which are multiplied where they are; fp16 and codes are rewritten in any case.
-        self.kept = self.save > 0 and not task.codes and product.x.dtype != torch.float16
+        self.capped = self.save > 0 and product.logit_map.softcap is not None
+        self.kept = self.save > 0 and not (task.codes or self.capped) and product.x.dtype != torch.float16
         self.flat = self.kept and task.columns.differ
-        # Under a soft-cap every row is rewritten, as those of flat tokens are.
-        self.sampled = self.flat and product.logit_map.softcap is None
+        # The common rounding of exponentials matters where they are nearly equal. In fp32 it never does.
+        self.rounded = self.kept and product.x.dtype == torch.bfloat16
         self.target = bound_target_logits(product)
         # Without saved tensors rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
         row_bytes = 8 * self.windows * (task.columns.merged - 1)
@@ -89,35 +91,40 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     product = product_of(projection, x, 0, real)
     program = kept(_PROGRAMS, _traits(task, x), lambda: _Program(task, product))
     partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if task.out is None else task.out
-    stored = exponentials = flat = codes = None
+    stored = numbers = flat = codes = None
     if program.save:
         save, stride = program.save, program.stride
         dtype = torch.uint8 if task.codes else x.dtype
         buffer = x.new_empty(rows * stride, dtype=dtype) if task.buffer is None else task.buffer[: rows * stride]
         stored = buffer.view(rows, stride)
-        exponentials = stored if stride == save else stored[:, :save]
+        numbers = stored if stride == save else stored[:, :save]
+        if program.capped:
+            numbers = numbers.view(torch.float16)
     of_target = partial[TARGET]
     if task.codes and program.save:
         shift = partial.new_empty(program.windows, rows, dtype=torch.int32)
         lowest = torch.empty_like(shift, dtype=torch.float32)
         codes = CodeColumns(shift, lowest)
     elif program.flat:
-        flat = x.new_ones(rows, dtype=torch.float32)
+        flat = x.new_empty(rows, dtype=torch.float32)
     if target is None:
         of_target.zero_()
-    sampled = flat if program.sampled else None
-    if target is not None or sampled is not None:
-        program.target(x, product.weight, product.bias, product.logit_map, target, of_target, sampled)
+    if target is not None or flat is not None:
+        program.target(x, product.weight, product.bias, product.logit_map, target, of_target, flat)
     saved: Saved | tuple[()] = ()
     for part in program.ranges:
         some, of_rows = part.rows, product if len(program.ranges) == 1 else product.of_rows(part.rows)
         windows = new_window_partials(of_rows.x, program.windows, columns)
+        sums = windows.sum_exp
         epilogue = ForwardEpilogue(windows, flat=flat, codes=codes)
+        if program.rounded:
+            sums = torch.empty_like(windows.max)
+            epilogue = epilogue._replace(rounded_sums=sums)
         if codes is not None and target is not None:
             epilogue = epilogue._replace(target=target, target_logit=of_target)
         if part.projection is None:
-            part.projection = of_rows.bound(exponentials, epilogue)
-        operands = program.operands(of_rows.x, of_rows.weight, exponentials)
+            part.projection = of_rows.bound(numbers, epilogue)
+        operands = program.operands(of_rows.x, of_rows.weight, numbers)
         for launch in part.projection:
             launch(*operands, of_rows.bias, of_rows.logit_map, epilogue, None)
         known = WindowPartials(windows.max, windows.sum_exp)
@@ -126,14 +133,17 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         merged, of_tokens = partial, target
         if len(program.ranges) > 1:
             merged, of_tokens = partial[:, some], None if target is None else target[some]
-        plain = x.new_empty(len(of_rows.x), dtype=torch.uint8) if program.kept else None
-        part.merge(windows, NO_LOW, *columns_of(merged, columns), plain, of_tokens, None, None)
+        mass = rounded = None
+        if program.kept:
+            mass = partial.new_empty(len(of_rows.x))
+            rounded = RoundedSums(sums, mass, program.save, program.width)
+        part.merge(windows, NO_LOW, *columns_of(merged, columns), rounded, of_tokens, None, None)
         if task.window_partials is not None:
             task.window_partials.append(known)
         if codes is not None:
             saved = Saved(stored, windows.max, shift=codes.shift, lowest=codes.lowest)
         elif stored is not None or task.save_window_partials:
-            sums = windows.sum_exp if task.save_window_partials else None
-            saved = Saved(stored, windows.max, plain, sums, flat)
-        del windows, known, epilogue  # before the next ones are allocated
+            kept_sums = windows.sum_exp if task.save_window_partials else None
+            saved = Saved(stored, windows.max, mass, kept_sums, flat)
+        del windows, known, epilogue, sums, rounded  # before the next ones are allocated
     return partial, saved

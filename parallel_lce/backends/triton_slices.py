@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.fp16_scale import fp16_scale_of
-from parallel_lce.backends.gemm import accumulate_nt
+from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts
 from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
 from parallel_lce.core.memory import some_rows
@@ -105,6 +105,14 @@ class Slice:
         else:
             self.products.add_weight(total, x, entries, overwrite)
 
+    def column_sum(self, dtype: torch.dtype) -> Tensor:
+        """``gradient.T @ dw_factor``, in ``dtype``. A factor of low precision would be rounded, so it is two."""
+        if self.dw_factor is None:
+            return self.gradient.sum(0, dtype=dtype)
+        high = self.dw_factor.to(self.gradient.dtype)
+        low = (self.dw_factor - high).to(high.dtype)
+        return product(self.gradient.t(), torch.stack([high, low]).t(), dtype).sum(1)
+
 
 class Piece:
     """Forms the slices of one piece of a block, with rows ``x [R, D]``. All slices of a block use the same memory: one
@@ -120,18 +128,17 @@ class Piece:
         self._codes: Saved | None = None
         if is_coded(saved):
             self._codes, self._saved = saved, None
-            if coefficients.beta is None:  # the target has no code: its entry is written in any case
-                coefficients = coefficients._replace(beta=torch.zeros_like(coefficients.alpha))
-        # Rewrite every row of saved exponentials, so that there are no row factors: dbias is a sum over rows of G, and
-        # picked entries can be added only to rewritten rows.
-        self._rewrite = grads.dbias is not None or task.picked is not None
+            if coefficients.excess is None:  # the target has no code: its entry is written in any case
+                coefficients = coefficients._replace(excess=coefficients.alpha)
+        # Rewrite every row of saved exponentials: picked entries can be added to no others.
+        self._rewrite = task.picked is not None
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
         # Per-token factors and target gradients, computed with the first slice. None before.
         self._tokens: TokenGradients | None = None
-        self.has_targets = task.target is not None and coefficients.beta is not None
+        self.has_targets = task.target is not None and coefficients.excess is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # The projection and the fp16 scale take coefficients without a factor.
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
@@ -212,7 +219,7 @@ class Piece:
             if decoded:
                 windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]
                 window = window_of(self._codes, self._projection.real_rows)
-                decode(codes[self.rows], windows, self._terms, start, window, gradient[:, :decoded])
+                decode(codes[self.rows], windows, self._terms, self.rows.start, start, window, gradient[:, :decoded])
         if start + decoded < stop:
             self._rows(None).form(start + decoded, stop, gradient[:, decoded:])
         return gradient

@@ -19,6 +19,7 @@ from parallel_lce.call.seam import Feature
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.memory import with_aligned_rows
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
@@ -114,10 +115,9 @@ class Call:
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
-        # Kernels take rows contiguous in D. Saved-tensor hooks may have changed the strides.
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        # Saved-tensor hooks may have changed the strides.
         bias = bias if bias is None else bias.contiguous()
-        return Projection(weight, bias, shard.start, shard.real_rows, self.logit_map, self.dtype)
+        return Projection(with_aligned_rows(weight), bias, shard.start, shard.real_rows, self.logit_map, self.dtype)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
         """The ``projection`` with the logit map of a block's tokens."""

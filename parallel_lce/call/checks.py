@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call import debug
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.memory import in_memory
+from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import (
     FLOATS,
     INTEGERS,
@@ -310,7 +310,7 @@ def check_values(loss: Any, values: Iterable[Any], reduction: Any, target: Any) 
             expected, given = (f"{list(t.shape)} on {t.device}" for t in (target, value))
             raise ValueError(f"{name} must have target's shape {expected}, got {given}")
         check_no_gradient(name, value)
-    return tuple([in_memory(value.detach()) for value in values])
+    return tuple([out_of_inference(in_memory(value.detach())) for value in values])
 
 
 def _check_picks(a: Tensors, tokens: torch.Size) -> None:

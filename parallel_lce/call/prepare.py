@@ -29,7 +29,7 @@ from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.memory import in_memory
+from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import (
     Options,
     Tensors,
@@ -212,7 +212,9 @@ def _planned(
 def _with_tensors(
     known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
 ) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, _ = tensors
+    hidden, weight, target, bias, *of_tokens, _ = tensors
+    target, *of_tokens = [t if t is None else out_of_inference(t) for t in (target, *of_tokens)]
+    token_weight, scale, temperature, ids, offsets = of_tokens
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
@@ -276,8 +278,10 @@ def _plan(
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
         and hidden.dtype != torch.float16
     )
-    # Codes have too little precision for differences of entries, and for logits.
+    # Codes have too little precision for differences of entries, and for logits. A bias may set entries so far apart,
+    # or exclude one, that a window's few codes are too far from each other.
     codable = backend.CODES and weight.dtype == torch.bfloat16 and not kinds and not columns.differ
+    codable = codable and tensors.linear_bias is None
     itemsize = weight.element_size()
     problem = Problem(
         token_count(hidden, layout),

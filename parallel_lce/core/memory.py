@@ -31,14 +31,24 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg()
 
 
+def out_of_inference(tensor: Tensor) -> Tensor:
+    """The tensor; a copy of one made in inference mode, which autograd could not save."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+
+
 def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     """``tensor[start:stop]``; the tensor itself if that is every row, which saves the host a view."""
     return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
 
 
-def with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """``tensor``, a copy if the elements of a row are not neighbours in memory."""
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+def with_aligned_rows(tensor: Tensor) -> Tensor:
+    """``tensor``, a copy if the elements of a row are not neighbours in memory. On a GPU also a copy if rows of 16-bit
+    elements could begin at multiples of 16 bytes, but do not: TMA could not load them, and another tile would give
+    other bits."""
+    aligned = tensor.stride(1) == 1
+    if tensor.is_cuda and tensor.element_size() == 2 and tensor.shape[1] % 8 == 0:
+        aligned = aligned and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
+    return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:

@@ -134,11 +134,14 @@ class Merged(NamedTuple):
 class Coefficients(NamedTuple):
     """Per-token coefficients of the gradient of the logits, ``[R]`` in the statistics' dtype; None is 0.
 
-    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
+    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma), beta = alpha - excess.
+    Where a target's p is near 1, its gradient is little more than the excess. As a difference of alpha and beta that
+    would have their roundings.
     """
 
     alpha: Tensor
-    beta: Tensor | None
+    # alpha - beta, formed apart. None: beta is 0.
+    excess: Tensor | None
     gamma: Tensor | None
     delta: Tensor | None = None
     epsilon: Tensor | None = None

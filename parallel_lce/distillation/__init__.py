@@ -21,6 +21,7 @@ from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import INTEGERS, described, public, renamed
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import (
     Options,
     Tensors,
@@ -296,7 +297,7 @@ def detached(value: Any) -> Any:
     """A teacher's tensor, detached. A copy of one made in inference mode, since autograd cannot save such tensors."""
     if not isinstance(value, Tensor):
         return value
-    return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value.detach()
+    return out_of_inference(value.detach())
 
 
 def _naming(who: str, **others: str) -> AbstractContextManager[None]:

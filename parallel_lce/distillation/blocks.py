@@ -122,15 +122,14 @@ class _Pass:
 
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
         """Write the block's losses and the student's sums."""
-        layout, beta = self.layout, self.task.beta
+        layout = self.layout
         sums = pair.student.new_empty(layout.ranks, 2 + self.task.entropy, len(pair.student))
         own = sums[layout.rank]
         _part_of(self.task.student).divergence(pair, own, gradient)
         if layout.ranks > 1:
             gather_whole(sums.view(layout.ranks, -1), own.view(-1), layout)
-        of_teacher, of_student, *_ = sums = sums.sum(0)
-        losses = beta * of_teacher + (1 - beta) * of_student if 0 < beta < 1 else of_teacher + of_student
-        layout.put(self.losses, block, losses)
+        sums = sums.sum(0)
+        layout.put(self.losses, block, sums[0])
         layout.put(self.numbers[4:], block, sums[1:])
 
 

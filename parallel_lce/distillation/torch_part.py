@@ -16,6 +16,8 @@ from parallel_lce.core.partials import MAX, SUM_EXP, Columns, empty_partial
 
 # Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
 _ALIGNED = 8
+NEAR_RATIO = 0.25
+"""Magnitude of log(q / r) below which q and r are close."""
 
 
 class Pair(NamedTuple):
@@ -74,15 +76,15 @@ def aligned(like: Tensor, rows: int, entries: int, dtype: torch.dtype) -> Tensor
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write ``sums [2, R]`` of q log(q / r) and of p log(p / r) over the shard's entries, or ``[3, R]`` with those of
-    p log p, and the gradient, each unless it is None. A sum that is no term of the divergence is 0."""
+    """Write ``sums [2, R]``, the divergence's and that of p log(p / r) over the shard's entries, or ``[3, R]`` with
+    that of p log p, and the gradient, each unless it is None. Without p log(p / r) in the divergence its sum is 0."""
     for rows in tiles_of_rows(*pair.student.shape, itemsize=pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
         p, q = log_p.exp(), log_q.exp()
         of_p, of_q = log_ratios(log_p - log_q, pair.beta)
         if sums is not None:
-            sums[0, rows] = (q * of_q).masked_fill_(q == 0, 0.0).sum(1) if pair.beta < 1 else 0.0
+            sums[0, rows] = _terms(p, q, of_p, of_q, pair.beta).sum(1)
             sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if pair.beta > 0 else 0.0
             if len(sums) > 2:
                 sums[2, rows] = (p * log_p).masked_fill_(p == 0, 0.0).sum(1)
@@ -96,6 +98,22 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
                 g *= slope.t()
             factor = gradient.factor[rows, None]
             gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
+
+
+def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Tensor:
+    """The entries' terms of the divergence. Those of KL(q || r) are ``q log(q / r) - q + r``: the sum of r - q is 0.
+    Where q and r are close, such a term is of second order, and so are its errors. Those of q log(q / r) would be of
+    first order, far larger than the divergence."""
+    r = beta * q + (1 - beta) * p
+
+    def term(q: Tensor, log_ratio: Tensor) -> Tensor:
+        far = (q * log_ratio).masked_fill_(q == 0, 0.0).add_(r - q)
+        near = log_ratio.abs() < NEAR_RATIO
+        return torch.where(near, q * (log_ratio + torch.expm1(-log_ratio)), far)
+
+    if beta in (0, 1):
+        return term(q, of_q) if beta == 0 else term(p, of_p)
+    return beta * term(q, of_q) + (1 - beta) * term(p, of_p)
 
 
 def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:

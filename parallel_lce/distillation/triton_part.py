@@ -10,7 +10,7 @@ from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import Columns, empty_partial
-from parallel_lce.distillation.torch_part import LogitsGradient, Pair
+from parallel_lce.distillation.torch_part import NEAR_RATIO, LogitsGradient, Pair
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 from parallel_lce.kernels.partials import merge_windows
@@ -30,7 +30,7 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     return logits, partial
 
 
-_BLOCK = tl.constexpr(4096)
+_BLOCK, _NEAR_RATIO = tl.constexpr(4096), tl.constexpr(NEAR_RATIO)
 
 
 @triton.jit
@@ -38,6 +38,19 @@ def _log_probs(model, column, valid, row, rows):
     logits, stride, normalizer = model
     z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
     return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
+
+
+@triton.jit
+def _term(q, log_ratio, r):
+    """``q log(q / r) - q + r``, as in :mod:`parallel_lce.distillation.torch_part`, by a power series where q and r are
+    close."""
+    series = 1.0 / 720.0 - log_ratio * (1.0 / 5040.0)
+    series = 1.0 / 120.0 - log_ratio * series
+    series = 1.0 / 24.0 - log_ratio * series
+    series = 1.0 / 6.0 - log_ratio * series
+    series = log_ratio * log_ratio * (0.5 - log_ratio * series)
+    far = tl.where(q != 0.0, q * log_ratio, 0.0) + (r - q)
+    return tl.where(tl.abs(log_ratio) < _NEAR_RATIO, q * series, far)
 
 
 @Relaunched
@@ -66,6 +79,7 @@ def lce_backward_divergence(
     cap = caps_of(logit_map, row, True)
     of_teacher = 0.0
     of_student = 0.0
+    student_sum = 0.0
     of_entropy = 0.0
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
@@ -85,10 +99,12 @@ def lce_backward_divergence(
             of_q = tl.where(up, -log_ratio, 0.0) - log_sum
             of_p = tl.where(up, 0.0, log_ratio) - log_sum
         if sums is not None:
+            r = beta * q + rest * p
             if TEACHER:
-                of_teacher += tl.sum(tl.where(valid & (q != 0.0), q * of_q, 0.0), 0)
+                of_teacher += tl.sum(tl.where(valid, _term(q, of_q, r), 0.0), 0)
             if STUDENT:
-                of_student += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+                of_student += tl.sum(tl.where(valid, _term(p, of_p, r), 0.0), 0)
+                student_sum += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
             if ENTROPY:
                 of_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
         if gradient is not None:
@@ -104,8 +120,11 @@ def lce_backward_divergence(
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
-        tl.store(sums + row, of_teacher)
-        tl.store(sums + rows + row, of_student)
+        if TEACHER and STUDENT:
+            tl.store(sums + row, beta * of_teacher + rest * of_student)
+        else:
+            tl.store(sums + row, of_teacher + of_student)
+        tl.store(sums + rows + row, student_sum)
         if ENTROPY:
             tl.store(sums + 2 * rows + row, of_entropy)
 

@@ -36,10 +36,10 @@ class MaxLogitPenalty(Feature):
         partial, coefficients = task.partial, task.coefficients.with_factor()
         top, ids = partial[MAX], integer_view(partial[call.columns["argmax"]]).long() - call.shard.start
         gradient = _weighted(call, coefficients, partial, 2 * top)
-        # The term of a target belongs to beta, because gradients of targets are never rounded.
-        of_target, beta = ids == task.target, coefficients.beta
-        assert beta is not None  # a loss has targets
-        coefficients = coefficients._replace(beta=beta - gradient.where(of_target, 0.0))
+        # The term of a target belongs to the excess, because gradients of targets are never rounded.
+        of_target, excess = ids == task.target, coefficients.excess
+        assert excess is not None  # a loss has targets
+        coefficients = coefficients._replace(excess=excess + gradient.where(of_target, 0.0))
         entry = torch.arange(len(ids) + 1, device=ids.device)
         gradient = task.projection.logit_map.before(gradient.masked_fill(of_target, 0.0), top)
         picked = PickedGradient(Picked(ids, entry[:-1], entry[1:]), gradient, top.contiguous())
@@ -48,10 +48,10 @@ class MaxLogitPenalty(Feature):
 
 def _weighted(call: Any, coefficients: Coefficients, partial: Tensor, values: Tensor) -> Tensor:
     """``values`` times the penalty and the tokens' weights; 0 if a token is ignored, even if its logits are NaN."""
-    options, beta = call.options, coefficients.beta
-    assert beta is not None  # a loss has targets
+    options, excess = call.options, coefficients.excess
+    assert excess is not None  # a loss has targets
     if options.label_smoothing < 1:
-        weights = beta / (1 - options.label_smoothing)
+        weights = (coefficients.alpha - excess) / (1 - options.label_smoothing)
     else:
         lse = partial[MAX] + partial[SUM_EXP].log()
         weights = coefficients.alpha / (1 + 2 * options.z_loss * lse)

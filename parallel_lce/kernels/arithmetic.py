@@ -142,18 +142,19 @@ def gradient_of(p, below_max, values, coefficients):
 
 
 @triton.jit
-def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upstream):
-    """:func:`gradient_of` for an fp32 ``logit``. gamma, delta and epsilon of the tokens ``row`` are loaded and
-    multiplied by ``upstream``; ``alpha`` already is."""
+def gradient_of_entry(logit, base, sum_exp, alpha, beta, coefficients, row, mask, upstream):
+    """``p alpha - beta (1 - p)`` and the other terms of :func:`gradient_of`, for an fp32 ``logit``. gamma, delta and
+    epsilon of the tokens ``row`` are loaded and multiplied by ``upstream``; ``alpha`` and ``beta`` already are."""
     # A huge logit may exceed the maximum by a rounding.
     below_max = tl.minimum(logit - base, 0.0)
+    p = tl.exp(below_max) / sum_exp
     values = (
         alpha,
         loaded(coefficients.gamma, row, mask, upstream),
         loaded(coefficients.delta, row, mask, upstream),
         loaded(coefficients.epsilon, row, mask, upstream),
     )
-    return gradient_of(tl.exp(below_max) / sum_exp, tl.maximum(below_max, LOWEST_SHIFT), values, coefficients)
+    return gradient_of(p, tl.maximum(below_max, LOWEST_SHIFT), values, coefficients) + beta * (p - 1.0)
 
 
 @triton.jit

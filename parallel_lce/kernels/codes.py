@@ -5,9 +5,13 @@ integer is in turn nearly the bits of the fourth root of e. So with the largest 
 
     f(e) = number of the bits (bits(e) >> 2) + shift        shift = bits(1) - (bits(E) >> 2)
 
-lies in (0, 1], costs two instructions, and can be inverted. The code is f, rounded to one of 256 numbers between the
-window's lowest f and 1. An entry as large as E has a relative error of at most 2 %, rms .6 %; one of 1e-4 E up to 10 %;
-and less where the window's logits are alike.
+lies in (0, 1], costs two instructions, and can be inverted. Code 255 is f = 1, and so exact. The other codes are f,
+rounded to one of 255 numbers between the window's lowest f and 1. An entry nearly as large as E has a relative error of
+at most 2 %, rms .6 %; one of 1e-4 E up to 10 %; and less where the window's logits are alike.
+
+Equal entries must not all be rounded up, or all down: their errors would not average out. So a number between 0 and 1
+that depends on the entry's row and column is added before the rounding, and subtracted after it (subtractive dither:
+Roberts 1962, "Picture coding using pseudo-random noise").
 
 The token's target is left out of E: it could hide the other entries of a confident token. Its gradient is formed in
 fp32 from its logit (:mod:`parallel_lce.kernels.token_gradients`), and its code means nothing. So codes serve only
@@ -28,7 +32,10 @@ from parallel_lce.kernels.relaunch import Relaunched
 
 # Entries per program, and per step.
 _SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(4096)
-_ONE = tl.constexpr(0x3F800000)
+_ONE, _FRACTION = tl.constexpr(0x3F800000), tl.constexpr(0x7FFFFF)
+# Of a row's and a column's number, 2^23 times the golden ratio's and the plastic number's inverse: their multiples fill
+# an interval evenly.
+_OF_ROW, _OF_COLUMN = tl.constexpr(6332475), tl.constexpr(5184443)
 
 
 class CodeColumns(NamedTuple):
@@ -56,7 +63,7 @@ def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
     ``top``: the tile's largest logits. ``target``: the targets' ids and logits. ``position``: as in
     :func:`parallel_lce.kernels.epilogue.finish_tile`. If the target is the tile's largest, the largest other is the
     second. To compare each column with the target's would take more registers than there are."""
-    r, _, window, rows, entries = position
+    r, c, window, rows, entries = position
     largest, second = tl.reduce((e, e * 0.0), 1, _two_largest)
     if HAS_TARGET:
         target_id, logit = target
@@ -72,18 +79,25 @@ def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
     tl.store(codes.lowest + here, lowest, mask=r < rows)
     steps = 1.0 / _step(lowest)
     f = _number((e.to(tl.int32, bitcast=True) >> 2) + shift[:, None])
-    # Adding 2^23 rounds to an integer, in the lowest bits of the sum.
-    return ((f - lowest[:, None]) * steps[:, None] + 2.0**23).to(tl.int32, bitcast=True)
+    # The sum with 2^23 is an integer, in its lowest bits. The dither has added 1.
+    code = (f - lowest[:, None]) * steps[:, None] + _dither(r[:, None], c[None, :]) + (2.0**23 - 1.0)
+    return tl.where(e >= largest[:, None], 255, code.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def _step(lowest):
     """From one code's f to the next one's. All entries may be equal, and a target the smallest of them."""
-    return tl.maximum(1.0 - lowest, 2.0**-10) * (1.0 / 255.0)
+    return tl.maximum(1.0 - lowest, 2.0**-10) * (1.0 / 253.0)
+
+
+@triton.jit
+def _dither(row, column):
+    """A number in [1, 2)."""
+    return _number(((row * _OF_ROW + column * _OF_COLUMN) & _FRACTION) | _ONE)
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first_row"])
 def lce_backward_decode(
     codes,
     maxima,
@@ -92,6 +106,7 @@ def lce_backward_decode(
     terms,
     gradient,
     rows,
+    first_row,
     first,
     entries,
     stride,
@@ -117,7 +132,8 @@ def lce_backward_decode(
         top = tl.load(maxima + here, mask=known, other=-float("inf"))
         low = tl.load(lowest + here, mask=known, other=0.0)
         shift = tl.load(shifts + here, mask=known, other=0)
-        f = low[:, None] + code * _step(low)[:, None]
+        f = low[:, None] + (code + (1.0 - _dither(row + first_row, first + c))) * _step(low)[:, None]
+        f = tl.where(code == 255.0, 1.0, tl.maximum(f, low[:, None]))
         e = _number((f.to(tl.int32, bitcast=True) - shift[:, None]) << 2)
         # In a window of only -inf this factor might be infinite, and 0 times infinity is NaN. The product of both
         # factors might underflow.
@@ -129,6 +145,7 @@ def decode(
     codes: torch.Tensor,
     windows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     terms,
+    first_row: int,
     first: int,
     window: int,
     gradient: torch.Tensor,
@@ -136,9 +153,10 @@ def decode(
     """Write ``gradient [R, C]`` of the entries from ``first`` on, a multiple of ``window``: alpha p times the scales,
     without the targets' terms.
 
-    ``codes [R, saved]`` uint8, of windows of ``window`` entries. ``windows [windows, R]``: their largest logits, and
+    ``codes [R, saved]`` uint8, of windows of ``window`` entries, and of the block's rows from ``first_row`` on.
+    ``windows [windows, R]``: their largest logits, and
     ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
-    :class:`parallel_lce.kernels.token_gradients.GradientTerms`, of alpha and beta without a factor.
+    :class:`parallel_lce.kernels.token_gradients.GradientTerms`, of alpha and the excess without a factor.
     """
     rows, entries = gradient.shape
     lce_backward_decode.launch(
@@ -148,6 +166,7 @@ def decode(
         terms,
         gradient,
         rows,
+        first_row,
         first,
         entries,
         codes.stride(0),

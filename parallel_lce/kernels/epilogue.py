@@ -11,7 +11,8 @@ column numbers. A mainloop calls :func:`tile_rows` before a tile's product, so t
 :func:`finish_tile` after it. ``KIND``: the epilogue's. The functions run under Triton and Gluon. An absent tensor is
 None: Triton compiles the kernel without it.
 
-Saved exponentials are those of ``arithmetic.scale_of``; in fp16 the largest one of each window is 1.
+Saved exponentials are those of ``arithmetic.scale_of``; in fp16 the largest one of each window is 1. Under a soft-cap
+logits are saved in their place (``logit_map.squeezed``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from parallel_lce.kernels.arithmetic import (
 )
 from parallel_lce.kernels.codes import CodeColumns, encoded
 from parallel_lce.kernels.draws import store_draw
-from parallel_lce.kernels.logit_map import slope_at, tile_caps, tile_logits
+from parallel_lce.kernels.logit_map import slope_at, squeezed, tile_caps, tile_logits
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
@@ -50,6 +51,8 @@ class ForwardEpilogue(NamedTuple):
     logits_stride: int = 0
     # [R] fp32: see ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
+    # [windows, R] fp32, an output: sums of the exponentials as bf16 rounds them. None: not needed.
+    rounded_sums: torch.Tensor | None = None
     # The tile becomes codes in place of exponentials; None: it does not.
     codes: CodeColumns | None = None
     # Beside codes: [R] int64 ids relative to the shard, and [R] fp32 logits. None: no targets. Not in ``codes``, since
@@ -121,8 +124,13 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
+        if epilogue.rounded_sums is not None:
+            rounded = tl.sum(e.to(tl.bfloat16).to(tl.float32), 1)
+            tl.store(epilogue.rounded_sums + window.to(tl.int64) * rows + r, rounded, mask=r < rows)
         if epilogue.codes is not None:
             return encoded(e, top, row_values[2], position, epilogue.codes, epilogue.target is not None)
+        elif logit_map.softcap is not None:
+            return squeezed(z, caps)
         else:
             if SAVED_SCALE != 1.0:
                 e *= (SAVED_SCALE / largest_of(top))[:, None]

@@ -13,6 +13,8 @@ from triton.language.extra import libdevice
 
 from parallel_lce.kernels.arithmetic import INTERPRETED, LOG2_E, loaded
 
+# Scale of the distances from the cap that are saved: with it they fill fp16's range.
+_BEYOND = tl.constexpr(2.0**15)
 # |u / cap| below which the soft-cap is a polynomial.
 _SERIES_END = tl.constexpr(0.625)
 
@@ -131,6 +133,26 @@ def softcapped(u, cap):
     series = series * square - 0.3333328194201277
     near = u + u * (series * square)
     return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
+
+
+@triton.jit
+def squeezed(z, cap):
+    """The number of 16 bits to save of a soft-capped logit ``z``: fp16 of ``y = |z| / cap`` below 1/2, else of
+    ``1 + 2^15 (1 - y)``, with the sign of z. So both z near 0 and the soft-cap's slope near the cap keep the relative
+    precision of fp16. Rounded exponentials would lose the slope."""
+    y = tl.abs(z) * _inverse(cap)
+    number = tl.where(y < 0.5, y, 1.0 + _BEYOND * tl.maximum(1.0 - y, 0.0))
+    return tl.where(z < 0.0, -number, number)
+
+
+@triton.jit
+def unsqueezed(saved, cap):
+    """The logit of :func:`squeezed`, and the soft-cap's slope there."""
+    number = tl.abs(saved)
+    is_small = number < 0.75
+    below_cap = tl.where(is_small, 1.0 - number, (number - 1.0) * (1.0 / _BEYOND))
+    y = tl.where(is_small, number, 1.0 - below_cap)
+    return tl.where(saved < 0.0, -y, y) * cap, below_cap * (1.0 + y)
 
 
 @triton.jit

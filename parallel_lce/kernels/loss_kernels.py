@@ -36,37 +36,38 @@ class LossTerms(NamedTuple):
 def loss_of(
     top, log_sum, logit, shifted, target_id, weight, entries, terms, SMOOTHED: tl.constexpr, OUTSIDE_NAN: tl.constexpr
 ):
-    """Losses, alpha, beta and gamma of tokens from the columns of their merged partials. ``target_id``: the targets,
+    """Losses, alpha, excess and gamma of tokens from the columns of their merged partials. ``target_id``: the targets,
     relative to the first of the ``entries``."""
     inside = (target_id >= 0) & (target_id < entries)
     log_prob = (logit - top) - log_sum
-    smoothing, of_target = terms.smoothing, 1.0 - terms.smoothing
+    smoothing, of_others = terms.smoothing, terms.smoothing
     if OUTSIDE_NAN:
         weight = tl.where(inside, weight, float("nan"))
     else:
         log_prob = tl.where(inside, log_prob, -log_sum)
-        of_target = tl.where(inside, of_target, 0.0)
+        of_others = tl.where(inside, smoothing, 1.0)
     loss = -(1.0 - smoothing) * log_prob
     if SMOOTHED:
         loss -= smoothing * (shifted / (entries + 0.0) - log_sum)
-    of_lse = 1.0
+    of_lse = 0.0
     if terms.z_loss is not None:
         lse = top + log_sum
         loss += terms.z_loss * lse * lse
-        of_lse = 1.0 + 2.0 * terms.z_loss * lse
+        of_lse = 2.0 * terms.z_loss * lse
     loss *= weight
     if terms.ignore_index is not None:
         ignored = target_id == terms.ignore_index
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
-    alpha = tl.where(weight == 0.0, 0.0, weight * of_lse)
-    return loss, alpha, weight * of_target, weight * (smoothing / (entries + 0.0))
+    alpha = tl.where(weight == 0.0, 0.0, weight * (1.0 + of_lse))
+    excess = tl.where(weight == 0.0, 0.0, weight * (of_others + of_lse))
+    return loss, alpha, excess, weight * (smoothing / (entries + 0.0))
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "entries"])
 def lce_forward_losses(partial, vocab_size, target, token_weight, out, entries, rows, terms, OUTSIDE_NAN: tl.constexpr):
-    losses, alpha, beta, gamma = out
+    losses, alpha, excess, gamma = out
     row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = row < rows
     top = tl.load(partial + row, mask=valid, other=0.0)
@@ -82,14 +83,14 @@ def lce_forward_losses(partial, vocab_size, target, token_weight, out, entries, 
     if SMOOTHED:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
     target_id = tl.load(target + row, mask=valid, other=0)
-    loss, of_all, of_target, of_others = loss_of(
+    loss, of_all, beyond, of_each = loss_of(
         top, log_sum, logit, shifted, target_id, weight, entries, terms, SMOOTHED, OUTSIDE_NAN
     )
     tl.store(losses + row, loss, mask=valid)
     tl.store(alpha + row, of_all, mask=valid)
-    tl.store(beta + row, of_target, mask=valid)
+    tl.store(excess + row, beyond, mask=valid)
     if SMOOTHED:
-        tl.store(gamma + row, of_others, mask=valid)
+        tl.store(gamma + row, of_each, mask=valid)
 
 
 def token_losses(
@@ -102,15 +103,15 @@ def token_losses(
     """:func:`parallel_lce.backends.loss_formula.token_losses` in one launch. ``partial``: contiguous."""
     rows, smoothed = target.shape[0], options.label_smoothing > 0
     # A separate allocation: users may change the losses in place.
-    losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)
+    losses, (alpha, excess, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)
     gamma = others[0] if others else None
     size, entries = (None, vocab_size) if isinstance(vocab_size, int) else (vocab_size, 0)
     terms, weight = LossTerms.of(options), None if token_weight is None else token_weight.dtype
     traits = rows, partial.get_device(), size is None, entries, weight, terms, options.outside_is_nan
     launch = kept(_LOSSES, traits, lambda: _bound_losses(rows, entries, terms, options.outside_is_nan))
     with on_device_of(partial):
-        launch(partial, size, target, token_weight, (losses, alpha, beta, gamma))
-    return losses, alpha, beta, gamma
+        launch(partial, size, target, token_weight, (losses, alpha, excess, gamma))
+    return losses, alpha, excess, gamma
 
 
 _LOSSES: dict[tuple, Bound] = {}

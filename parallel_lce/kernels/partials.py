@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
-from parallel_lce.core.partials import NO_ENTRY, TRAILER
+from parallel_lce.core.partials import NO_ENTRY, ONE_LARGE_ENTRY, TRAILER
 from parallel_lce.kernels.arithmetic import (
+    LOG2_E,
     LOWEST_SHIFT,
     at_max,
     exact_logit,
+    exponential_from,
     finite_base,
     largest_of,
     power_from,
@@ -35,7 +37,9 @@ from parallel_lce.kernels.arithmetic import (
 from parallel_lce.kernels.relaunch import Bound, Relaunched, kept, next_power_of_2
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
-_NO_ENTRY = tl.constexpr(NO_ENTRY)
+_NO_ENTRY, _ONE_LARGE_ENTRY = tl.constexpr(NO_ENTRY), tl.constexpr(ONE_LARGE_ENTRY)
+# A logit whose exponential counts beside no other. Its exponential is a normal number.
+_LEAST = tl.constexpr(-80.0)
 # Merge of windows: tokens per program (whole 64-byte sectors, and enough programs for few tokens), windows per step.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
 # Merge of ranks: most elements of a tile, and most tokens of a tile.
@@ -56,6 +60,20 @@ class PartialColumns(NamedTuple):
     argmax: torch.Tensor | None
 
 
+class RoundedSums(NamedTuple):
+    """Sums of the exponentials as the forward saves them. bf16 may round nearly equal ones all up, or all down. The sum
+    of a token's gradients would then not be 0, which dX shows if the rows of the weight share a mean."""
+
+    # [windows, R]: fp32, of exponentials in bf16; or fp64, of exact ones
+    sums: torch.Tensor
+    # [R] fp32, an output: a token's factor with which the rounded exponentials have the sum of the exact ones, both
+    # without the target's; 0 if not all exponentials are exp(z).
+    mass: torch.Tensor
+    # Number of saved vocabulary entries, and of the entries of a window.
+    saved: int
+    width: int
+
+
 class WindowPartials(NamedTuple):
     """Maxima ``[windows, R]`` fp32 and sums of exponentials ``[windows, R]`` fp64 of the forward's windows."""
 
@@ -64,6 +82,12 @@ class WindowPartials(NamedTuple):
 
     def of_rows(self, rows: slice) -> WindowPartials:
         return WindowPartials(self.max[:, rows], self.sum_exp[:, rows])
+
+
+@triton.jit
+def _larger(a, b):
+    """The maximum; NaN if one is, which ``tl.max`` ignores."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -88,12 +112,11 @@ def store_partials(z, position, partials, MASKED: tl.constexpr):
         tl.store(partials.total + here, total, mask=valid)
     if MASKED:
         z = tl.where(inside, z, -float("inf"))
-    top = tl.max(z, 1)
+    top = tl.reduce(z, 1, _larger)
     tl.store(partials.max + here, top, mask=valid)
     if partials.argmax is not None:
         ids = tl.min(tl.where(z == top[:, None], c[None, :], _NO_ENTRY), 1)
         tl.store(partials.argmax + here, ids.to(tl.float32, bitcast=True), mask=valid)
-    # tl.max ignores NaN. exp(NaN) makes the sum NaN, which the merge detects.
     base = finite_base(top)
     slope, reference = scale_of(top)
     e = power_from(z, slope[:, None], reference[:, None])
@@ -156,6 +179,27 @@ def _shards(trailers, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
     return real, matching
 
 
+@triton.jit
+def _rounding_of(z, rounded):
+    """What the saved exp(z) is, divided by exp(z)."""
+    if rounded.sums.dtype.element_ty == tl.float64:
+        return 1.0
+    else:
+        exact = power_from(tl.maximum(z, _LEAST), LOG2_E, 0.0)
+        return exact.to(tl.bfloat16).to(tl.float64) / exact
+
+
+@triton.jit
+def _mass(others, rounded, sum_exp, is_plain):
+    """``RoundedSums.mass`` from the sums of the saved exponentials without the target's, and of these rounded."""
+    ratio = (others / rounded).to(tl.float32)
+    # A difference of nearly equal sums may be anything. The sum of a confident token is its largest entry's, whose
+    # rounding must not move the others.
+    ratio = tl.minimum(tl.maximum(ratio, 1.0 - 2.0**-8), 1.0 + 2.0**-8)
+    ratio = tl.where((others > 0.0) & (rounded > 0.0) & (sum_exp >= _ONE_LARGE_ENTRY), ratio, 1.0)
+    return tl.where(is_plain, ratio, 0.0)
+
+
 def _merge_name(specialization) -> str:
     return "lce_forward_merge_ranks" if specialization.constants["RANKS"] else "lce_forward_merge_windows"
 
@@ -168,7 +212,7 @@ def _merge_kernel(
     low,
     merged,
     merged_low,
-    plain,
+    rounded,
     targets,
     trailers,
     vocab_size,
@@ -184,7 +228,8 @@ def _merge_kernel(
     """Merge slices of the vocabulary: the windows of a shard, or the shards of the ranks.
 
     ``stride``: elements between the columns of neighbouring slices. ``low``, ``merged_low``: second rows of the sums.
-    Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``. Ranks:
+    Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``; ``rounded``:
+    a ``RoundedSums``, or None. Ranks:
     ``entries`` is V, or None; ``vocab_size`` is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -206,6 +251,8 @@ def _merge_kernel(
     total = tl.zeros((BLOCK_R,), tl.float64)
     weighted = tl.zeros((BLOCK_R,), tl.float64)
     squared = tl.zeros((BLOCK_R,), tl.float64)
+    saved_sum = tl.zeros((BLOCK_R,), tl.float64)
+    rounded_sum = tl.zeros((BLOCK_R,), tl.float64)
     argmax = tl.full((BLOCK_R,), _NO_ENTRY, tl.int32)
     count = entries
     nan = 0.0
@@ -232,6 +279,11 @@ def _merge_kernel(
         # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
         sum_exp += tl.sum(s * factor, 0)
+        if rounded is not None:
+            is_saved = inside & (w * rounded.width < rounded.saved)[:, None]
+            saved_sum += tl.sum(tl.where(is_saved, s * factor, 0.0), 0)
+            its_rounded = tl.load(rounded.sums + here, mask=is_saved, other=0.0).to(tl.float64)
+            rounded_sum += tl.sum(tl.where(is_saved, its_rounded * factor, 0.0), 0)
         if slices.target is not None:
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
         if slices.shifted is not None:
@@ -252,8 +304,7 @@ def _merge_kernel(
             argmax = tl.minimum(argmax, tl.min(ids, 0))
     to_max = 1.0 / largest_of(top).to(tl.float64)
     sum_exp *= to_max
-    # A window's maximum ignores a NaN logit, but the window's sum is NaN.
-    broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
+    broken = broken != 0
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     _store_wide(sum_exp + nan, merged.sum_exp, merged_low.sum_exp, r, valid)
     if targets is not None:
@@ -276,8 +327,14 @@ def _merge_kernel(
         if RANKS:
             argmax = tl.where(matching, argmax, _NO_ENTRY)
         tl.store(merged.argmax + r, argmax.to(tl.float32, bitcast=True), mask=valid)
-    if plain is not None:
-        tl.store(plain + r, (off_zero == 0).to(tl.uint8), mask=valid)
+    if rounded is not None:
+        others, others_rounded = saved_sum * to_max, rounded_sum * to_max
+        if targets is not None:
+            z = tl.load(merged.target + r, mask=valid_target & (target_id < rounded.saved), other=-float("inf"))
+            e = exponential_from(z, base).to(tl.float64)
+            others -= e
+            others_rounded -= e * _rounding_of(z, rounded)
+        tl.store(rounded.mass + r, _mass(others, others_rounded, sum_exp, off_zero == 0), mask=valid)
 
 
 @functools.cache
@@ -309,21 +366,18 @@ def merge_windows(
     target: torch.Tensor | None = None,
     entries: int,
     start: int,
-    find_plain: bool = False,
-) -> torch.Tensor | None:
+    rounded: RoundedSums | None = None,
+) -> None:
     """Merge partials ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
 
     With ``target [R]`` int64 the target's column already holds logits. A target that can only be its token's maximum
     gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
 
-    ``entries``: of the shard. ``start``: global id of its first entry. With ``find_plain`` returns ``plain [R]`` uint8:
-    whether the reference of all windows of a token is 0.
+    ``entries``: of the shard. ``start``: global id of its first entry. ``rounded``: whose mass is written.
     """
     num_windows, rows = windows.max.shape
-    plain = windows.max.new_empty(rows, dtype=torch.uint8) if find_plain else None
     bound = bound_merge_windows(rows, num_windows, entries, start)
-    bound.once(windows, NO_LOW, *columns_of(merged, columns), plain, target, None, None)
-    return plain
+    bound.once(windows, NO_LOW, *columns_of(merged, columns), rounded, target, None, None)
 
 
 def bound_merge_windows(rows: int, windows: int, entries: int, start: int) -> Bound:

@@ -78,6 +78,7 @@ class Product:
         tile, mainloop = self.tile, mainloop_of(self.tile.mainloop)
         (rows, k_size), entries = self.x.shape, self.weight.shape[0]
         saves_fp16 = isinstance(epilogue, ForwardEpilogue) and out is not None and out.dtype == torch.float16
+        saves_fp16 = saves_fp16 and self.logit_map.softcap is None
         _, strides, options = mainloop.operands(self.x, self.weight, out, tile, self.tma)
         options |= dict(
             KIND=epilogue.KIND,
@@ -122,8 +123,8 @@ def logits_gradient(
     """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
-    beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
-    last entry is overwritten up to the next boundary. ``tile_list``: as for :meth:`Product.launch`.
+    the excess is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a
+    row's last entry is overwritten up to the next boundary. ``tile_list``: as for :meth:`Product.launch`.
     """
     alpha, _, gamma, delta, epsilon, factor = coefficients
     assert factor is None

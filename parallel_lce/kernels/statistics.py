@@ -177,46 +177,45 @@ def lce_backward_statistics(
             target_id = tl.load(target + row, mask=valid, other=0)
             inside = (target_id >= 0) & (target_id < entries)
             elsewhere = _elsewhere(target_id, ignore_index)
-    alpha, beta = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
-    gamma, delta = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
+    # alpha without the target's log-probability, and what the excess has beside it.
+    rest, of_target = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
+    of_logit, gamma = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
+    delta = tl.zeros((_TOKENS,), tl.float32)
     if upstream.lse is not None:
-        alpha += tl.load(upstream.lse + row * strides.lse, mask=valid, other=0.0)
+        rest += tl.load(upstream.lse + row * strides.lse, mask=valid, other=0.0)
     if upstream.target_logit is not None:
-        given = tl.load(upstream.target_logit + row * strides.target_logit, mask=valid, other=0.0)
+        of_logit = tl.load(upstream.target_logit + row * strides.target_logit, mask=valid, other=0.0)
         # Through lse: no rank has the logit of a target outside the vocabulary.
-        alpha += tl.where(inside | (given == 0.0), 0.0, elsewhere)
-        beta -= given
+        rest += tl.where(inside | (of_logit == 0.0), 0.0, elsewhere)
     if upstream.target_log_prob is not None:
         given = tl.load(upstream.target_log_prob + row * strides.target_log_prob, mask=valid, other=0.0)
         # NaN from such a target, unless the caller has masked it.
-        given = tl.where(inside, given, tl.where(given == 0.0, 0.0, elsewhere))
-        alpha -= given
-        beta -= given
+        of_target = tl.where(inside, given, tl.where(given == 0.0, 0.0, elsewhere))
     if upstream.mean_logit is not None:
         gamma -= tl.load(upstream.mean_logit + row * strides.mean_logit, mask=valid, other=0.0)
     if upstream.mean_log_prob is not None:
         given = tl.load(upstream.mean_log_prob + row * strides.mean_log_prob, mask=valid, other=0.0)
-        alpha -= given
+        rest -= given
         gamma -= given
     if upstream.expected_logit is not None:
         given = tl.load(upstream.expected_logit + row * strides.expected_logit, mask=valid, other=0.0)
-        alpha += given
+        rest += given
         delta += given
     if upstream.entropy is not None:
         delta -= tl.load(upstream.entropy + row * strides.entropy, mask=valid, other=0.0)
     sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
     if out.delta is not None:
         # delta multiplies z - M, so the expected logit is taken relative to M, too.
-        alpha -= delta * tl.div_rn(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
+        rest -= delta * tl.div_rn(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
         tl.store(out.delta + row, delta, mask=valid)
     if out.epsilon is not None:
         epsilon = 2.0 * tl.load(upstream.sum_p_squared + row * strides.sum_p_squared, mask=valid, other=0.0)
         squared = tl.load(partial + SQUARED * rows + row, mask=valid, other=0.0)
-        alpha -= epsilon * tl.div_rn(squared, sum_exp * sum_exp)
+        rest -= epsilon * tl.div_rn(squared, sum_exp * sum_exp)
         tl.store(out.epsilon + row, epsilon, mask=valid)
-    tl.store(out.alpha + row, alpha, mask=valid)
-    if out.beta is not None:
-        tl.store(out.beta + row, beta, mask=valid)
+    tl.store(out.alpha + row, rest - of_target, mask=valid)
+    if out.excess is not None:
+        tl.store(out.excess + row, rest + of_logit, mask=valid)
     if out.gamma is not None:
         tl.store(out.gamma + row, tl.div_rn(gamma, entries.to(tl.float32)), mask=valid)
 

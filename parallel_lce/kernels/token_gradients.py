@@ -54,6 +54,7 @@ import triton.language as tl
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
+    LOWEST_SHIFT,
     SAVED_FP16_SCALE,
     exponential,
     finite_base,
@@ -68,7 +69,7 @@ from parallel_lce.kernels.arithmetic import (
     scale_of,
     unflattened,
 )
-from parallel_lce.kernels.logit_map import scales_of, slope_at, slope_of
+from parallel_lce.kernels.logit_map import caps_of, scales_of, slope_of, unsqueezed
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
@@ -222,12 +223,13 @@ class Saved(NamedTuple):
     """Saved exponentials of a block's first C vocabulary entries, and statistics of all windows."""
 
     # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. Or, in uint8, their codes
-    # (:mod:`parallel_lce.kernels.codes`). None: only windows are saved.
+    # (:mod:`parallel_lce.kernels.codes`). Or, under a soft-cap, logits: fp16 numbers (``logit_map.squeezed``), whatever
+    # the dtype. None: only windows are saved.
     exponentials: torch.Tensor | None
     # [windows, R] fp32: each window's maximum
     maxima: torch.Tensor
-    # [R] uint8: whether all exponentials of a token are exp(z). None: every row is rewritten.
-    plain: torch.Tensor | None = None
+    # [R] fp32: see RoundedSums. None: every row is rewritten.
+    mass: torch.Tensor | None = None
     # [windows, R] fp64: each window's sum of exponentials; None: not kept
     sums: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
@@ -262,6 +264,7 @@ class GradientTerms(NamedTuple):
 @triton.jit
 def rewrite_row(
     saved,
+    gradient,
     maxima,
     token,
     values,
@@ -273,10 +276,11 @@ def rewrite_row(
     HAS_FLAT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope. ``token``: its maximum, sum of exponentials, and ``flat`` if there are flat tokens.
-    ``values``: as in :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
-    base, sum_exp, flat = token
+    """Turn one token's ``saved`` exponentials of ``[first, stop)`` into its ``gradient``, in the same memory:
+    ``p (alpha + delta (z - M) + epsilon p) - gamma``, times the soft-cap's slope. ``token``: its maximum, sum of
+    exponentials, ``flat`` if there are flat tokens, and cap. ``values``: as in :func:`gradient_of`, for ``exp(z - M)``
+    in place of p."""
+    base, sum_exp, flat, cap = token
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
     # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
@@ -285,32 +289,48 @@ def rewrite_row(
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
         stored = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32)
-        e = stored * (1.0 / SAVED_SCALE)
-        window = start // WINDOW + tl.arange(0, WINDOWS)
-        top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
-        factor, unit, shift = of_saved(top, base, SAVED_SCALE != 1.0)
-        if HAS_FLAT:
-            # What the largest entry was saved as: entries that were rounded alike are as large as that.
-            slope, reference = scale_of(top)
-            largest = flattened(power_from(base, slope, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
-            e = unflattened(stored, flat)
-        # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
-        rebased = e * tl.where(top == -float("inf"), 0.0, factor)[:, None]
-        alone = rebased > least
-        if HAS_FLAT:
-            alone |= (stored == largest[:, None]) & (rebased > 0.9)
-        rebased = tl.where(alone, 1.0, rebased)
-        below_max = tl.where(alone, 0.0, logit_above(e, unit[:, None], shift[:, None]))
+        if terms.logit_map.softcap is not None:
+            z, slope = unsqueezed(stored, cap)
+            below_max = tl.maximum(tl.minimum(z - base, 0.0), LOWEST_SHIFT)
+            rebased = tl.exp(below_max)
+            alone = rebased > least
+        else:
+            e = stored * (1.0 / SAVED_SCALE)
+            window = start // WINDOW + tl.arange(0, WINDOWS)
+            top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
+            factor, unit, shift = of_saved(top, base, SAVED_SCALE != 1.0)
+            if HAS_FLAT:
+                # What the largest entry was saved as: entries that were rounded alike are as large as that.
+                slope, reference = scale_of(top)
+                largest = flattened(power_from(base, slope, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
+                e = unflattened(stored, flat)
+            # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
+            rebased = e * tl.where(top == -float("inf"), 0.0, factor)[:, None]
+            alone = rebased > least
+            if HAS_FLAT:
+                alone |= (stored == largest[:, None]) & (rebased > 0.9)
+            below_max = logit_above(e, unit[:, None], shift[:, None])
+        rebased, below_max = tl.where(alone, 1.0, rebased), tl.where(alone, 0.0, below_max)
         g = gradient_of(rebased, below_max, values, terms.coefficients)
         if terms.logit_map.softcap is not None:
-            g *= slope_at(below_max + base, terms.logit_map.softcap)
-        tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
+            g *= slope
+        tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=inside)
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
-    gradient, maxima, flat, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
+    saved,
+    gradient,
+    maxima,
+    mass,
+    flat,
+    terms,
+    rows,
+    slice_entries,
+    stride,
+    SAVED_SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     row = tl.program_id(0)
     first = tl.program_id(1) * _SPAN
@@ -321,12 +341,21 @@ def lce_backward_rewrite(
     if coefficients.factor is not None:
         grad_scale *= tl.load(coefficients.factor + row * terms.factor_stride)
     base = finite_base(tl.load(terms.partial + row))
-    sum_exp = tl.load(terms.partial + rows + row)
+    sum_exp, is_flat = tl.load(terms.partial + rows + row), loaded(flat, row, True, 1.0)
+    if mass is not None:
+        # Of flat tokens what is saved has no common rounding.
+        factor = tl.load(mass + row)
+        has_factor = factor > 0.0
+        if flat is not None:
+            has_factor &= is_flat == 0.0
+        sum_exp /= tl.where(has_factor, factor, 1.0)
     over_sum = grad_scale / sum_exp
+    here = row.to(tl.int64) * stride
     rewrite_row(
-        gradient + row.to(tl.int64) * stride,
+        saved + here,
+        gradient + here,
         maxima + row,
-        (base, sum_exp, loaded(flat, row, True, 1.0)),
+        (base, sum_exp, is_flat, caps_of(terms.logit_map, row, True)),
         (
             tl.load(coefficients.alpha + row) * over_sum,
             loaded(coefficients.gamma, row, True, grad_scale),
@@ -345,19 +374,21 @@ def lce_backward_rewrite(
 
 def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, window: int) -> None:
     """Rewrite every row of ``gradient [R, C]``, the exponentials of ``saved``. The forward's windows have ``window``
-    entries. With a cap per token no exponentials are saved."""
-    assert terms.logit_map.token_softcap is None
-    rows, entries = gradient.shape
+    entries."""
+    (rows, entries), is_capped = gradient.shape, terms.logit_map.softcap is not None
+    is_scaled = gradient.dtype == torch.float16 and not is_capped
     lce_backward_rewrite.launch(
         (rows, -(-entries // _SPAN.value)),
+        gradient.view(torch.float16) if is_capped else gradient,
         gradient,
         saved.maxima,
+        saved.mass,
         saved.flat,
         terms,
         rows,
         entries,
         gradient.stride(0),
-        SAVED_SCALE=SAVED_FP16_SCALE if gradient.dtype == torch.float16 else 1.0,
+        SAVED_SCALE=SAVED_FP16_SCALE if is_scaled else 1.0,
         WINDOW=window,
     )
 
@@ -383,9 +414,9 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
     base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
-    g = gradient_of_entry(logit, base, sum_exp, alpha, terms.coefficients, row, hit, upstream)
-    g = (g - tl.load(terms.coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
-    return tl.where(hit, g * slope_of(logit, terms.logit_map, row, hit), 0.0)
+    excess = tl.load(terms.coefficients.excess + row, mask=hit, other=0.0) * upstream
+    g = gradient_of_entry(logit, base, sum_exp, excess, alpha - excess, terms.coefficients, row, hit, upstream)
+    return tl.where(hit, g * scale * slope_of(logit, terms.logit_map, row, hit), 0.0)
 
 
 @triton.jit
@@ -399,7 +430,7 @@ def _number_of(values, lane, number):
 def lce_backward_token_gradients(
     gradient,
     maxima,
-    plain,
+    mass,
     flat,
     target,
     terms,
@@ -444,9 +475,10 @@ def lce_backward_token_gradients(
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
         alpha_over_sum = alpha * (grad_scale / sum_exp)
-        coefficient = alpha_over_sum * exponential(-base)
+        factor = tl.load(mass + row, mask=valid, other=1.0)
+        coefficient = alpha_over_sum * exponential(-base) * factor
         # Comparisons with NaN are false, so rows with NaN are rewritten.
-        keeps = tl.load(plain + row, mask=valid, other=1) != 0
+        keeps = factor > 0.0
         is_flat = tl.zeros((TOKENS,), tl.float32)
         if flat is not None:
             is_flat = tl.load(flat + row, mask=valid, other=0.0)
@@ -465,13 +497,16 @@ def lce_backward_token_gradients(
             for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * TOKENS + number
+                    here = gradient + token.to(tl.int64) * stride
                     rewrite_row(
-                        gradient + token.to(tl.int64) * stride,
+                        here,
+                        here,
                         maxima + token,
                         (
                             _number_of(base, lane, number),
                             _number_of(sum_exp, lane, number),
                             _number_of(is_flat, lane, number),
+                            1.0,
                         ),
                         (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
                         terms,
@@ -520,15 +555,15 @@ def token_gradients(
     ``find_shared``: compare every token's target with all others'.
     """
     rows, coefficients = gradient.shape[0], terms.coefficients
-    maxima = plain = flat = None
+    maxima = mass = flat = None
     if saved is not None:
-        _, maxima, plain, _, flat, *_ = saved
+        _, maxima, mass, _, flat, *_ = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
-        if every or plain is None:
+        if every or mass is None:
             rewrite_rows(gradient, saved, terms, window)
-            maxima = plain = flat = None
-    keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
+            maxima = mass = flat = None
+    keeps_rows, target = maxima is not None, target if coefficients.excess is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
     # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
@@ -545,7 +580,7 @@ def token_gradients(
         (-(-rows // tokens),),
         gradient,
         maxima,
-        plain,
+        mass,
         flat,
         target,
         terms,

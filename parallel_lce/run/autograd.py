@@ -22,7 +22,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
-from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of, with_contiguous_rows
+from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of, with_aligned_rows
 from parallel_lce.core.private import transforming
 from parallel_lce.run import loss_results, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
@@ -61,7 +61,7 @@ class _Kept(NamedTuple):
     gathered: Tensor | None
     # Residuals
     alpha: Tensor | None
-    beta: Tensor | None
+    excess: Tensor | None
     gamma: Tensor | None
     delta: Tensor | None
     epsilon: Tensor | None
@@ -153,11 +153,11 @@ class DenseLoss(torch.autograd.Function):
         target, logit_map, weights = call.target, call.logit_map, call.token_weight
         gathered = divisor = None
         with device_without_autocast(weight):
-            x = hidden if hidden.dim() == 2 else flattened(hidden)
+            x = with_aligned_rows(hidden if hidden.dim() == 2 else flattened(hidden))
             if layout.sp_size > 1:
                 x = gather_hidden(x, call.plan.blocks[0], layout).wait()
                 gathered = x if call.plan.saves_hidden else None
-            products = dense.products(x, weight)
+            products = dense.products(x, with_aligned_rows(weight))
             if layout.ranks == 1:
                 value, stacked = dense.losses(products, (target, weights, bias, logit_map))
             else:
@@ -193,11 +193,11 @@ class DenseLoss(torch.autograd.Function):
         dx = dweight = reduction = incoming = None
         with device_without_autocast(weight):
             upstream = loss_results.of_counted(in_memory(upstream), target, call.options)
-            x = hidden if hidden.dim() == 2 else flattened(hidden)
+            x = with_aligned_rows(hidden if hidden.dim() == 2 else flattened(hidden))
             if needs_hidden and layout.ranks > 1 and call.options.reduce_hidden_grad:
                 reduction = call.hidden_reduction(x)  # in debug mode an exchange, before the gather on every rank
             rows = weight.shape[0]
-            shard = with_contiguous_rows(weight if real == rows else weight[:real])
+            shard = with_aligned_rows(weight if real == rows else weight[:real])
             if gathered is not None:
                 x = gathered
             elif layout.sp_size > 1:

@@ -96,6 +96,7 @@ def counted_loss(
     ``TokenCount``; one that cannot be read runs the call on all tokens."""
     count, bound, whole = read_count(counted_tokens, tensors.target)
     if whole:
+        tensors = with_counted_hidden(options, tensors, group, None, count)
         return fused_loss(options, tensors, group, main_grad=main_grad)
     options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
     loss = fused_loss(options, tensors, group, main_grad=main_grad)
@@ -118,6 +119,7 @@ def counted_statistics(
         return compaction.spread_all(fused_statistics(options, tensors, group, main_grad=main_grad))
     check(options, autocasted(tensors), group, lambda shape: _mask_of(options, tensors, shape, mask, 0))
     assert mask is not None  # checked
+    tensors = with_counted_hidden(options, tensors, group, mask, count)
     if isinstance(tensors.target, Tensor):  # others' targets may be no ids
         tensors = tensors._replace(target=as_int64(tensors.target).masked_fill(~mask, NO_LABEL))
     statistics = fused_statistics(options, tensors, group, main_grad=main_grad)
@@ -132,6 +134,25 @@ def read_count(counted_tokens: Any, tokens: object) -> tuple[Any, bool, bool]:
     # In debug mode the ranks compare their numbers.
     whole = count is None or (count >= total and not debug.enabled())
     return count if count is None else min(count, total), counted_tokens.more > 0, whole
+
+
+def with_counted_hidden(
+    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, mask: Tensor | None, count: int | None
+) -> Tensors:
+    """The tensors of a call on all tokens, whose count could not be read. Hidden states of tokens that do not count
+    become 0, since a NaN in them, times a gradient of 0, would be NaN in every row of dW. ``count``: if it is known,
+    all tokens count. ``mask``: None for a loss."""
+    hidden, target = tensors.input, tensors.target
+    if mask is None and isinstance(target, Tensor):
+        mask = target != as_number(options.ignore_index)
+    if count is not None or not (isinstance(hidden, Tensor) and isinstance(mask, Tensor) and mask.dim()):
+        return tensors
+    layout = Layout.of(group, options.sequence_parallel)
+    if layout.sp_size > 1:
+        mask = mask.chunk(layout.sp_size)[layout.rank]
+    if mask.shape != hidden.shape[:-1]:
+        return tensors  # which the call refuses
+    return tensors._replace(input=hidden.masked_fill(~mask.unsqueeze(-1), 0.0))
 
 
 def _as_wide(mask: Tensor, value: Tensor) -> Tensor:

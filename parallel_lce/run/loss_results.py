@@ -18,7 +18,7 @@ from parallel_lce.call.call import Call, LossFunction
 from parallel_lce.call.checks import described
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import MAX, Merged
-from parallel_lce.core.private import saving_without_hooks
+from parallel_lce.core.private import saving_without_hooks, version
 from parallel_lce.run import statistics
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, Residuals, TokenStatistics
 
@@ -50,10 +50,10 @@ def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[st
         return _of_function(call, call.loss_function, merged)
     target = call.target
     assert target is not None  # check_tensors refuses a loss without targets
-    losses, alpha, beta, gamma = call.backend.token_losses(
+    losses, alpha, excess, gamma = call.backend.token_losses(
         merged.partial, merged.vocab_size, target, call.token_weight, call.options
     )
-    coefficients = Coefficients(alpha, beta, gamma)
+    coefficients = Coefficients(alpha, excess, gamma)
     for feature in call.features:
         losses = feature.losses(call, losses, coefficients, merged.partial)
     return losses, coefficients, {}
@@ -90,20 +90,35 @@ def _of_function(call: Call, function: LossFunction, merged: Merged) -> tuple[Te
 def called(
     function: LossFunction, given: TokenStatistics, values: tuple[Tensor, ...]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The losses and metrics of the function. Raises ``ValueError`` for another result."""
-    result, like = function.run(given, *values), given.lse
+    """The losses and metrics of the function. Raises ``ValueError`` for another result, and for a function that writes
+    into its statistics, on which the gradient depends."""
+    before, like = _versions(given), given.lse
+    result = function.run(given, *values)
+    written = [name for name, number in _versions(given).items() if number != before[name]]
+    if written:
+        raise ValueError(f"loss must not write into its statistics, and it wrote into {written[0]}")
     pair: Any = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     losses, metrics = pair
-    others = metrics.items() if isinstance(metrics, dict) else [("metrics", metrics)]
-    for name, value in [("losses", losses), *others]:
-        fits = isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device
-        if not fits or (value is losses and not value.is_floating_point()):
-            where = f" on {value.device}" if isinstance(value, Tensor) else ""
-            raise ValueError(
-                f"loss must return floating-point losses {list(like.shape)} on {like.device}, one for each token, or "
-                f"these and a dict of metrics like them; as {name!r} it returned {described(value)}{where}"
-            )
+    fits = lambda v: isinstance(v, Tensor) and v.shape == like.shape and v.device == like.device  # noqa: E731
+    if isinstance(metrics, dict):
+        wrong = [(name, value) for name, value in metrics.items() if not fits(value)]
+    else:
+        wrong = [("metrics", metrics)]
+    if not (fits(losses) and losses.is_floating_point()):
+        wrong = [("losses", losses)]
+    for name, value in wrong:
+        where = f" on {value.device}" if isinstance(value, Tensor) else ""
+        raise ValueError(
+            f"loss must return floating-point losses {list(like.shape)} on {like.device}, one for each token, or "
+            f"these and a dict of metrics like them; as {name!r} it returned {described(value)}{where}"
+        )
     return losses, metrics
+
+
+def _versions(given: TokenStatistics) -> dict[str, int]:
+    """How often each field was written to. Tensors of inference mode do not count that, and have no gradient."""
+    tensors = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
+    return {name: version(value) for name, value in tensors.items() if not value.is_inference()}
 
 
 def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any], losses: Tensor) -> None:
@@ -124,10 +139,10 @@ def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any]
             )
 
 
-def finish(call: Call, function: LossFunction, metrics: dict[str, Tensor]) -> None:
+def finish(call: Call, function: LossFunction, losses: Tensor, metrics: dict[str, Tensor]) -> None:
     """After the collectives of a forward: keep the ``metrics`` of a caller's function, and raise what it raised. In
-    debug mode every rank raises if one does. Collectives: in debug mode, those of
-    :func:`parallel_lce.call.debug.agree`."""
+    debug mode every rank raises if one does, or if the ranks' ``losses`` or metrics differ, ``[N]`` each. Collectives:
+    in debug mode, those of :func:`parallel_lce.call.debug.agree`."""
     layout = call.layout
     function.metrics, failure, function.failure = metrics, function.failure, None
     if failure is not None:
@@ -142,7 +157,9 @@ def finish(call: Call, function: LossFunction, metrics: dict[str, Tensor]) -> No
         finally:
             del failure  # which its traceback would keep alive, with the call's tensors
     if layout.ranks > 1 and debug.enabled():
-        debug.agree(layout, {}, {})
+        compared = {"the losses of loss": losses} | {f"the metric {name!r} of loss": v for name, v in metrics.items()}
+        wide = {name: v.double() if v.is_floating_point() else v.long() for name, v in compared.items()}
+        debug.agree(layout, {"the metrics of loss": [*metrics]}, wide)
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
@@ -150,7 +167,7 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     target, weight, reduction = call.target, call.token_weight, call.options.reduction
     losses, coefficients, metrics = of_tokens(call, merged)
     if call.loss_function is not None:
-        finish(call, call.loss_function, metrics)
+        finish(call, call.loss_function, losses, metrics)
     residuals = Residuals(*coefficients[:5])
     if reduction == "none":
         return [losses], residuals
@@ -172,9 +189,9 @@ def of_counted(upstream: Tensor, target: Tensor | None, options: Options) -> Ten
 def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:
     """Coefficients of the gradient of the logits. ``upstream``: the gradient of the loss, ``[N]`` or 0-dimensional."""
     factor = upstream if residuals.divisor is None else upstream / residuals.divisor
-    alpha, beta, gamma, delta, epsilon, *_ = residuals
+    alpha, excess, gamma, delta, epsilon, *_ = residuals
     assert alpha is not None
-    return Coefficients(alpha, beta, gamma, delta, epsilon, factor)
+    return Coefficients(alpha, excess, gamma, delta, epsilon, factor)
 
 
 def divisor_of(call: Call) -> Tensor | None:

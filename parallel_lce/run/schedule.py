@@ -345,6 +345,6 @@ def accumulate(
             complete(waiting.popleft())
         gradients = sums.deliver(shape)
         if call.loss_function is not None:
-            loss_results.finish(call, call.loss_function, metrics)
+            loss_results.finish(call, call.loss_function, per_token, metrics)
         total = per_token.sum()
         return total if divisor is None else total / divisor, gradients

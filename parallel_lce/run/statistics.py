@@ -88,7 +88,7 @@ class Residuals(NamedTuple):
 
     # For a loss, [N] each: coefficients of the gradient of the logits.
     alpha: Tensor | None = None
-    beta: Tensor | None = None
+    excess: Tensor | None = None
     gamma: Tensor | None = None
     delta: Tensor | None = None
     epsilon: Tensor | None = None

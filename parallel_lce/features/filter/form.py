@@ -189,7 +189,8 @@ class ActiveWindows:
         self._sample = sample
         projection = replace(projection, logit_map=projection.logit_map.each(sample.of))
         # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
-        alpha = alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE
+        # Finite, so that a token whose scale is 0 has G = 0.
+        alpha = (alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE).nan_to_num_()
         self._sampled = GradientOperands(
             sample.of(rows.x),
             projection,

@@ -40,14 +40,13 @@ from parallel_lce.backends.torch_tiles import (
     even_slices,
     logits,
     packed_logits,
+    recapped,
     row_tiles,
     saved_logits,
     saved_tile,
     set_at_targets,
-    squeezed_logits,
     take_picked,
     take_targets,
-    unsqueezed_logits,
     window_size,
 )
 from parallel_lce.core.memory import some_rows
@@ -110,8 +109,8 @@ class Saved(NamedTuple):
     """The saved tensors of a block of R tokens and the shard's first entries, in W windows. The last window may be
     smaller than the others."""
 
-    # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows; under a soft-cap logits
-    # (``squeezed_logits``)
+    # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows. Under a soft-cap what it
+    # is applied to, in fp16: rounded exponentials would lose its slope where logits saturate.
     exponentials: Tensor
     # [W, R]: each token's largest logit of each window
     maxima: Tensor
@@ -155,15 +154,14 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 store = saved_tile(saved.exponentials, save, tile, window)
             in_place = store is not None and store.dtype == dtype
             z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
-            logits(of_tile, x if len(tiles) == 1 else x[tile], weight, window, z)
+            uncapped = None if store is None or softcap is None else store.view(torch.float16)
+            logits(of_tile, x if len(tiles) == 1 else x[tile], weight, window, z, uncapped)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if picked is not None:
                 take_picked(z, picked, tile, window)
             near = None
-            if store is not None and softcap is not None:
-                store.view(torch.float16).copy_(squeezed_logits(z, softcap))
-            elif store is not None and store.dtype == torch.bfloat16 and columns.differ:
+            if store is not None and softcap is None and store.dtype == torch.bfloat16 and columns.differ:
                 near = packed_logits(z, store.dtype)
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
@@ -327,7 +325,7 @@ class BlockBackward:
         softcap, dtype = self._projection.logit_map.softcap, self._projection.dtype
         if softcap is not None:
             out = borrowed(self._scratch, rows, window, dtype)
-            z, slope = unsqueezed_logits(stored.view(torch.float16), softcap, out)
+            z, slope = recapped(stored.view(torch.float16), softcap, out)
             return self._of_logits(z, rows), slope
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]

@@ -46,12 +46,17 @@ def even_slices(start: int, stop: int, most: int) -> list[slice]:
     return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
 
 
-def logits(projection: Projection, x: Tensor, weight: Tensor, window: slice, out: Tensor) -> Tensor:
-    """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as
-    operands."""
+def logits(
+    projection: Projection, x: Tensor, weight: Tensor, window: slice, out: Tensor, uncapped: Tensor | None = None
+) -> Tensor:
+    """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as operands.
+    ``uncapped``: memory for the tile before the soft-cap."""
     accumulate_nt(out, weight, x, overwrite=True)
     if projection.bias is not None:
         out += projection.bias[window, None]
+    if uncapped is not None:
+        uncapped.copy_(projection.logit_map.scaled(out))
+        return projection.logit_map.capped(out)
     return projection.logit_map.apply(out)
 
 
@@ -89,24 +94,11 @@ def saved_logits(stored: Tensor) -> tuple[Tensor, Tensor] | None:
     return bits < 0, ((bits & 0x3FFF) | (bits << 1 & -0x8000)).view(stored.dtype)
 
 
-# Scale of the distances from the cap that are saved.
-_BEYOND = 2.0**15
-
-
-def squeezed_logits(z: Tensor, softcap: float) -> Tensor:
-    """Numbers to save of soft-capped logits in fp16: ``y = |z| / cap`` below 1/2, else ``1 + 2^15 (1 - y)``, with the
-    sign of z. So both z near 0 and the soft-cap's slope near the cap keep the relative precision of fp16."""
-    y = z.abs().div_(softcap)
-    return torch.where(y < 0.5, y, (1 - y).clamp_(min=0.0).mul_(_BEYOND).add_(1.0)).copysign_(z)
-
-
-def unsqueezed_logits(stored: Tensor, softcap: float, out: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of :func:`squeezed_logits`, in ``out``, and the soft-cap's slope there."""
-    number = torch.abs(stored.to(out.dtype))
-    small = number < 0.75
-    below_cap = torch.where(small, 1 - number, (number - 1) / _BEYOND)
-    y = torch.where(small, number, 1 - below_cap)
-    return torch.mul(y, softcap, out=out).copysign_(stored), below_cap.mul_(y.add_(1.0))
+def recapped(stored: Tensor, softcap: float, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, in ``out``, of what :func:`logits` saved before the soft-cap, and the soft-cap's slope there."""
+    ratio = stored.to(out.dtype).div_(softcap)
+    torch.tanh(ratio, out=out).mul_(softcap)
+    return out, ratio.cosh_().square_().reciprocal_()
 
 
 def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:

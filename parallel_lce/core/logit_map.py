@@ -56,10 +56,18 @@ class LogitMap(NamedTuple):
 
     def apply(self, u: Tensor) -> Tensor:
         """The logits of ``u [..., R]``, in place."""
+        return self.capped(self.scaled(u))
+
+    def scaled(self, u: Tensor) -> Tensor:
+        """``u [..., R]`` times the scales, in place."""
         if self.scale != 1.0:
             u *= self.scale
         if self.token_scale is not None:
             u *= self.token_scale
+        return u
+
+    def capped(self, u: Tensor) -> Tensor:
+        """The soft-cap of ``u [..., R]``, in place."""
         cap = self.softcap if self.token_softcap is None else self.token_softcap
         return u if cap is None else u.div_(cap).tanh_().mul_(cap)
 

@@ -8,11 +8,12 @@
 
 An epilogue takes a tile ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and
 column numbers. A mainloop calls :func:`tile_rows` before a tile's product, so that its loads overlap the product, and
-:func:`finish_tile` after it. ``KIND``: the epilogue's. The functions run under Triton and Gluon. An absent tensor is
-None: Triton compiles the kernel without it.
+:func:`scale_tile` and :func:`finish_tile` after it. A forward that saves stores what ``finish_tile`` returns. Under a
+soft-cap it stores what ``scale_tile`` returns, at once: both would take more registers than there are. ``KIND``: the
+epilogue's. The functions run under Triton and Gluon. An absent tensor is None: Triton compiles the kernel without it.
 
 Saved exponentials are those of ``arithmetic.scale_of``; in fp16 the largest one of each window is 1. Under a soft-cap
-logits are saved in their place (``logit_map.squeezed``).
+what it is applied to is saved in their place, in fp16. Rounded exponentials would lose its slope where logits saturate.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from parallel_lce.kernels.arithmetic import (
 )
 from parallel_lce.kernels.codes import CodeColumns, encoded
 from parallel_lce.kernels.draws import store_draw
-from parallel_lce.kernels.logit_map import slope_at, squeezed, tile_caps, tile_logits
+from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
@@ -95,25 +96,24 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
 
 
 @triton.jit
-def finish_tile(
-    z,
-    row_values,
-    epilogue,
-    bias,
-    logit_map,
-    position,
-    KIND: tl.constexpr,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-    SAVED_SCALE: tl.constexpr,
-):
-    """Turn a tile's product ``z = x @ weight.T`` into its exponentials, storing its partials, or into its gradient.
-    ``position``: row numbers, column numbers, window, number of rows, number of entries."""
-    r, c, window, rows, entries = position
+def scale_tile(z, row_values, bias, logit_map, position, SCALED: tl.constexpr):
+    """Turn a tile's product ``x @ weight.T`` into its logits, before a soft-cap."""
+    _, c, _, _, entries = position
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
+    return tile_scaled(z, logit_map, row_values[0], SCALED)
+
+
+@triton.jit
+def finish_tile(
+    z, row_values, epilogue, logit_map, position, KIND: tl.constexpr, MASKED: tl.constexpr, SAVED_SCALE: tl.constexpr
+):
+    """Turn a tile ``z`` of :func:`scale_tile` into its exponentials, storing its partials, or into its gradient.
+    ``position``: row numbers, column numbers, window, number of rows, number of entries."""
+    r, c, window, rows, entries = position
     caps = tile_caps(logit_map, r, r < rows)
-    z = tile_logits(z, logit_map, row_values[0], caps, SCALED)
+    if logit_map.softcap is not None:
+        z = softcapped(z, caps)
     if KIND == "backward":
         return _gradient(z, row_values, epilogue, logit_map, caps)
     elif KIND == "draw":
@@ -129,8 +129,6 @@ def finish_tile(
             tl.store(epilogue.rounded_sums + window.to(tl.int64) * rows + r, rounded, mask=r < rows)
         if epilogue.codes is not None:
             return encoded(e, top, row_values[2], position, epilogue.codes, epilogue.target is not None)
-        elif logit_map.softcap is not None:
-            return squeezed(z, caps)
         else:
             if SAVED_SCALE != 1.0:
                 e *= (SAVED_SCALE / largest_of(top))[:, None]

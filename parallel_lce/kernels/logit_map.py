@@ -13,8 +13,8 @@ from triton.language.extra import libdevice
 
 from parallel_lce.kernels.arithmetic import INTERPRETED, LOG2_E, loaded
 
-# Scale of the distances from the cap that are saved: with it they fill fp16's range.
-_BEYOND = tl.constexpr(2.0**15)
+# |u / cap| below which three digits of tanh need no exponential.
+_TINY = tl.constexpr(0.03)
 # |u / cap| below which the soft-cap is a polynomial.
 _SERIES_END = tl.constexpr(0.625)
 
@@ -46,13 +46,20 @@ def tile_caps(logit_map, r, inside):
 
 
 @triton.jit
-def tile_logits(u, logit_map, token_scale, cap, SCALED: tl.constexpr):
-    """The logits of a tile ``u [tokens, entries]`` of ``x @ weight.T + bias``. ``cap``: of :func:`tile_caps`.
-    ``SCALED``: whether the map's scale is not 1."""
+def tile_scaled(u, logit_map, token_scale, SCALED: tl.constexpr):
+    """A tile ``u [tokens, entries]`` of ``x @ weight.T + bias``, times the scales. ``SCALED``: whether the map's scale
+    is not 1."""
     if SCALED:
         u = scaled(u, logit_map.scale)
     if logit_map.token_scale is not None:
         u = scaled(u, token_scale[:, None])
+    return u
+
+
+@triton.jit
+def tile_logits(u, logit_map, token_scale, cap, SCALED: tl.constexpr):
+    """The logits of :func:`tile_scaled`. ``cap``: of :func:`tile_caps`."""
+    u = tile_scaled(u, logit_map, token_scale, SCALED)
     if logit_map.softcap is not None:
         u = softcapped(u, cap)
     return u
@@ -136,23 +143,15 @@ def softcapped(u, cap):
 
 
 @triton.jit
-def squeezed(z, cap):
-    """The number of 16 bits to save of a soft-capped logit ``z``: fp16 of ``y = |z| / cap`` below 1/2, else of
-    ``1 + 2^15 (1 - y)``, with the sign of z. So both z near 0 and the soft-cap's slope near the cap keep the relative
-    precision of fp16. Rounded exponentials would lose the slope."""
-    y = tl.abs(z) * _inverse(cap)
-    number = tl.where(y < 0.5, y, 1.0 + _BEYOND * tl.maximum(1.0 - y, 0.0))
-    return tl.where(z < 0.0, -number, number)
-
-
-@triton.jit
-def unsqueezed(saved, cap):
-    """The logit of :func:`squeezed`, and the soft-cap's slope there."""
-    number = tl.abs(saved)
-    is_small = number < 0.75
-    below_cap = tl.where(is_small, 1.0 - number, (number - 1.0) * (1.0 / _BEYOND))
-    y = tl.where(is_small, number, 1.0 - below_cap)
-    return tl.where(saved < 0.0, -y, y) * cap, below_cap * (1.0 + y)
+def recapped(u, cap):
+    """:func:`softcapped` of saved numbers ``u``, which fp16 has rounded, and the derivative there. Both are as exact as
+    the numbers are: near 0, and where the soft-cap saturates and its derivative is small."""
+    ratio = tl.abs(u) * _inverse(cap)
+    e = tl.exp2(ratio * (-2.0 * LOG2_E))
+    inverse = _quotient(1.0, 1.0 + e)
+    # tanh(r) = r - r^3 / 3 + ..., where 1 - e would cancel.
+    y = tl.where(ratio < _TINY, ratio - ratio * ratio * ratio * (1.0 / 3.0), (1.0 - e) * inverse)
+    return tl.where(u < 0.0, -y, y) * cap, 4.0 * e * inverse * inverse
 
 
 @triton.jit

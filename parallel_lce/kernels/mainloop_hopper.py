@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from parallel_lce.kernels import descriptors
 from parallel_lce.kernels.descriptors import addressable
-from parallel_lce.kernels.epilogue import finish_tile, tile_rows
+from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.tuning import Tile
@@ -126,6 +126,14 @@ def multiply(
 
 
 @gluon.jit
+def _store(out, row, first, tile, staged):
+    tma.store_wait(0)
+    staged.store(tile.to(out.dtype))
+    fence_async_shared()
+    async_store(out, [row, first], staged)
+
+
+@gluon.jit
 def _consume(
     operands,
     WARPGROUP: gl.constexpr,
@@ -155,12 +163,13 @@ def _consume(
         z = multiply(z, ring, count, steps, WARPGROUP * HALF, False, True, False)
         count += steps
         position = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, logit_map, position, KIND, SCALED, MASKED, SAVED_SCALE)
-        if out is not None:
-            tma.store_wait(0)
-            staged.index(WARPGROUP).store(z.to(out.dtype))
-            fence_async_shared()
-            async_store(out, [row, first], staged.index(WARPGROUP))
+        z = scale_tile(z, row_values, bias, logit_map, position, SCALED)
+        UNCAPPED: gl.constexpr = KIND == "forward" and logit_map.softcap is not None
+        if out is not None and UNCAPPED:
+            _store(out, row, first, z, staged.index(WARPGROUP))
+        z = finish_tile(z, row_values, epilogue, logit_map, position, KIND, MASKED, SAVED_SCALE)
+        if out is not None and not UNCAPPED:
+            _store(out, row, first, z, staged.index(WARPGROUP))
     if out is not None:
         tma.store_wait(0)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.descriptors import addressable, descriptor
-from parallel_lce.kernels.epilogue import finish_tile, tile_rows
+from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
 from parallel_lce.kernels.tuning import Tile
@@ -84,8 +84,13 @@ def projection(
             b = _load(weight, first, k, entries, k_size, weight_stride, BLOCK_N, BLOCK_K, TMA)
             z = add_product(a, b.T, z)
         position = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, logit_map, position, KIND, SCALED, MASKED, SAVED_SCALE)
-        if out is not None:
+        z = scale_tile(z, row_values, bias, logit_map, position, SCALED)
+        UNCAPPED: tl.constexpr = KIND == "forward" and logit_map.softcap is not None
+        if out is not None and UNCAPPED:
+            if first < out_entries:
+                _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)
+        z = finish_tile(z, row_values, epilogue, logit_map, position, KIND, MASKED, SAVED_SCALE)
+        if out is not None and not UNCAPPED:
             if first < out_entries:
                 _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)
 

@@ -69,7 +69,7 @@ from parallel_lce.kernels.arithmetic import (
     scale_of,
     unflattened,
 )
-from parallel_lce.kernels.logit_map import caps_of, scales_of, slope_of, unsqueezed
+from parallel_lce.kernels.logit_map import caps_of, recapped, scales_of, slope_of
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
@@ -223,8 +223,8 @@ class Saved(NamedTuple):
     """Saved exponentials of a block's first C vocabulary entries, and statistics of all windows."""
 
     # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. Or, in uint8, their codes
-    # (:mod:`parallel_lce.kernels.codes`). Or, under a soft-cap, logits: fp16 numbers (``logit_map.squeezed``), whatever
-    # the dtype. None: only windows are saved.
+    # (:mod:`parallel_lce.kernels.codes`). Or, under a soft-cap, the bits of fp16 numbers: what it is applied to. None:
+    # only windows are saved.
     exponentials: torch.Tensor | None
     # [windows, R] fp32: each window's maximum
     maxima: torch.Tensor
@@ -290,9 +290,9 @@ def rewrite_row(
         inside = c < stop
         stored = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32)
         if terms.logit_map.softcap is not None:
-            z, slope = unsqueezed(stored, cap)
+            z, slope = recapped(stored, cap)
             below_max = tl.maximum(tl.minimum(z - base, 0.0), LOWEST_SHIFT)
-            rebased = tl.exp(below_max)
+            rebased = exponential(below_max)
             alone = rebased > least
         else:
             e = stored * (1.0 / SAVED_SCALE)

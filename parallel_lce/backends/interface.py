@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.partials import Coefficients, Columns, accumulation_dtype
+from parallel_lce.core.partials import Coefficients, Columns
 
 
 @dataclass(frozen=True)

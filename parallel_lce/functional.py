@@ -47,7 +47,6 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    max_logit_penalty: float = 0.0,
     weight: None = None,
     options: None = None,
 ) -> Tensor:
@@ -75,7 +74,6 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
-        max_logit_penalty: a number >= 0; adds ``max_logit_penalty * max(logits)**2`` per token (RWKV's L2Wrap).
         logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
@@ -115,16 +113,15 @@ def linear_cross_entropy(
             larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
             unchanged, and no collective is added. Gradients are exact on the torch backend, in products below 1e12
             flops, and where earlier calls had more than three quarters of the tiles to compute. Not with
-            ``label_smoothing`` and ``max_logit_penalty``.
+            ``label_smoothing``.
         weight, options: only None: PyTorch's arguments that are not supported.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
     Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
-    B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for each of ``label_smoothing`` and
-    ``max_logit_penalty``; in the Triton backend, whose sums take two numbers each, another 1, and 1 more for
-    ``label_smoothing``; SP: ``sequence_parallel``.
+    B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for ``label_smoothing``; in the Triton backend,
+    whose sums take two numbers each, another 1, and 1 more for ``label_smoothing``; SP: ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps
@@ -175,7 +172,6 @@ def linear_cross_entropy(
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        max_logit_penalty=max_logit_penalty,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,

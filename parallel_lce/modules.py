@@ -68,7 +68,6 @@ class LinearCrossEntropy(nn.Module):
         gradient_filter: float | None = None,
         temperature: float = 1.0,
         reduce_hidden_grad: bool = True,
-        max_logit_penalty: float = 0.0,
     ) -> None:
         given = locals()
         super().__init__()

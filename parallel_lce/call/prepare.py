@@ -170,8 +170,7 @@ def _planned(
     shard = shard_of(options, weight, layout)
     if layout.ranks > 1:
         shard = replace(shard, digest=digest(options, tensors, shape))
-    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
-    columns = replace(columns, low=backend.SAME_BITS and layout.ranks > 1)
+    columns = replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1)
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = None
     if planned:
@@ -270,7 +269,6 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
-        and all([kind.allows_accumulation for kind in kinds])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -293,19 +291,17 @@ def _plan(
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
-        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, kinds, gradients and main_grad) else 0,
+        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, gradients and main_grad) else 0,
     )
     return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
 
 
-def _may_be_dense(
-    options: Options, weight: Tensor, kinds: tuple[type[Feature], ...], main_grad: MainGrad | None
-) -> bool:
+def _may_be_dense(options: Options, weight: Tensor, main_grad: MainGrad | None) -> bool:
     """Whether a small loss may make fp32 logits. ``main_grad``: None without a backward. Decided by values that all
     ranks share."""
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    allowed = not options.loss_function and all([kind.allows_dense for kind in kinds])
-    return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
+    cross_entropy = options.reduction is not None and not options.loss_function
+    return cross_entropy and adds and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:

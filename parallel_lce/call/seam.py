@@ -32,14 +32,6 @@ class Feature:
 
     # The fields of TokenStatistics that the feature fills.
     results: ClassVar[tuple[str, ...]] = ()
-    # The columns that a partial must have.
-    columns: ClassVar[tuple[str, ...]] = ()
-    # Whether a small loss may make dense logits, which runs no hook.
-    allows_dense: ClassVar[bool] = False
-    # Whether a loss may form its gradients in forward, which runs no hook from message_size to outputs.
-    allows_accumulation: ClassVar[bool] = False
-    # The argument that asks for terms of the gradient at single entries; "": there are none.
-    adds_entries: ClassVar[str] = ""
     # Whether it reads Tensors.position, so that tokens in another order must have it.
     needs_position: ClassVar[bool] = False
 
@@ -85,10 +77,6 @@ class Feature:
         """The :attr:`results`, of the N tokens. ``statistics``: those that are no feature's, by name, and
         ``log_sum``, the logarithm of the sum of exponentials."""
         return {}
-
-    def losses(self, call: Any, losses: Tensor, coefficients: Coefficients, partial: Tensor) -> Tensor:
-        """The losses ``[R]`` of some tokens, from those without the feature. ``coefficients``: of their gradient."""
-        return losses
 
     # --- backward ---
 

@@ -52,7 +52,6 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    max_logit_penalty: float = 0.0
     # 1.0 if Tensors.logit_scale holds one scale per token.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -235,7 +234,6 @@ def _count_or_none(expected: str, first: int, end: float = math.inf) -> _Rule:
 
 
 _FLAG = _Rule("True or False", lambda value: isinstance(value, bool), as_bool)
-_FACTOR = _number("a finite Python number >= 0", lambda factor: factor >= 0)
 # A rule in the place of each value.
 _RULES = cast(Any, Options)(
     function=_Rule("a name"),
@@ -245,8 +243,7 @@ _RULES = cast(Any, Options)(
     loss_function=_FLAG,
     token_weight_gradient=_FLAG,
     label_smoothing=_number("a Python number in [0, 1]", lambda eps: 0 <= eps <= 1),
-    z_loss=_FACTOR,
-    max_logit_penalty=_FACTOR,
+    z_loss=_number("a finite Python number >= 0", lambda factor: factor >= 0),
     logit_scale=_number("a finite Python number"),
     logit_softcap=_number_or_none("None or a positive Python number", lambda cap: cap >= _SMALLEST),
     temperature=_number("a number > 0, or one per token", lambda t: t >= 1 / LARGEST),

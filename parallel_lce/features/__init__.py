@@ -3,8 +3,7 @@
 from parallel_lce.call.seam import FEATURES
 from parallel_lce.features.draws import Draws
 from parallel_lce.features.filter import Filter
-from parallel_lce.features.max_logit import MaxLogitPenalty
 from parallel_lce.features.selected import Selected
 from parallel_lce.features.top_k import TopK
 
-FEATURES[:] = Selected, TopK, Draws, Filter, MaxLogitPenalty
+FEATURES[:] = Selected, TopK, Draws, Filter

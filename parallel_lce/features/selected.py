@@ -35,7 +35,6 @@ def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
 
 class Selected(Feature):
     results = ("selected_log_prob",)
-    adds_entries = "selected"
     # Logits [E] of the selected entries; 0 for an id outside the vocabulary. Known after the merge.
     logits: Tensor | None = None
     # [E]: terms of the gradient of the projection's output. Known in a backward with an upstream gradient.

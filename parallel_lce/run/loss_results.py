@@ -53,10 +53,7 @@ def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[st
     losses, alpha, beta, gamma = call.backend.token_losses(
         merged.partial, merged.vocab_size, target, call.token_weight, call.options
     )
-    coefficients = Coefficients(alpha, beta, gamma)
-    for feature in call.features:
-        losses = feature.losses(call, losses, coefficients, merged.partial)
-    return losses, coefficients, {}
+    return losses, Coefficients(alpha, beta, gamma), {}
 
 
 def _of_function(call: Call, function: LossFunction, merged: Merged) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:

@@ -147,7 +147,7 @@ def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[st
     function = parallel_lce.token_loss if c.own else _FUNCTIONS[c.kind]
     parameters = inspect.signature(function).parameters.values()
     given |= {"teacher_logit_scale": None, "teacher_logit_softcap": None}  # the student's
-    given |= {"max_logit_penalty": 0.0, "weight": None, "options": None}  # a feature with a test of its own; torch's
+    given |= {"weight": None, "options": None}  # torch's
     given["loss"] = partial(_written_out, c.z_loss)
     found = function(**{p.name: given[p.name] for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)})
     if c.own:

@@ -38,16 +38,13 @@ from __future__ import annotations
 from typing import Any
 
 from parallel_lce.backends.interface import BackwardTask, ForwardTask
-from parallel_lce.call.seam import Feature, features_of
+from parallel_lce.call.seam import Feature
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.plan import Block
 
 
 class Filter(Feature):
     """The argument ``gradient_filter``. Gradients of the torch backend, and of dense logits, are exact with it, too."""
-
-    allows_dense = True
-    allows_accumulation = True
 
     def __init__(self, options: Options, tensors: Tensors) -> None:
         assert options.gradient_filter is not None
@@ -67,7 +64,7 @@ class Filter(Feature):
             "mean_logit": options.mean_logit,
             "entropy": options.expected_logit,
             "sum_p_squared": options.sum_p_squared,
-            **{feature.adds_entries: True for feature in features_of(options, tensors) if feature.adds_entries},
+            "selected": tensors.picked is not None,
         }
         for name, given in refused.items():
             if given:

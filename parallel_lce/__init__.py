@@ -9,7 +9,6 @@ from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.loss_results import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import count_tokens
-from parallel_lce.sampled import sampled_linear_cross_entropy
 from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -28,7 +27,6 @@ __all__ = [
     "entropy",
     "linear_cross_entropy",
     "log_prob",
-    "sampled_linear_cross_entropy",
     "selected_log_probs",
     "token_loss",
     "token_statistics",

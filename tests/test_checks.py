@@ -19,7 +19,6 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.entry import fused_loss
-from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
 from tools import alone, debug_mode, given, on_ranks
 from world import Member, mesh_of
 
@@ -35,7 +34,6 @@ ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zero
 OTHER_DTYPE = "is torch.%s and input is torch.float32: cast one, or use torch.autocast$"
 WRAPPED = "is a _Wrapper.*__torch_dispatch__.*plain tensor"
 SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
-COUNTS = dict(log_expected_count=ZEROS, target_log_expected_count=ZEROS)
 DOUBLE = dict(teacher_hidden=torch.zeros(N, D).double(), teacher_weight=torch.zeros(V, D).double())
 ONE_ENTRY = dict(vocab_parallel_logits=torch.zeros(N, 1), label_smoothing=0.1)
 TWO_SUMS = dict(reduce_hidden_grad=False, sequence_parallel=True)
@@ -128,23 +126,6 @@ SELECTED = [
     ("selected", "must be a tensor.*got", dict(selected=(1, 2)), dict(selected="ids")),
 ]
 NO_TOKENS = dict(input=torch.zeros(0, D), target=IDS[:0], selected=(IDS, IDS[:1]))
-OF_SAMPLED = [
-    ("sampled", "must be ids of an integer dtype, got", [1, 2], "ids", ZEROS),
-    ("sampled", r"must be ids \[M\] or \[..., M\] for target \[6\], got", OTHERS, IDS[:, None, None]),
-    ("target", "must be ids of an integer dtype, got", "ids", ZEROS),
-    ("", r"_count must be floating-point of shape \[6\], got", COUNTS | dict(log_expected_count=ZEROS[1:])),
-    ("", r"_count must be floating-point of shape \[6\], got", COUNTS | dict(log_expected_count=IDS)),
-    ("", r"target_log_expected_count must be .* \[6\], got", COUNTS | dict(target_log_expected_count=ZEROS[1:])),
-    ("", "given together, got no log_expected_count: zeros subtract", dict(target_log_expected_count=ZEROS)),
-    ("", "given together, got no target_log_expected_count", dict(log_expected_count=ZEROS)),
-    ("logit_scale", "must be a finite Python number, got a tensor", ZEROS),
-    ("logit_scale", "must be a finite Python number, got '1'", "1"),
-    ("reduction", "must be 'none', 'mean' or 'sum', got 'average'", "average"),
-    ("ignore_index", "must be an integer", 0.5),
-    ("remove_accidental_hits", "must be True or False, got 'no'", "no"),
-    ("input", r"has 4 features and linear_weight \[10, 5\]", dict(linear_weight=torch.zeros(V, D + 1))),
-    ("linear_bias", r"must have shape \[10\]", ZEROS),
-]
 OF_DIVERGENCE = [
     ("teacher_hidden", r".*\[5, 4\] has other tokens than student_hidden \[6, 4\]", torch.zeros(N - 1, D)),
     ("teacher_hidden", "has 5 features", torch.zeros(N, D + 1)),
@@ -226,7 +207,6 @@ TABLES = {
     "loss": OPTIONS + TENSORS + COUNTED + [("target", "must be a tensor", None)],
     "statistics": [*filter(_of_both, OPTIONS + TENSORS)] + OF_STATISTICS + SELECTED,
     "selected": SELECTED + [("logit_softcap", "must be", 0), ("selected", "must .* got NoneType", None)],
-    "sampled": OF_SAMPLED,
     "module": OF_MODULE,
     "divergence": OF_DIVERGENCE,
     "top_k": OF_TOP_K,
@@ -313,7 +293,6 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
         (parallel_lce.token_statistics, "softcap", ": did you mean logit_softcap?"),
         (parallel_lce.token_statistics, "reduction", ""),
         (parallel_lce.vocab_parallel_cross_entropy, "process_group", ": did you mean tp_group?"),
-        (parallel_lce.sampled_linear_cross_entropy, "bias", ": did you mean linear_bias?"),
         (rl.linear_cross_entropy, "process_group", ": did you mean dist_process_group?"),
         (parallel_lce.selected_log_probs, "group", ": did you mean process_group?"),
         (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
@@ -365,14 +344,6 @@ def test_flags_may_be_numpys_or_tensors():
             assert torch.equal(
                 parallel_lce.token_statistics(**good(), **{name: true}).lse, parallel_lce.token_statistics(**good()).lse
             )
-
-
-@pytest.mark.parametrize("odd", [torch.ones(3), TWO, [1, 2]], ids=str)
-def test_samplers_refuse_what_is_no_id(odd):
-    """A mask would choose other entries."""
-    for use in (LogUniformSampler(9).log_expected_count, UnigramSampler(torch.ones(9)).log_expected_count, in_batch):
-        with pytest.raises(ValueError, match="must be ids of an integer dtype, got "):
-            use(odd, *[1] * (use is not in_batch))
 
 
 def test_a_main_grad_of_another_shape_is_refused(device):
@@ -437,12 +408,11 @@ def _placed(member: Member, tensor: torch.Tensor):
 @on_ranks(2)
 def test_dtensors_where_none_is_taken(member):
     """They are refused by their names, or by that of the student's weight, which tells the group."""
-    for name, words in (("sampled", "is a DTensor: pass {0}.to_local"), ("logits", "is a DTensor: pass {0}.to_local")):
-        function, arguments = calls(member)[name]
-        for argument, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                with pytest.raises(ValueError, match=f"^{argument} {words.format(argument)}"):
-                    function(**arguments | {argument: _placed(member, value)})
+    function, arguments = calls(member)["logits"]
+    for argument, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(ValueError, match=f"^{argument} is a DTensor: pass {argument}.to_local"):
+                function(**arguments | {argument: _placed(member, value)})
     function, arguments = calls(member)["top_k"]
     with pytest.raises(ValueError, match="and student_weight"):
         function(**arguments | dict(teacher_log_probs=_placed(member, arguments["teacher_log_probs"])))

@@ -17,7 +17,6 @@ from calls import D, N, V, call, good
 from cases import make, normal
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
 from tools import debug_mode, on_ranks, recorded, shrunk, unchecked
 
 # --- ids and shards --------------------------------------------------------------------------------
@@ -145,9 +144,6 @@ OF_IDS = {
     ),
     "SkyRL": lambda x, w, y: rl.FusedLinearLogprobTriton.apply(x[None], w, y[None], 0, len(w), None, None),
     "TRL": lambda x, w, y: trl._log_probs(x, w, None, y, 1.0, 9)[0],
-    "log-uniform": lambda x, w, y: LogUniformSampler(len(w)).log_expected_count(y, 9),
-    "unigram": lambda x, w, y: UnigramSampler(w[:, 0].abs()).log_expected_count(y, 9),
-    "in batch": lambda x, w, y: in_batch(y, w[:, 0], ignore_index=3)[1],
 }
 
 

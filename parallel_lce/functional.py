@@ -215,7 +215,6 @@ def token_statistics(
     sum_p_squared: bool = False,
     selected: Tensor | tuple[Tensor, Tensor] | None = None,
     top_k: int | None = None,
-    sample_seed: int | None = None,
     mask: Tensor | None = None,
     counted_tokens: int | TokenCount | None = None,
     gradient_filter: float | None = None,
@@ -240,12 +239,6 @@ def token_statistics(
             gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
-        sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.features.draws`).
-            The random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
-            tensor. So each step, and with plain tensors each data-parallel rank, needs another seed. Except where a
-            rounding decides, the id does not depend on the number of ranks, the shards, the budget or the backend.
-            Probabilities are exact to 1e-7 of the sum of a window. docs/usage.md says what it costs.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
@@ -262,8 +255,7 @@ def token_statistics(
     elements per rank: C = 3, plus 1 for each of ``entropy``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``; in the Triton backend, whose sums take two numbers each, another 1, plus 1 for each of ``entropy``
     and ``sum_p_squared``, plus 2 for ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for
-    ids ``[..., K]``), and 2 * N * K for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden
-    states again (SP), then one all-reduce of N int64.
+    ids ``[..., K]``), and 2 * N * K for ``top_k``.
     """
     ids, offsets = ids_and_offsets(selected)
     one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
@@ -287,7 +279,6 @@ def token_statistics(
         argmax=as_flag("argmax", argmax),
         sum_p_squared=as_flag("sum_p_squared", sum_p_squared),
         top_k=top_k,
-        sample_seed=sample_seed,
     )
     return statistics_of(options, tensors, process_group, mask, counted_tokens)
 

@@ -106,7 +106,6 @@ OF_STATISTICS = [
     *((name, "must be True or False, got", "no", TWO, 2) for name in ("mean_logit", "entropy", "expected_logit")),
     *((name, "must be True or False, got", "no", TWO, 2) for name in ("argmax", "sum_p_squared")),
     ("top_k", "must be None or a number of entries >= 1, got 0", 0),
-    ("sample_seed", r"must be None or an integer >= 0 and < 2\^63, got", -1, 2**63, 1.5, True, "a"),
     ("mask", "and counted_tokens must be given together, got Tensor and NoneType", ZEROS > 0),
     ("mask", "must be .* got int", dict(mask=1, counted_tokens=1)),
     ("mask", r"must be torch.bool .* got torch.float32 \[6\]", dict(mask=ZEROS, counted_tokens=3)),

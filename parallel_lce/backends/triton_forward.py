@@ -128,8 +128,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             merged, of_tokens = partial[:, some], None if target is None else target[some]
         plain = x.new_empty(len(of_rows.x), dtype=torch.uint8) if program.kept else None
         part.merge(windows, NO_LOW, *columns_of(merged, columns), plain, of_tokens, None, None)
-        if task.window_partials is not None:
-            task.window_partials.append(known)
         if codes is not None:
             saved = Saved(stored, windows.max, shift=codes.shift, lowest=codes.lowest)
         elif stored is not None or task.save_window_partials:

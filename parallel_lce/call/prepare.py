@@ -83,7 +83,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
+    result = _with_tensors(known, tensors, layout, main_grad)  # may refuse a target
     debug.state.awaited = False
     return result
 
@@ -135,7 +135,6 @@ def _signature(
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
-    options = options.of_every_step()
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
     key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
@@ -208,10 +207,8 @@ def _planned(
     return call
 
 
-def _with_tensors(
-    known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
-) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets, _ = tensors
+def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
+    hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets = tensors
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
@@ -232,7 +229,7 @@ def _with_tensors(
         logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
+        features=tuple([kind(known.options) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)

@@ -72,18 +72,12 @@ class Options(NamedTuple):
     argmax: bool = False
     sum_p_squared: bool = False
     top_k: int | None = None
-    sample_seed: int | None = None
 
     @classmethod
     def of(cls, function: str, given: Mapping[str, Any]) -> Options:
         """The options among a function's arguments by name, such as ``locals()``. Not for compiled functions: torch
         2.11 cannot trace ``locals()``."""
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
-
-    def of_every_step(self) -> Options:
-        """The same without the value of an option that has another value in each step."""
-        seed = self.sample_seed
-        return self._replace(sample_seed=0) if type(seed) is int and 0 <= seed < 2**63 else self
 
     @property
     def columns(self) -> Columns:
@@ -110,8 +104,6 @@ class Tensors(NamedTuple):
     # [..., K], or [E] with offsets [N + 1]
     picked: Any = None
     picked_offsets: Tensor | None = None
-    # [...] int64, for sampled ids; None: 0 to N - 1.
-    position: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name."""
@@ -263,7 +255,6 @@ _RULES = cast(Any, Options)(
     argmax=_FLAG,
     sum_p_squared=_FLAG,
     top_k=_count_or_none("None or a number of entries >= 1", 1),
-    sample_seed=_count_or_none("None or an integer >= 0 and < 2^63", 0, 2**63),
 )
 
 

@@ -59,7 +59,7 @@ class Selected(Feature):
         entries = call.picked.of_block(call.layout, block, call.shard.start)
         return task._replace(picked=PickedLogits(entries, self._message))
 
-    def merged(self, forward: Any, messages: Tensor) -> None:
+    def merged(self, messages: Tensor) -> None:
         self.logits = messages.sum(0)
         del self._message
 

@@ -14,7 +14,6 @@ from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together
 from parallel_lce.call.prepare import autocasted, check, check_readable_target
-from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
@@ -176,8 +175,6 @@ def compacted(
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
         check_readable_target(options, tensors, layout, masks[0])
-    if tensors.position is None and need_position(options, tensors):
-        tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count, bound), in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)

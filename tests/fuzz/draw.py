@@ -117,11 +117,6 @@ class Configuration:
         return int(splits and self.shape[1] % self.ranks == 0 and self.values % 2)
 
     @property
-    def sample_seed(self) -> int | None:
-        """For a third of the calls for statistics."""
-        return self.values if self.kind == "statistics" and self.values % 3 == 0 else None
-
-    @property
     def own(self) -> bool:
         """Whether the loss is written as a function for ``token_loss``: half of those that can be."""
         plain = self.reduction != "none" and not self.label_smoothing and not self.token_weight

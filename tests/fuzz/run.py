@@ -110,7 +110,7 @@ def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     """Values of the functions' arguments but tensors."""
     wide = accumulation_dtype(DTYPES[c.computed])
     group = member.group if c.ranks > 1 or c.group_given else None
-    names = "ignore_index", "label_smoothing", "z_loss", "beta", "top_k", "sample_seed"
+    names = "ignore_index", "label_smoothing", "z_loss", "beta", "top_k"
     numbers = {name: getattr(c, name) for name in names}
     numbers |= {"temperature": c.temperature, "logit_scale": c.scale, "logit_softcap": c.softcap}
     numbers |= {"logits_budget": c.budget, "counted_tokens": whole.counted}

@@ -46,7 +46,7 @@ from parallel_lce.core.plan import Block
 class Filter(Feature):
     """The argument ``gradient_filter``. Gradients of the torch backend, and of dense logits, are exact with it, too."""
 
-    def __init__(self, options: Options, tensors: Tensors) -> None:
+    def __init__(self, options: Options) -> None:
         assert options.gradient_filter is not None
         self._eps = options.gradient_filter
         # See FilterForm. Copies of this feature for a backward share it.

@@ -17,22 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, described, int64_ids, public
-from parallel_lce.call.prepare import autocasted, check, prepare
+from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_flag, as_number, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.picked import logits_of
-from parallel_lce.run.transforms import operator, without_values
 from parallel_lce.sampled.blocks import LogSumExp, SharedSamples
 
 
 @outside_graphs
 @public
-@operator
 def sampled_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -98,7 +95,7 @@ def sampled_linear_cross_entropy(
     corrected = log_expected_count is not None
     settings = f"{reduction=}, {ignore_index=}, {remove_accidental_hits=}, {corrected=}, {[*sampled.shape]} samples"
     name, group = f"sampled_linear_cross_entropy with {settings}", as_group(process_group)
-    if debug.enabled() and not is_meta_or_fake(target) and (layout := Layout.of(group, False)).ranks > 1:
+    if debug.enabled() and (layout := Layout.of(group, False)).ranks > 1:
         given = dict(target=target, sampled=sampled)
         counts = dict(log_expected_count=log_expected_count, target_log_expected_count=target_log_expected_count)
         given |= {n: None if t is None else t.double() for n, t in counts.items()}
@@ -113,9 +110,6 @@ def sampled_linear_cross_entropy(
         logits_budget=0,
     )
     tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids)
-    if is_meta_or_fake(target):
-        check(options, autocasted(tensors), group)
-        return without_values(target.shape if reduction == "none" else (), input, linear_weight, linear_bias)
     call, inputs = prepare(options, tensors, group, planned=False)
     count, dtype = target.numel(), accumulation_dtype(inputs[0].dtype)
     logits, size = logits_of(call, inputs, sampled)

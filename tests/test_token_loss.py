@@ -29,11 +29,6 @@ def ppo(s, old, advantage):
     return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
 
 
-def rounded(s, old, advantage):
-    losses, metrics = ppo(s, old, advantage)
-    return (losses + advantage * s.entropy).bfloat16(), metrics
-
-
 def focal(s, old, advantage):
     return -advantage * (1 - s.target_log_prob.exp()).square() * s.target_log_prob
 

@@ -18,11 +18,9 @@ from parallel_lce.run.compaction import compacted, counted_loss, counted_statist
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import TokenCount
-from parallel_lce.run.transforms import transformable
 
 
 @public
-@transformable
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -154,13 +152,13 @@ def linear_cross_entropy(
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
     no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
     for equal shards, for targets out of range, and for arguments that one rank refuses; it synchronises the host with
-    the device. Meta and fake tensors give the shapes of results.
+    the device.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
         has the given and the expected value. For a target outside the vocabulary it is an IndexError, too.
         TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
-        RuntimeError: in backward, if a gradient itself is differentiated.
+        RuntimeError: in backward, with ``create_graph=True``.
     """
     if reduction is None or weight is not None or options is not None:
         _refuse_unsupported(reduction, weight=weight, options=options)
@@ -193,7 +191,6 @@ def linear_cross_entropy(
 
 
 @public
-@transformable
 def token_statistics(
     input: Tensor,
     linear_weight: Tensor,
@@ -305,7 +302,6 @@ def statistics_of(
 
 @outside_graphs
 @public
-@transformable
 def token_loss(
     input: Tensor,
     linear_weight: Tensor,

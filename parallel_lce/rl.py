@@ -16,11 +16,9 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_flag, as_number, shortened, split_per_token
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.token_count import TokenCount
-from parallel_lce.run.transforms import transformable
 
 
 @public
-@transformable
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -102,7 +100,6 @@ def linear_cross_entropy(
 
 
 @public
-@transformable
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -172,7 +169,6 @@ class FusedLinearLogprobTriton:
 
     @staticmethod
     @public
-    @transformable
     def apply(
         hidden: Tensor,
         weight: Tensor,

@@ -263,8 +263,6 @@ def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
         copies = {name: value.clone() for name, value in given.items()}
         copies["teacher_hidden"][::2] = torch.nan
     assert all(map(torch.equal, gradients(copies), expected))
-    leaves, given = student("meta"), teacher("layer", "meta")
-    assert loss("layer", leaves, given, reduction=reduction).shape == ((N,) if reduction == "none" else ())
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", ""])

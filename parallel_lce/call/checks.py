@@ -354,7 +354,7 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
             f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
             f"{layout.ranks} rank(s) of {rows}"
         )
-    if layout.ranks > 1 and not (weight.is_cuda or weight.is_meta) and dist.get_backend(layout.group) == "nccl":
+    if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) == "nccl":
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
+from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import differences_recovered, savable
 from parallel_lce.backends.protocol import Backend
 from parallel_lce.call import debug
@@ -175,7 +175,7 @@ def _planned(
     if planned:
         its_plan = _plan(options, tensors, kinds, columns, layout, shard, backend, gradients, main_grad)
     number = None
-    if debug.enabled() and not is_meta_or_fake(weight):
+    if debug.enabled():
         chosen = {
             "gradients": gradients,
             "backend": backend.NAME,
@@ -324,7 +324,7 @@ def _savable(options: Options, tensors: Tensors) -> bool:
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
     """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
-    if weight.device.type != "cpu" or is_meta_or_fake(weight):
+    if weight.device.type != "cpu":
         return None
     return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
@@ -339,7 +339,7 @@ def autocasted(tensors: Tensors) -> Tensors:
     if not isinstance(tensors.input, Tensor):
         return tensors
     kind = tensors.input.device.type
-    # Meta tensors have no autocast.
+    # Meta tensors, which are refused later, have no autocast.
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)

@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor  # 2.15
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.15
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as _modules
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
-__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "get_proxy_mode", "pytree"]
+__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "pytree"]
 
 F = TypeVar("F", bound=Callable)
 # As Any, since type checkers do not know their private names.
@@ -87,11 +86,6 @@ TRACING = "torch._subclasses."
 
 # Whether a transform of torch.func is running.
 transforming: Callable[[], bool] = _torch._C._are_functorch_transforms_active
-# The vmap of is_grads_batched, which is older than torch.func's: whether a tensor is a batch; its whole of this level,
-# with the batch first; a batch of this level.
-is_batch: Callable[[Tensor], bool] = _torch._C._functorch.is_legacy_batchedtensor
-remove_dim: Callable[..., Tensor] = _torch._remove_batch_dim
-add_dim: Callable[..., Tensor] = _torch._add_batch_dim
 # False in the forward of an autograd.Function and in inference mode.
 forward_gradients_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
 # Number of the running backward; -1: none runs.

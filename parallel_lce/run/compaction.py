@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together
 from parallel_lce.call.prepare import autocasted, check, check_readable_target
@@ -171,7 +170,7 @@ def compacted(
     tensors = autocasted(tensors)
     # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
-    if debug.enabled() and not is_meta_or_fake(tensors.linear_weight):
+    if debug.enabled():
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
         check_readable_target(options, tensors, layout, masks[0])

@@ -11,26 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.interface import PickedGradient
 from parallel_lce.call.call import Call, flattened
-from parallel_lce.call.prepare import autocasted, check, prepare
+from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.transforms import without_values
 
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
     """Log-softmax over each token's picked entries, in their shape, and V."""
-    options, weight = options._replace(logits_budget=0), tensors.linear_weight
-    if isinstance(weight, Tensor) and is_meta_or_fake(weight):
-        check(options, autocasted(tensors), group)
-        return without_values(tensors.picked.shape, tensors.input, weight, tensors.linear_bias), len(weight)
-    call, inputs = prepare(options, tensors, group, planned=False)
+    call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
     log_probs, vocab_size = _Picked.apply(*inputs, call)
     return log_probs.view(tensors.picked.shape), vocab_size
 

@@ -6,7 +6,6 @@ from parallel_lce import features as _features  # noqa: F401  (fills call.seam.F
 from parallel_lce.core.options import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.run.loss_results import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import count_tokens
 from parallel_lce.sampled import sampled_linear_cross_entropy
@@ -25,9 +24,7 @@ __all__ = [
     "LinearCrossEntropyParallel",
     "TokenStatistics",
     "count_tokens",
-    "entropy",
     "linear_cross_entropy",
-    "log_prob",
     "sampled_linear_cross_entropy",
     "selected_log_probs",
     "token_loss",

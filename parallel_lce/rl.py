@@ -85,7 +85,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
         reduce_hidden_grad=reduce_hidden_grad,
-        expected_logit=True,
+        entropy=True,
         sum_p_squared=sum_p_squared,
     )
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")

@@ -342,5 +342,4 @@ def unpatch() -> None:
     _replacements.restore()
 
 
-install, uninstall = patch, unpatch
 patch()

@@ -120,7 +120,7 @@ SILENT = {
     ),
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
-    "statistics, columns": (dict(expected_logit=True, argmax=True), "argmax", "False", "True"),
+    "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, seed": (dict(sample_seed=2), "sample_seed", "1", "2", dict(sample_seed=1)),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask at position 0", "1", "0", _all),
     "logits, target": (_moved("target", 2), "target at position 2", r"\d", r"\d"),

@@ -105,7 +105,7 @@ COUNTED = [
 ]
 PAIR = torch.zeros(3).long(), torch.zeros(N + 1).long()
 OF_STATISTICS = [
-    *((name, "must be True or False, got", "no", TWO, 2) for name in ("mean_logit", "entropy", "expected_logit")),
+    *((name, "must be True or False, got", "no", TWO, 2) for name in ("mean_logit", "entropy")),
     *((name, "must be True or False, got", "no", TWO, 2) for name in ("argmax", "sum_p_squared")),
     ("top_k", "must be None or a number of entries >= 1, got 0", 0),
     ("sample_seed", r"must be None or an integer >= 0 and < 2\^63, got", -1, 2**63, 1.5, True, "a"),
@@ -360,7 +360,7 @@ def test_refused_over_ranks(member):
 
 
 def test_flags_may_be_numpys_or_tensors():
-    for name in ("mean_logit", "entropy", "expected_logit", "argmax", "sum_p_squared"):
+    for name in ("mean_logit", "entropy", "argmax", "sum_p_squared"):
         for true in (True, np.True_, TWO[0]):
             assert torch.equal(
                 parallel_lce.token_statistics(**good(), **{name: true}).lse, parallel_lce.token_statistics(**good()).lse

@@ -181,7 +181,7 @@ def test_statistics_gather_what_was_asked_for(member):
     """Drawn ids are reduced once more."""
     t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
     for number in range(16):
-        names = "mean_logit", "expected_logit", "argmax", "sample_seed"
+        names = "mean_logit", "entropy", "argmax", "sample_seed"
         asked = {name: 1 if name == "sample_seed" else True for bit, name in enumerate(names) if number >> bit & 1}
         with recorded(member.group) as events:
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)

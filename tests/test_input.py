@@ -277,15 +277,6 @@ def test_a_module_takes_no_number_per_token(name):
         parallel_lce.LinearCrossEntropy(**{name: torch.ones(N)})
 
 
-def test_entropy_has_one_name_more(device):
-    """Of the older argument the statistics are the same."""
-    arguments = good(device)
-    asked = [call(arguments | {name: True}, parallel_lce.token_statistics) for name in ("entropy", "expected_logit")]
-    for one in asked:
-        assert torch.equal(one.entropy, asked[0].entropy) and torch.equal(one.expected_logit, asked[0].expected_logit)
-    assert call(arguments, parallel_lce.token_statistics).entropy is None
-
-
 def test_a_module_without_a_group(device):
     """It is pickled whole, owns no parameters, and shows its options."""
     positional = good(device).values()

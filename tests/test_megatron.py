@@ -1,5 +1,5 @@
 """The switch: training stock Megatron-core models with it equals training them without, also where the output weight
-is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. install() and uninstall(), refusals,
+is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. patch() and unpatch(), refusals,
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
 import os
@@ -27,7 +27,7 @@ from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import cross_entropy as taken_over
-from parallel_lce.megatron import install, output_layer, token_log_probs, uninstall
+from parallel_lce.megatron import output_layer, patch, token_log_probs, unpatch
 from tools import arguments_to, on_ranks, words_of_error
 from world import Member, forget, launched
 
@@ -181,14 +181,14 @@ def test_a_main_grad_that_was_replaced_since_forward(member, fusion, tied):
     side_by_side(member, spec, gradients)
 
 
-# --- install() and uninstall() ---------------------------------------------------------------------------
+# --- patch() and unpatch() ---------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
-def _uninstalled():
+def _unpatched():
     with mock.patch.dict(os.environ):  # which the launcher's options set
         yield
-    uninstall()
+    unpatch()
 
 
 def _methods() -> tuple:
@@ -205,11 +205,11 @@ def test_logits_of_all_callers():
     logits, target = torch.randn(4, 3, 7, dtype=torch.float64), torch.tensor([[0, 1, -100]] * 4)
     calls = (tensor_parallel.vocab_parallel_cross_entropy, cross_entropy.vocab_parallel_cross_entropy)
     ours = parallel_lce.vocab_parallel_cross_entropy(logits, target)
-    install(cross_entropy="logits")
+    patch(cross_entropy="logits")
     for call in calls:
         with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", return_value=ours) as called:
             assert call(logits.clone(), target) is ours and called.call_count == 1
-    install(cross_entropy="output_layer")
+    patch(cross_entropy="output_layer")
     with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", side_effect=AssertionError):
         with pytest.raises(AssertionError, match="parallel group is not initialized"):
             calls[0](logits.clone(), target)
@@ -217,14 +217,14 @@ def test_logits_of_all_callers():
 
 def test_install_is_idempotent_and_undone():
     before = _methods()
-    install()
+    patch()
     once = _methods()
     assert all(ours is not own for ours, own in zip(once, before))
-    install(5, cross_entropy="logits", reduce_dtype=torch.float32)
-    install(cross_entropy="output_layer")
+    patch(5, cross_entropy="logits", reduce_dtype=torch.float32)
+    patch(cross_entropy="output_layer")
     assert _methods() == once
-    uninstall()
-    uninstall()
+    unpatch()
+    unpatch()
     assert _methods() == before
 
 
@@ -232,12 +232,12 @@ def test_others_may_wrap_it_too(monkeypatch):
     """What somebody put around the switch is not taken away with it."""
     original = LanguageModule.compute_language_model_loss
     monkeypatch.setattr(LanguageModule, "compute_language_model_loss", original)  # what it is in the end
-    install()
+    patch()
     around = LanguageModule.compute_language_model_loss = lambda self, labels, logits: None
-    install(cross_entropy="logits")
+    patch(cross_entropy="logits")
     assert LanguageModule.compute_language_model_loss is around
     with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
-        uninstall()
+        unpatch()
     assert LanguageModule.compute_language_model_loss is around
 
 
@@ -254,7 +254,7 @@ def test_others_may_wrap_it_too(monkeypatch):
 def test_install_refuses(options, environment, message):
     os.environ.update(environment)
     with pytest.raises(ValueError, match=message):
-        install(**options)
+        patch(**options)
 
 
 @on_ranks(2)
@@ -272,12 +272,12 @@ def test_settings_of_each_call(member):
         given = data.tokens, data.positions, data.mask, data.labels
         return settings("fused_statistics", lambda: token_log_probs(model, *given, entropy=entropy))
 
-    install(12345, reduce_dtype=torch.float32, gradient_filter=0.25)
-    install()  # keeps what was chosen
+    patch(12345, reduce_dtype=torch.float32, gradient_filter=0.25)
+    patch()  # keeps what was chosen
     exact, filtered = (12345, torch.float32, None), (12345, torch.float32, 0.25)
     assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [filtered]
     assert of_statistics(False) == [filtered] and of_statistics(True) == [exact]
-    uninstall()
+    unpatch()
     with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345", PARALLEL_LCE_GRADIENT_FILTER="0.001"):
         assert of_statistics(True) == [(345, None, None)] and of_statistics(False) == [(345, None, 0.001)]
 

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build, losses_of
 from megatron_training import in_ddp, side_by_side, switched
-from parallel_lce.megatron import TokenMetrics, install, settings, token_log_probs, token_metrics, uninstall
+from parallel_lce.megatron import TokenMetrics, patch, settings, token_log_probs, token_metrics, unpatch
 from parallel_lce.megatron import __main__ as launcher
 from tools import on_ranks
 from world import Member
@@ -34,10 +34,10 @@ HOW = "fused", "metrics", "hook", "logits"
 
 
 @pytest.fixture(autouse=True)
-def _uninstalled():
+def _unpatched():
     with mock.patch.dict(os.environ):
         yield
-    uninstall()
+    unpatch()
 
 
 def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoothing=0.0, vocab_size=VOCAB):
@@ -74,7 +74,7 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     truth = _truth(logits, labels, training, given.get("skip_masked", False), **formula)
     weights = torch.linspace(-1.0, 2.0, labels.numel(), device=member.device).view(labels.shape)
     expected = torch.autograd.grad((truth[0] * weights).sum(), [*model.parameters()])
-    install(token_metrics=how != "fused", **given)
+    patch(token_metrics=how != "fused", **given)
     if how == "hook":
         model.output_layer.register_forward_hook(lambda *_: None)
     losses = model(*inputs, labels=labels)
@@ -140,7 +140,7 @@ def test_mixins_of_the_output_layer(member, name, tied):
 
 @on_ranks(1)
 def test_metrics_stay_if_the_losses_of_one_sequence_change(member):
-    install(token_metrics=True)
+    patch(token_metrics=True)
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     given = data.tokens[:1], data.positions[:1], data.mask
     losses = model(*given, labels=data.labels[:1])
@@ -152,7 +152,7 @@ def test_metrics_stay_if_the_losses_of_one_sequence_change(member):
 @on_ranks(1)
 def test_metrics_are_those_of_the_main_head(member):
     spec = Model(mtp=1)
-    install(token_metrics=True, skip_masked=True)
+    patch(token_metrics=True, skip_masked=True)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     ddp = in_ddp(model.config, model)
     losses = ddp(data.tokens, data.positions, data.mask, labels=data.labels)
@@ -162,10 +162,10 @@ def test_metrics_are_those_of_the_main_head(member):
     with torch.no_grad():
         token_log_probs(model, data.tokens, data.positions, data.mask, data.labels)  # its heads have losses, too
     assert token_metrics(model) is kept
-    uninstall()
+    unpatch()
     main_grad = model.output_layer.weight.main_grad.clone()
     ddp.zero_grad_buffer()
-    install(skip_masked=True)
+    patch(skip_masked=True)
     ddp(data.tokens, data.positions, data.mask, labels=data.labels).sum().backward()
     assert_close(main_grad, model.output_layer.weight.main_grad, 1e-5)
 
@@ -186,20 +186,20 @@ def test_metrics_are_those_of_the_main_head(member):
 def test_refusals(options, environment, message):
     os.environ.update({f"PARALLEL_LCE_{name}": value for name, value in environment.items()})
     with pytest.raises(ValueError, match=message):
-        install(**options)
+        patch(**options)
 
 
 def test_the_launcher_and_the_environment():
     names = dict(z_loss=1e-4, label_smoothing=0.1, vocab_size=50257)
     line = [f"--parallel-lce-{name.replace('_', '-')}={value}" for name, value in names.items()]
     launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
-    install()
+    patch()
     found = settings.resolve()
     assert {name: getattr(found, name) for name in names} == names and found.skip_masked
     given = dict(z_loss=0.0, label_smoothing=0.0, vocab_size=60000, gradient_filter=2**-13, logits_budget=0)
-    install(**given)
-    install(token_metrics=False)  # keeps the others
+    patch(**given)
+    patch(token_metrics=False)  # keeps the others
     assert {name: getattr(settings.resolve(), name) for name in given} == given
-    install(**dict.fromkeys(given))  # None: the environment's, else the default
+    patch(**dict.fromkeys(given))  # None: the environment's, else the default
     assert {name: getattr(settings.resolve(), name) for name in names} == names
     assert settings.resolve().gradient_filter is settings.resolve().logits_budget is None

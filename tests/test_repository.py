@@ -229,7 +229,7 @@ import parallel_lce.megatron, parallel_lce.transformers, parallel_lce.trl, paral
 def import_torchtitan():
     import parallel_lce.torchtitan
 for call, needed in (
-    (parallel_lce.megatron.install, "parallel_lce.megatron needs megatron-core: pip install"),
+    (parallel_lce.megatron.patch, "parallel_lce.megatron needs megatron-core: pip install"),
     (parallel_lce.trl.patch, "parallel_lce.trl needs TRL 1.16 or later (pip install trl)"),
     (import_torchtitan, "parallel_lce.torchtitan needs torchtitan 0.3.0 (pip install torchtitan spmd_types)"),
 ):

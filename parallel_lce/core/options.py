@@ -68,8 +68,7 @@ class Options(NamedTuple):
     vocab_size: int | None = None
     logits_budget: int | None = None
     mean_logit: bool = False
-    # Of the argument ``entropy``.
-    expected_logit: bool = False
+    entropy: bool = False
     argmax: bool = False
     sum_p_squared: bool = False
     top_k: int | None = None
@@ -90,7 +89,7 @@ class Options(NamedTuple):
     def columns(self) -> Columns:
         """The columns of partials that the call needs."""
         shifted = self.mean_logit or self.label_smoothing > 0
-        return Columns(shifted, self.mean_logit, self.expected_logit, self.sum_p_squared, self.argmax)
+        return Columns(shifted, self.mean_logit, self.entropy, self.sum_p_squared, self.argmax)
 
 
 class Tensors(NamedTuple):
@@ -262,7 +261,7 @@ _RULES = cast(Any, Options)(
     vocab_size=_count_or_none("None or a number of entries >= 1 and < 2^31", 1, LARGEST_VOCABULARY + 1),
     logits_budget=_count_or_none("None or a number of bytes >= 0", 0),
     mean_logit=_FLAG,
-    expected_logit=_FLAG,
+    entropy=_FLAG,
     argmax=_FLAG,
     sum_p_squared=_FLAG,
     top_k=_count_or_none("None or a number of entries >= 1", 1),

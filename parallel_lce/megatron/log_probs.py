@@ -129,7 +129,7 @@ def token_loss(
     the model's own output. If dW goes to a ``main_grad``, backward forms the gradients.
     """
     inner = _language_model(model)
-    options = Options("megatron.token_loss", reduction=reduction, loss_function=True, expected_logit=entropy)
+    options = Options("megatron.token_loss", reduction=reduction, loss_function=True, entropy=entropy)
     options = options._replace(sum_p_squared=sum_p_squared, mean_logit=mean_logit)
     check_options(options)
     values, names = check_values(loss, per_token, reduction, labels) if _is_last(inner) else (), []

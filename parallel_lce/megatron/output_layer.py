@@ -261,7 +261,7 @@ def statistics_of_lazy(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    options = Options("token_log_probs", ignore_index=NO_LABEL, expected_logit=entropy)
+    options = Options("token_log_probs", ignore_index=NO_LABEL, entropy=entropy)
     labels = _swapped(labels)
     statistics = _called(_statistics_entry(labels, count), logits, labels, options, temperature)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])

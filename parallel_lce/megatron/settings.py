@@ -32,7 +32,7 @@ class Settings(NamedTuple):
     def of_call(self, options: Options, training: bool) -> Options:
         """The options of a call with these settings. ``training``: of the model."""
         # The gradients of these are large where probabilities are small.
-        exact = options.expected_logit or options.sum_p_squared or options.mean_logit
+        exact = options.entropy or options.sum_p_squared or options.mean_logit
         filtered = None if exact else self.gradient_filter
         budget, dtype = self.logits_budget, self.reduce_dtype
         options = options._replace(logits_budget=budget, gradient_filter=filtered, reduce_dtype=dtype)

@@ -103,9 +103,6 @@ def unpatch() -> None:
     _replacements.restore()
 
 
-install, uninstall = patch, unpatch
-
-
 def _wrap_setup(own: Callable) -> Callable:
     @functools.wraps(own)
     def setup_embeddings_and_output_layer(self) -> None:

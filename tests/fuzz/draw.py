@@ -20,8 +20,8 @@ _WALKS = (
 _ASKED_BY = {
     "mean_logit": "mean_logit",
     "mean_log_prob": "mean_logit",
-    "expected_logit": "expected_logit",
-    "entropy": "expected_logit",
+    "expected_logit": "entropy",
+    "entropy": "entropy",
     "sum_p_squared": "sum_p_squared",
 }
 """The option that asks for a statistic."""
@@ -397,7 +397,7 @@ def _selected(random: Random, d: dict) -> dict:
 
 
 def _statistics(random: Random, d: dict) -> dict:
-    asked = tuple(name for name in ("mean_logit", "expected_logit", "argmax", "sum_p_squared") if random.random() < 0.5)
+    asked = tuple(name for name in ("mean_logit", "entropy", "argmax", "sum_p_squared") if random.random() < 0.5)
     found = _selected(random, d) if random.random() < 0.5 else {"selected": ""}
     found["counted"] = "" if found["selected"] == "sets" else random.choice(_counted(d))
     there = ["lse"] if d["no_target"] else ["lse", "target_logit", "target_log_prob"]

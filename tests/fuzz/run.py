@@ -120,8 +120,7 @@ def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     filter = 1e-300 if c.computed == "fp64" else 1e-38
     numbers["gradient_filter"] = filter if c.filtered else None
     options = {name: _number(c, value) for name, value in numbers.items()}
-    options |= {name: name in c.asked for name in ("mean_logit", "argmax", "sum_p_squared")}
-    options |= {"entropy": "expected_logit" in c.asked, "expected_logit": False}
+    options |= {name: name in c.asked for name in ("mean_logit", "entropy", "argmax", "sum_p_squared")}
     options |= {"process_group": group, "tp_group": group, "reduction": c.reduction}
     options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
     options["sequence_dim"] = c.sequence_dim

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from parallel_lce import features as _features  # noqa: F401  (fills call.seam.FEATURES)
-from parallel_lce.core.options import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.statistics import TokenStatistics
@@ -16,8 +15,6 @@ if _TYPE_CHECKING:
     from parallel_lce.style import LinearCrossEntropyParallel
 
     __version__: str
-
-_warn_of_unknown_variables()
 
 __all__ = [
     "LinearCrossEntropy",

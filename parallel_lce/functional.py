@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import check_values, public
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reduction, shortened, split_per_token
 from parallel_lce.core.private import explain_break, outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
@@ -284,10 +284,10 @@ def token_statistics(
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        mean_logit=as_flag("mean_logit", mean_logit),
-        entropy=as_flag("entropy", entropy),
-        argmax=as_flag("argmax", argmax),
-        sum_p_squared=as_flag("sum_p_squared", sum_p_squared),
+        mean_logit=mean_logit,
+        entropy=entropy,
+        argmax=argmax,
+        sum_p_squared=sum_p_squared,
         top_k=top_k,
         sample_seed=sample_seed,
     )
@@ -387,8 +387,8 @@ def token_loss(
     """
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
-    changed = dict(ignore_index=NO_LABEL if ignore_index is None else ignore_index, logit_scale=scale)
-    changed |= dict(temperature=of_all, entropy=as_flag("entropy", entropy), loss_function=True)
+    changed = dict(logit_scale=scale, temperature=of_all, loss_function=True)
+    changed["ignore_index"] = NO_LABEL if ignore_index is None else ignore_index
     options = Options.of("token_loss", locals() | changed)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     if adapter is not None:

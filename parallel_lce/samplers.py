@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids
-from parallel_lce.core.options import as_number, is_count, is_number, shortened
+from parallel_lce.core.options import is_count, is_number, shortened
 
 
 class LogUniformSampler:
@@ -23,7 +23,6 @@ class LogUniformSampler:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        vocab_size = as_number(vocab_size)
         if not (is_count(vocab_size) and vocab_size >= 1):
             raise ValueError(f"vocab_size must be an integer of at least 1, got {shortened(vocab_size)}")
         self.vocab_size = vocab_size
@@ -60,7 +59,7 @@ class UnigramSampler:
         counts = torch.as_tensor(counts, device="cpu").detach().double()
         if counts.dim() != 1 or not (counts.isfinite().all() and (counts >= 0).all() and counts.sum() > 0):
             raise ValueError(f"counts must be [V], finite and >= 0, and not all 0, got {list(counts.shape)}")
-        if not is_number(power := as_number(power)):
+        if not is_number(power):
             raise ValueError(f"power must be a finite Python number, got {shortened(power)}")
         weights = counts.pow(power).masked_fill(counts == 0, 0.0)
         total = weights.sum()
@@ -107,7 +106,7 @@ def in_batch(target: Tensor, log_probability: Tensor | None = None, ignore_index
 
 
 def _check_count(count: int) -> None:
-    if not (is_number(number := as_number(count)) and number >= 0):
+    if not (is_number(count) and count >= 0):
         raise ValueError(f"count must be a number >= 0, got {shortened(count)}")
 
 

@@ -3,9 +3,7 @@ their tokens, against float64; of lazy and of real logits."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -35,8 +33,7 @@ HOW = "fused", "metrics", "hook", "logits"
 
 @pytest.fixture(autouse=True)
 def _unpatched():
-    with mock.patch.dict(os.environ):
-        yield
+    yield
     unpatch()
 
 
@@ -171,35 +168,30 @@ def test_metrics_are_those_of_the_main_head(member):
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "message"),
+    ("options", "message"),
     [
-        (dict(z_loss=-1), {}, "z_loss must be a finite Python number >= 0, got -1"),
-        (dict(label_smoothing=1.5), {}, r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
-        (dict(vocab_size=0), {}, "vocab_size must be None or a number of entries >= 1"),
-        (dict(token_metrics=2), {}, "token_metrics must be True or False, got 2"),
-        (dict(gradient_filter=0.1, label_smoothing=0.1), {}, "gradient_filter.*label_smoothing"),
-        ({}, {"Z_LOSS": "auto"}, "PARALLEL_LCE_Z_LOSS must be a number >= 0, got 'auto'"),
-        ({}, {"LABEL_SMOOTHING": "2"}, r"PARALLEL_LCE_LABEL_SMOOTHING must be a number in \[0, 1\], got '2'"),
-        ({}, {"VOCAB_SIZE": "5e4"}, "PARALLEL_LCE_VOCAB_SIZE must be a number of entries, got '5e4'"),
+        (dict(z_loss=-1), "z_loss must be a finite Python number >= 0, got -1"),
+        (dict(label_smoothing=1.5), r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
+        (dict(vocab_size=0), "vocab_size must be None or a number of entries >= 1"),
+        (dict(token_metrics=2), "token_metrics must be True or False, got 2"),
+        (dict(gradient_filter=0.1, label_smoothing=0.1), "gradient_filter.*label_smoothing"),
     ],
 )
-def test_refusals(options, environment, message):
-    os.environ.update({f"PARALLEL_LCE_{name}": value for name, value in environment.items()})
+def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         patch(**options)
 
 
-def test_the_launcher_and_the_environment():
+def test_the_launcher_and_later_settings():
     names = dict(z_loss=1e-4, label_smoothing=0.1, vocab_size=50257)
     line = [f"--parallel-lce-{name.replace('_', '-')}={value}" for name, value in names.items()]
-    launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
-    patch()
-    found = settings.resolve()
+    given, *_ = launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
+    patch(**given)
+    found = settings.current
     assert {name: getattr(found, name) for name in names} == names and found.skip_masked
     given = dict(z_loss=0.0, label_smoothing=0.0, vocab_size=60000, gradient_filter=2**-13, logits_budget=0)
     patch(**given)
     patch(token_metrics=False)  # keeps the others
-    assert {name: getattr(settings.resolve(), name) for name in given} == given
-    patch(**dict.fromkeys(given))  # None: the environment's, else the default
-    assert {name: getattr(settings.resolve(), name) for name in names} == names
-    assert settings.resolve().gradient_filter is settings.resolve().logits_budget is None
+    assert {name: getattr(settings.current, name) for name in given} == given
+    patch(**dict.fromkeys(given))  # None: the default
+    assert settings.current == settings.Settings(skip_masked=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from unittest import mock
 
@@ -19,7 +18,7 @@ from blocks import counted_forwards
 from megatron_models import BATCH, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.backends import backend_of
-from parallel_lce.megatron import patch, settings, token_log_probs, unpatch
+from parallel_lce.megatron import patch, token_log_probs, unpatch
 from tools import on_ranks
 from world import Member
 
@@ -194,19 +193,3 @@ def test_log_probs_of_the_counted_labels(member, entropy):
     patch(skip_masked=False)
     again = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, whole))
-
-
-@pytest.mark.parametrize("value", ["2", "yes"])
-def test_settings(value):
-    with mock.patch.dict(os.environ, PARALLEL_LCE_SKIP_MASKED=value):
-        with pytest.raises(ValueError, match=f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got '{value}'"):
-            patch()
-    with pytest.raises(ValueError, match=f"skip_masked must be True or False, got '{value}'"):
-        patch(skip_masked=value)
-    with pytest.raises(ValueError, match="skip_masked=True needs cross_entropy='output_layer', got 'logits'"):
-        patch(skip_masked=True, cross_entropy="logits")
-    with mock.patch.dict(os.environ, PARALLEL_LCE_SKIP_MASKED="1"):
-        patch()
-        assert settings.skips_masked()
-        patch(skip_masked=False)
-        assert not settings.skips_masked()

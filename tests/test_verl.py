@@ -410,6 +410,22 @@ def test_the_gradient_is_summed_once(member, verl):
     plugin.unpatch()
 
 
+def test_the_environment_skips_masked_tokens(monkeypatch):
+    """Unless patch() says otherwise."""
+    plugin = importlib.import_module("parallel_lce.verl")
+    for value, skips in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("PARALLEL_LCE_SKIP_MASKED", value)
+        assert plugin._skips_masked() == skips
+    plugin.patch(skip_masked=False)
+    assert not plugin._skips_masked()
+    plugin.unpatch()
+    monkeypatch.setenv("PARALLEL_LCE_SKIP_MASKED", "yes")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got 'yes'"):
+        plugin._skips_masked()
+    with pytest.raises(ValueError, match="skip_masked must be True or False, got 'yes'"):
+        plugin.patch(skip_masked="yes")
+
+
 PAGE = (ROOT / "docs" / "rl.md").read_text()
 IMPORT = """
 import importlib, sys

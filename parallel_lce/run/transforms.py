@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call.checks import as_group, is_dtensor
 from parallel_lce.core import private
-from parallel_lce.core.options import as_number
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.run.token_count import TokenCount
 
@@ -241,9 +240,7 @@ def _as_json(value: Any) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (dist.ProcessGroup, DeviceMesh)) and (group := as_group(value)) is not None:
         return {"group": group.group_name}
-    if not isinstance(number := as_number(value), (int, float)):
-        raise TypeError(f"no number: {value!r}")
-    return number
+    raise TypeError(f"no number: {value!r}")
 
 
 def _from_json(value: dict[str, str]) -> Any:

@@ -22,7 +22,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, described, int64_ids, public
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_flag, as_number, check_option, check_reduction
+from parallel_lce.core.options import Options, Tensors, check_flag, check_option, check_reduction
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.picked import logits_of
@@ -86,8 +86,8 @@ def sampled_linear_cross_entropy(
             compares the samples and the expected counts, too.
     """
     check_reduction(reduction)
-    check_option("ignore_index", ignore_index := -100 if ignore_index is None else as_number(ignore_index))
-    remove_accidental_hits = as_flag("remove_accidental_hits", remove_accidental_hits)
+    check_option("ignore_index", ignore_index := -100 if ignore_index is None else ignore_index)
+    check_flag("remove_accidental_hits", remove_accidental_hits)
     target, sampled = int64_ids("target", target), int64_ids("sampled", sampled)
     _check(target, sampled, log_expected_count, target_log_expected_count, logit_scale)
     shared = sampled.dim() == 1 and target.dim() != 0

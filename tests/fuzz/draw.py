@@ -104,7 +104,6 @@ class Configuration:
     upstream: str = "random"
     frozen: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("plain",) * len(LAID)
-    numpy: bool = False
     mode: str = "train"
     walk: str = "backward"
     debug: bool = False
@@ -214,7 +213,6 @@ def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
         random,
         sharpness=(0.0, 0.01, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0),
         offset=(0.0, 0.0, 0.0, 0.0, 100.0, -300.0),
-        numpy=(True, False, False, False, False),
         debug=(True,) + (False,) * 9,
         repeat=(True, True, False, False, False),
     )

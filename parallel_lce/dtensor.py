@@ -22,7 +22,7 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, check_option, is_count, with_python_numbers
+from parallel_lce.core.options import SPOKEN, Options, Tensors, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 # The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
@@ -43,10 +43,10 @@ def adapted(
     group, tensors = group and as_group(group), tensors.with_int64_ids()
     sequence_dim = options.sequence_dim
     if type(sequence_dim) is not int or sequence_dim != 0:
-        check_option("sequence_dim", sequence_dim := as_number(sequence_dim))
+        check_option("sequence_dim", sequence_dim)
     if not sequence_dim and not has_dtensor((*tensors, also)):
         return options, tensors, group, None
-    adapter = DTensorAdapter(with_python_numbers(options), group, reduction or options.reduction)
+    adapter = DTensorAdapter(options, group, reduction or options.reduction)
     plain = adapter.enter(tensors)
     return adapter.options, plain, adapter.group, adapter
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import check_values, public
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reduction, shortened, split_per_token
 from parallel_lce.core.private import explain_break, outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
@@ -217,7 +217,6 @@ def token_statistics(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    expected_logit: bool = False,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
@@ -225,9 +224,8 @@ def token_statistics(
     target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, to which no gradient flows. Another one
     outside ``[0, V)`` has NaN; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary"). ``mean_logit``
     asks for the fields ``mean_logit`` and ``mean_log_prob``, ``entropy`` for ``entropy`` and ``expected_logit``,
-    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None.
-    ``expected_logit=True`` is another name of ``entropy=True``. For fp16 an upstream gradient of ``expected_logit`` or
-    ``entropy`` recomputes all logits in backward, even saved ones.
+    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None. For fp16 an
+    upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
@@ -271,10 +269,10 @@ def token_statistics(
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        mean_logit=as_flag("mean_logit", mean_logit),
-        expected_logit=as_flag("entropy", entropy) | as_flag("expected_logit", expected_logit),
-        argmax=as_flag("argmax", argmax),
-        sum_p_squared=as_flag("sum_p_squared", sum_p_squared),
+        mean_logit=mean_logit,
+        entropy=entropy,
+        argmax=argmax,
+        sum_p_squared=sum_p_squared,
         top_k=top_k,
     )
     return statistics_of(options, tensors, process_group, mask, counted_tokens)
@@ -372,8 +370,8 @@ def token_loss(
     """
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
-    changed = dict(ignore_index=NO_LABEL if ignore_index is None else ignore_index, logit_scale=scale)
-    changed |= dict(temperature=of_all, expected_logit=as_flag("entropy", entropy), loss_function=True)
+    changed = dict(logit_scale=scale, temperature=of_all, loss_function=True)
+    changed["ignore_index"] = NO_LABEL if ignore_index is None else ignore_index
     options = Options.of("token_loss", locals() | changed)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     if adapter is not None:

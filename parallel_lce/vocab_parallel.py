@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import as_float, as_int64, in_python, is_number, shortened
+from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
@@ -61,7 +61,6 @@ def vocab_parallel_cross_entropy(
     with renamed(process_group="tp_group"):
         debug.state.group = group = as_group(group)
     layout = Layout.of(group, False)
-    label_smoothing = as_float(label_smoothing)
     _check(vocab_parallel_logits, target, label_smoothing, group)
     entries = vocab_parallel_logits.shape[-1]
     logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
@@ -104,8 +103,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
     if target.device != logits.device:
         raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
     if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
-        remedy = in_python("label_smoothing", label_smoothing, lambda number: is_number(number) and 0 <= number < 1)
-        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}{remedy}")
+        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
 

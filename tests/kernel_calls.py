@@ -93,7 +93,7 @@ def of_sizes(tokens, entries, depth, saved, everything, dtype, device) -> Iterat
         options |= dict(temperature=each) if everything == "each" else dict(logit_scale=each)
 
     def statistics():
-        asked = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True, selected=ids)
+        asked = dict(mean_logit=True, entropy=True, argmax=True, sum_p_squared=True, selected=ids)
         found = parallel_lce.token_statistics(*given, target, logits_budget=budget, **asked, **options)
         total = found.entropy + found.mean_logit + found.sum_p_squared + found.target_logit
         (total + found.selected_log_prob.sum(1)).sum().backward()

@@ -1,6 +1,7 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
 same signature; and by every rank in debug mode, if one alone has it. test_agreement.py has ranks that disagree."""
 
+import fractions
 import re
 from unittest import mock
 
@@ -12,12 +13,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
 from calls import D, N, V, call, calls, good
-from parallel_lce import rl
 from parallel_lce.call import prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
-from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.entry import fused_loss
 from tools import alone, debug_mode, given, on_ranks
 from world import Member, mesh_of
@@ -42,23 +41,31 @@ OPTIONS = [
     ("reduction", "must be 'none', 'mean' or 'sum', got ('average'|None)", "average", None),
     ("ignore_index", "must be an integer of 64 bits or None, got", 2**70, True, 0.5),
     ("label_smoothing", r"must be a Python number in \[0, 1\], got", 1.5, -0.1, NAN),
-    ("z_loss", "must be a finite Python number >= 0, got", -1, INF, np.float32("nan"), np.bool_(True), "0.1", [0.1]),
+    (
+        "z_loss",
+        "must be a finite Python number >= 0, got",
+        -1,
+        INF,
+        np.float64(0.1),
+        np.bool_(True),
+        "0.1",
+        [0.1],
+        True,
+    ),
     ("z_loss", r"must be a finite Python number >= 0, got -1000.*\(402 characters\)", -HUGE),
     ("logit_scale", "must be a finite Python number, got", 1e39, NAN, "x", HUGE),
     ("logit_scale", "=.* and logit_softcap=.* divided by temperature=.* are beyond fp32", SCALED, CAPPED),
     ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
     ("temperature", r"must be a number > 0, .* got [^(]*$", 0.0, -1, NAN, None),
-    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 0.5),
-    ("logits_budget", r"must be .*, got 1000000000.0 \(pass an int: int\(logits_budget\)\)$", 1e9),
-    ("vocab_size", r"must be .* \(pass an int: int\(vocab_size\)\)$", 9.0, torch.tensor(9)),
-    ("label_smoothing", r"must be .* \(pass a float: float\(label_smoothing\)\)$", torch.tensor(0.1), np.array(0.1)),
-    ("sequence_parallel", r"must be .* \(pass a bool: bool\(sequence_parallel\)\)$", torch.tensor(True)),
+    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 0.5, 1e9),
+    ("vocab_size", "must be None or a number of entries >= 1 .* got", 9.0, torch.tensor(9), np.int64(9)),
+    ("label_smoothing", "must be .* got", torch.tensor(0.1), np.array(0.1), fractions.Fraction(1, 8)),
     ("gradient_filter", r"must be None or a number between 0 and 1, such as 2\*\*-13, got", 0, 1, -0.1, 2.0, NAN, True),
     ("gradient_filter", "must be .* got", "", "auto", "0.1", [0.1], torch.tensor(0.1)),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
     ("sequence_dim", "must be 0 or 1, got", 2, -1, None, True, torch.ones(2, dtype=torch.bool)),
-    ("sequence_parallel", "must be True or False, got", "no", None, 2, 1.0),
+    ("sequence_parallel", "must be True or False, got", "no", None, 1, 1.0, np.True_, torch.tensor(True)),
     (
         "gradient_filter",
         "=0.01 cannot be combined with label_smoothing",
@@ -88,7 +95,7 @@ TENSORS = [
     ("logit_scale", "must be floating-point, got torch.int64", IDS),
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
     ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5\]", ZEROS[1:]),
-    ("temperature", r"must be .*, got one of shape \[\] \(pass a float: float\(temperature\)\)", ZEROS[0]),
+    ("temperature", r"must be .*, got one of shape \[\]$", ZEROS[0]),
     ("weight", "=.* is not supported: use token_weight", torch.ones(V)),
 ]
 for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
@@ -103,8 +110,8 @@ COUNTED = [
 ]
 PAIR = torch.zeros(3).long(), torch.zeros(N + 1).long()
 OF_STATISTICS = [
-    *((name, "must be True or False, got", "no", TWO, 2) for name in ("mean_logit", "entropy", "expected_logit")),
-    *((name, "must be True or False, got", "no", TWO, 2) for name in ("argmax", "sum_p_squared")),
+    *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("mean_logit", "entropy")),
+    *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("argmax", "sum_p_squared")),
     ("top_k", "must be None or a number of entries >= 1, got 0", 0),
     ("mask", "and counted_tokens must be given together, got Tensor and NoneType", ZEROS > 0),
     ("mask", "must be .* got int", dict(mask=1, counted_tokens=1)),
@@ -285,29 +292,6 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
     assert first[-1] == odd[-1] == "not refused"
 
 
-@pytest.mark.parametrize(
-    ("function", "given", "meant"),
-    [
-        (parallel_lce.linear_cross_entropy, "bias", ": did you mean linear_bias?"),
-        (parallel_lce.token_statistics, "softcap", ": did you mean logit_softcap?"),
-        (parallel_lce.token_statistics, "reduction", ""),
-        (parallel_lce.vocab_parallel_cross_entropy, "process_group", ": did you mean tp_group?"),
-        (rl.linear_cross_entropy, "process_group", ": did you mean dist_process_group?"),
-        (parallel_lce.selected_log_probs, "group", ": did you mean process_group?"),
-        (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
-        (divergence, "bias", ": did you mean student_bias or teacher_bias?"),
-        (top_k_divergence, "temprature", ": did you mean temperature?"),
-    ],
-)
-def test_a_keyword_that_may_be_meant(function, given, meant):
-    """It is a TypeError, before anything is said of the tensors."""
-    positional = [] if function is parallel_lce.LinearCrossEntropy else [None] * 3
-    positional += [None] * ("divergence" in function.__name__)
-    words = re.escape(f"{function.__name__}() got an unexpected keyword argument '{given}'{meant}")
-    with pytest.raises(TypeError, match=f"^{words}$"):
-        function(*positional, **{given: None})
-
-
 def _said(arguments: dict) -> str:
     try:
         call(arguments)
@@ -335,14 +319,6 @@ def test_refused_over_ranks(member):
         whole[7] = 3 * V
         with pytest.raises(IndexError, match=r"^target 30 at position 7 is outside .*PARALLEL_LCE_DEBUG=1"):
             call(arguments | dict(target=whole))
-
-
-def test_flags_may_be_numpys_or_tensors():
-    for name in ("mean_logit", "entropy", "expected_logit", "argmax", "sum_p_squared"):
-        for true in (True, np.True_, TWO[0]):
-            assert torch.equal(
-                parallel_lce.token_statistics(**good(), **{name: true}).lse, parallel_lce.token_statistics(**good()).lse
-            )
 
 
 def test_a_main_grad_of_another_shape_is_refused(device):

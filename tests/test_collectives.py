@@ -180,7 +180,7 @@ def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member,
 def test_statistics_gather_what_was_asked_for(member):
     t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
     for number in range(8):
-        names = "mean_logit", "expected_logit", "argmax"
+        names = "mean_logit", "entropy", "argmax"
         asked = {name: True for bit, name in enumerate(names) if number >> bit & 1}
         with recorded(member.group) as events:
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)

@@ -339,7 +339,7 @@ def test_main_grad_is_refused_in_words(device):
     [
         dict(reduction="none", ignore_index=-100, label_smoothing=0.1, logits_budget=SOME),
         dict(reduction="mean", ignore_index=-100, logits_budget=0),
-        dict(mean_logit=True, expected_logit=True, argmax=True, logits_budget=SOME),
+        dict(mean_logit=True, entropy=True, argmax=True, logits_budget=SOME),
     ],
     ids=str,
 )

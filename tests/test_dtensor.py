@@ -275,13 +275,13 @@ def test_statistics_and_selected_entries(member, split):
     def called(function, t: dict, third, **options):
         return function(t["input"], t["linear_weight"], third, linear_bias=t["linear_bias"], **options)
 
-    asked = dict(expected_logit=True, argmax=True, top_k=2, selected=ids)
+    asked = dict(entropy=True, argmax=True, top_k=2, selected=ids)
     found, want = (called(parallel_lce.token_statistics, t, t["target"], **asked) for t in (given, plain))
     for name, value in vars(found).items():
         if value is not None:
             same(value, getattr(want, name), None if name == "vocab_size" else [WHOLE])
     for statistics in (found, want):
-        (parallel_lce.log_prob(statistics) + statistics.entropy + statistics.selected_log_prob.sum(-1)).sum().backward()
+        (statistics.target_log_prob + statistics.entropy + statistics.selected_log_prob.sum(-1)).sum().backward()
     same(given["input"].grad, plain["input"].grad, [split])
     log_probs = called(parallel_lce.selected_log_probs, given, distribute_tensor(ids, mesh, [SECOND]))
     same(log_probs, called(parallel_lce.selected_log_probs, plain, ids), [SECOND])

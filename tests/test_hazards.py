@@ -448,7 +448,7 @@ def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device
     hidden, weight, target = confident("fp16", device)
     x, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
     with chosen_backend("torch"):
-        found = token_statistics(x, weight, target, expected_logit=True, logits_budget=0)
+        found = token_statistics(x, weight, target, entropy=True, logits_budget=0)
         # A loss scale keeps fp16's digits.
         (ours,) = torch.autograd.grad(getattr(found, output).sum(), x, torch.tensor(2.0**10, device=device))
     z = exact @ weight.double().t()

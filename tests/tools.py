@@ -146,7 +146,7 @@ DIFFERENTIABLE = tuple(name for name in statistics_module.DIFFERENTIABLE if name
 
 def statistics(x, weight, target, **options):
     """Every field of ``token_statistics`` but those of selected and of the largest entries."""
-    everything = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True)
+    everything = dict(mean_logit=True, entropy=True, argmax=True, sum_p_squared=True)
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 
 

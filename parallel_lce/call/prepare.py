@@ -30,15 +30,7 @@ from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import (
-    Options,
-    Tensors,
-    as_int64,
-    check_options,
-    is_true,
-    warn_of_unknown_variables,
-    with_python_numbers,
-)
+from parallel_lce.core.options import Options, Tensors, as_int64, check_options, with_floats
 from parallel_lce.core.partials import Columns, accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode
@@ -95,12 +87,11 @@ def check(
     extra_check: Callable[[torch.Size], object] | None = None,
     main_grad: MainGrad | None = None,
 ) -> tuple[Options, Layout, torch.Size]:
-    """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the
-    tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
+    """Raise ``ValueError`` for arguments that do not fit. Returns the options with floats for integers, the layout and
+    the tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
     tokens' shape, to check further arguments."""
     layout = _ONE_RANK if group is None else _layout(options, group)
-    warn_of_unknown_variables()
-    options = with_python_numbers(options)
+    options = with_floats(options)
     check_options(options)
     shape = check_tensors(options, tensors, layout)
     if main_grad is not None and main_grad.tensor.shape != tensors.linear_weight.shape:
@@ -115,7 +106,8 @@ def check(
 
 
 def _layout(options: Options, group: dist.ProcessGroup) -> Layout:
-    return Layout.of(as_group(group), is_true(options.sequence_parallel))
+    parallel = options.sequence_parallel  # not checked yet
+    return Layout.of(as_group(group), type(parallel) is bool and parallel)
 
 
 def needs_of(tensors: Tensors) -> Needs:

@@ -24,11 +24,9 @@ from parallel_lce.core.options import (
     Options,
     Tensors,
     as_float,
-    as_number,
     check_option,
     check_reduction,
     is_number,
-    is_true,
     shortened,
     split_per_token,
 )
@@ -126,7 +124,7 @@ def divergence(
     """
     beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
-    ignored: int = -100 if ignore_index is None else as_number(ignore_index)
+    ignored: int = -100 if ignore_index is None else ignore_index
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
     changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
@@ -228,11 +226,12 @@ def top_k_divergence(
         if adapter is not None:
             teacher_log_probs = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     target, teacher_ids = given.target, given.picked
-    layout = Layout.of(group, is_true(asked.sequence_parallel))
+    check_option("sequence_parallel", asked.sequence_parallel)
+    layout = Layout.of(group, asked.sequence_parallel)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
     _check_numbers(beta, reduction, ignore_index)
-    check_option("logits_budget", as_number(logits_budget))
+    check_option("logits_budget", logits_budget)
     _check_stored(teacher_ids, teacher_log_probs, tail, target)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
@@ -300,7 +299,7 @@ def _naming(who: str, **others: str) -> AbstractContextManager[None]:
 def _check_numbers(beta: object, reduction: object, ignore_index: object, shape: torch.Size | None = None) -> None:
     check_beta(beta)
     check_reduction(reduction)
-    check_option("ignore_index", as_number(ignore_index))
+    check_option("ignore_index", ignore_index)
 
 
 def check_beta(beta: object) -> None:

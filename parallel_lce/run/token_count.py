@@ -8,14 +8,13 @@ are known, and read when the loss is reached: the device has passed the copy by 
 from __future__ import annotations
 
 import copy
-import os
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_lce.core.host_number import HostNumber
-from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64, as_number
+from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64
 from parallel_lce.core.private import transforming, version
 
 # Of labels: the number of those that count, the labels' version, and whether the first of each row were left out.
@@ -75,7 +74,7 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
         raise ValueError(f"target must be a tensor of ids or a mask of bool, got {given}")
     if target.dtype is torch.bool:
         return TokenCount(target)
-    return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else as_number(ignore_index)))
+    return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else ignore_index))
 
 
 def count_labels(labels: Tensor, mask: Tensor | None = None, shifted: bool = False) -> TokenCount | None:
@@ -102,14 +101,6 @@ def count_of_labels(labels: object, shifted: bool = False) -> TokenCount | None:
         return None
     count, before, was_shifted = known
     return count if was_shifted == shifted and (before is None or version(labels) == before) else None
-
-
-def skips_by_environment() -> bool:
-    """Whether ``PARALLEL_LCE_SKIP_MASKED`` is 1. Raises ``ValueError`` if it is neither 0 nor 1."""
-    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
-    if skip not in ("0", "1"):
-        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
-    return skip == "1"
 
 
 def _in_trace() -> bool:

@@ -62,7 +62,7 @@ class Filter(Feature):
         refused = {
             "label_smoothing": options.label_smoothing != 0,
             "mean_logit": options.mean_logit,
-            "entropy": options.expected_logit,
+            "entropy": options.entropy,
             "sum_p_squared": options.sum_p_squared,
             "selected": tensors.picked is not None,
         }

@@ -11,9 +11,6 @@ import parallel_lce
 import torchtitan_standin
 from releases import ROOT
 
-# Names that are to be deleted.
-GOING = {"sampled_linear_cross_entropy", "max_logit_penalty", "sample_seed", "sampled_id"}
-
 LOGITS = "logit_scale logit_softcap temperature"
 TENSOR_PARALLEL = "process_group sequence_parallel sequence_dim vocab_start vocab_size reduce_dtype reduce_hidden_grad"
 MEMORY = "logits_budget gradient_filter"
@@ -98,18 +95,18 @@ def _own(module) -> set[str]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_their_arguments(name):
     module = _imported(name)
-    public = set(getattr(module, "__all__", _own(module))) - GOING
+    public = set(getattr(module, "__all__", _own(module)))
     assert public == FUNCTIONS[name].keys() | OTHERS.get(name, set())
     for function, arguments in FUNCTIONS[name].items():
         parameters = inspect.signature(getattr(module, function)).parameters.values()
         named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)}
         positional, _, others = arguments.partition("*")
         assert [p.name for p in parameters if p.name not in named] == positional.split(), function
-        assert named - GOING == {*others.split()}, function
+        assert named == {*others.split()}, function
 
 
 def test_fields_of_statistics():
-    assert {field.name for field in fields(parallel_lce.TokenStatistics)} - GOING == {*FIELDS.split()}
+    assert {field.name for field in fields(parallel_lce.TokenStatistics)} == {*FIELDS.split()}
 
 
 def test_variables_of_the_environment():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import check_values, public
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reduction, shortened, split_per_token
-from parallel_lce.core.private import explain_break, outside_graphs
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count
@@ -298,7 +299,7 @@ def statistics_of(
     return statistics if adapter is None else adapter.statistics(statistics)
 
 
-@outside_graphs
+@partial(outside_graphs, reason="graphs of torch.compile break at token_loss: for one graph use token_statistics")
 @public
 def token_loss(
     input: Tensor,
@@ -390,9 +391,6 @@ def token_loss(
         total = adapter.loss(total)
         metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}
     return total, metrics
-
-
-explain_break(token_loss, "graphs of torch.compile break at token_loss: for one graph use token_statistics")
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.

@@ -47,8 +47,7 @@ def test_a_constant_in_graphs_is_called_while_torch_compile_traces():
 
 
 def test_graphs_break_at_a_function_outside_of_them_and_give_its_reason():
-    outside = private.outside_graphs(lambda x: x + 1)
-    private.explain_break(outside, "it is the reason")
+    outside = private.outside_graphs(lambda x: x + 1, "it is the reason")
     called = lambda x: outside(x * 2)  # noqa: E731
     assert torch.compile(called, backend="eager")(torch.ones(1)).item() == 3
     torch.compiler.reset()  # it has code of the first call

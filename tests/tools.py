@@ -198,12 +198,6 @@ def upstream(loss: torch.Tensor) -> torch.Tensor:
     return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
 
 
-def field_gradients(found, names, leaves):
-    """Gradients of a sum of fields, each with a weight of its own."""
-    total = sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
-    return torch.autograd.grad(total, leaves)
-
-
 @dataclass(frozen=True)
 class Started:
     """A collective of torch.distributed that was started: what is sent, and how."""

@@ -83,7 +83,7 @@ class TrainConfig(Section):
 
 class LossConfig(Section):
     impl: Literal["stock", "parallel_lce"] = "parallel_lce"
-    logits_budget_mib: Number | None = None  # passed to install(); None: its default
+    logits_budget_mib: Number | None = None  # passed to patch(); None: its default
     gradient_filter: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None  # likewise; None: exact gradients
 
 

@@ -7,10 +7,8 @@ chooses one.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,11 +44,6 @@ def named(name: str) -> Backend:
     from parallel_lce.backends import torch_backend
 
     return torch_backend
-
-
-def part(package: str, backend: Backend) -> ModuleType:
-    """The module of a feature's package for a backend: its ``torch_part`` or ``triton_part``, with the same names."""
-    return importlib.import_module(f"{package}.{backend.NAME}_part")
 
 
 def check_choice() -> str:

@@ -48,8 +48,9 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
-def outside_graphs(function: F) -> F:
-    """Decorates a function at which graphs of torch.compile break, and in which it makes none."""
+def outside_graphs(function: F, reason: str | None = None) -> F:
+    """Decorates a function at which graphs of torch.compile break, and in which it makes none. ``reason``: what
+    torch.compile says where a graph that must be whole breaks there."""
 
     disabled: list[Callable] = []
 
@@ -58,17 +59,12 @@ def outside_graphs(function: F) -> F:
         if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
             return function(*given, **named)
         if not disabled:
-            reason = getattr(call, "_torchdynamo_disable_msg", None)
             disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*given, **named)
 
     call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
+    call._torchdynamo_disable_msg = reason  # pyright: ignore[reportAttributeAccessIssue]
     return call  # pyright: ignore[reportReturnType]
-
-
-def explain_break(function: Callable, reason: str) -> None:
-    """Let torch.compile give this reason where a graph that must be whole breaks at the function."""
-    function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def must_be_one_graph() -> bool:

@@ -253,7 +253,7 @@ def terms_of_lazy(logits: LazyLogits, target: Tensor, count: TokenCount | None, 
 
 
 def statistics_of_lazy(
-    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None = None
+    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
     by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax, unless settings say which they are.

@@ -4,8 +4,8 @@ gradients, forward mode, second derivatives, tensors without values, and torch.e
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad, functional
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
 
 import parallel_lce
 from cases import normal
@@ -89,23 +89,16 @@ TRANSFORM, TWICE, TANGENT, VALUES = (
 # What is asked of a function of x and w: the error and its words.
 ASKED = {
     "grad": (lambda f, x, w: grad(lambda x: f(x, w).sum())(x), RuntimeError, TRANSFORM),
-    "vjp": (lambda f, x, w: vjp(f, x, w), RuntimeError, TRANSFORM),
-    "jacrev": (lambda f, x, w: jacrev(f)(x, w), RuntimeError, TRANSFORM),
     "vmap": (lambda f, x, w: vmap(lambda x: f(x, w))(torch.stack([x, x])), RuntimeError, TRANSFORM),
-    "gradients of each": (
-        lambda f, x, w: vmap(grad(lambda x: f(x, w).sum()))(torch.stack([x, x])), RuntimeError, TRANSFORM
-    ),
     "a batch of gradients": (_batched, RuntimeError, None),
     "vmap of gradients": (_vmap_of_gradients, RuntimeError, None),
     "jvp": (lambda f, x, w: jvp(lambda x: f(x, w), (x,), (x,)), NotImplementedError, TANGENT),
-    "jacfwd": (lambda f, x, w: jacfwd(f)(x, w), NotImplementedError, TANGENT),
     "penalty, by x": (lambda f, x, w: _penalty(f, x, w, x), RuntimeError, TWICE),
     "penalty, by the weight": (lambda f, x, w: _penalty(f, x, w, w), RuntimeError, TWICE),
-    "hvp": (lambda f, x, w: functional.hvp(lambda x: f(x, w).sum(), x, torch.ones_like(x)), RuntimeError, TWICE),
     "meta": (lambda f, x, w: f(x.to("meta"), w.to("meta")), ValueError, VALUES),
     "fake": (_fake, ValueError, VALUES),
     "exported": (_exported, ValueError, VALUES),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -217,7 +217,7 @@ class FusedLinearLogprobTriton:
 def _of_shard(
     tensors: Tensors,
     names: tuple[str, str],
-    shard: tuple[object, object],
+    shard: tuple[Any, Any],
     tp_group: dist.ProcessGroup | None,
     inference_only: bool,
     counted: tuple[Any, Any] = (None, None),

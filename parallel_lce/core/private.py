@@ -92,7 +92,7 @@ def saving_without_hooks() -> AbstractContextManager:
     """A context in which autograd saves tensors themselves, not what hooks around it make of them, such as those of a
     checkpoint, which run its function again where a tensor is read. The tensors are detached: a node that saves its own
     output, as that of ``tanh``, would otherwise hold itself for ever. Reading one attaches it again."""
-    # Not enabled: by torch.func. Without hooks around it, a Function may read attributes of a parameter that it saved.
+    # They may be disabled. Without hooks around it, a Function may read attributes of a parameter that it saved.
     autograd = _torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled() or autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()

@@ -142,8 +142,7 @@ class _LazyLogits(RecordedLogits):
         with self.autocast():
             options = dict(linear_bias=self.layer.bias, argmax=True, **_options(self, epilogue))
             found = token_statistics(self.hidden, self.layer.weight, None, **options)
-        assert found.argmax is not None  # asked for
-        position, top = _whole(found.argmax), _whole(found.max_logit)
+        position, top = _whole(found.argmax), _whole(found.max_logit)  # pyright: ignore[reportArgumentType]
         return None if (position < 0).any() else (top.to(self.dtype), position)
 
     def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:

@@ -144,13 +144,13 @@ def without_a_warning():
 
 
 @contextlib.contextmanager
-def warned():
-    """Yields a list of what warnings of logits say, complete at the end."""
+def warned(kinds: tuple[type[Warning], ...] = (door.LogitsWarning,)):
+    """Yields a list of what warnings of these kinds say, complete at the end."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield said
-    said += [str(w.message) for w in caught if issubclass(w.category, door.LogitsWarning)]
+    said += [str(w.message) for w in caught if issubclass(w.category, kinds)]
 
 
 def beside_stock(habit, model, given, **options) -> tuple[list[str], bool]:

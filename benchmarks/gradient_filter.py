@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from parallel_lce import linear_cross_entropy
-from parallel_lce.vocabulary import VocabularyOrder
 
 from .engine import snapshots
 from .engine.accuracy import Answers, answers
@@ -99,8 +98,7 @@ def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
     total = weight.new_zeros(len(weight))
     for tokens in problem.blocks:
         total += (problem.hidden[tokens].float() @ weight.T).softmax(1).sum(0)
-    order = VocabularyOrder.by_frequency(total / problem.shape.n, ranks=ranks)
-    return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
+    return total.argsort(descending=True, stable=True).view(-1, ranks).t().flatten()
 
 
 def _errors(gradients, truth: Answers, own: Tensor, team: Team) -> Errors:

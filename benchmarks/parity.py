@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce import entropy, log_prob, token_statistics
+from parallel_lce import token_statistics
 
 from .engine import snapshots
 from .engine.problem import Problem, Shape
@@ -62,8 +62,9 @@ class Found(NamedTuple):
 def ours(problem: Problem) -> Found:
     """The results of `token_statistics`."""
     x = problem.hidden.detach().requires_grad_()
-    statistics = token_statistics(x, problem.weight, problem.target, expected_logit=True)
-    values = log_prob(statistics), entropy(statistics)
+    statistics = token_statistics(x, problem.weight, problem.target, entropy=True)
+    assert statistics.target_log_prob is not None and statistics.entropy is not None  # asked for
+    values = statistics.target_log_prob, statistics.entropy
     gradients = [torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in values]
     return Found([value.detach() for value in values], gradients)
 

@@ -54,7 +54,7 @@ def differing(shape: Shape, dtype: torch.dtype, team: Team) -> Iterator[tuple[st
         yield situation, count(found, base, tokens)
     for situation, stops in shards(shape.v, team.ranks).items() if team.ranks > 1 else ():
         start, stop = [0, *stops][team.rank], stops[team.rank]
-        where = dict(process_group=team.group, vocab_start=start)
+        where: dict[str, Any] = dict(process_group=team.group, vocab_start=start)
         own, part = weight[start:stop].clone(), hidden.chunk(team.ranks)[team.rank].clone()
         yield situation, count(asked(hidden, own, target, **where), base)
         if shape.n % team.ranks == 0:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from parallel_lce import log_prob, token_statistics
+from parallel_lce import token_statistics
 from parallel_lce.backends import triton_forward
 from parallel_lce.kernels import product
 from parallel_lce.kernels.tuning import Tile
@@ -56,7 +56,8 @@ def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ..
         with nullcontext() if gradients else torch.no_grad():
             result = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
         if backward:
-            torch.autograd.grad(log_prob(result).sum(), (x, weight))
+            assert result.target_log_prob is not None  # there is a target
+            torch.autograd.grad(result.target_log_prob.sum(), (x, weight))
 
     uses = {  # the pass of the bare products for comparison, and the call
         "forward": (FORWARD, partial(statistics, 0, False)),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_lce import log_prob, token_statistics
+from parallel_lce import token_statistics
 from ranks import join
 
 V, D, STEPS = 512, 64, 5  # vocabulary, hidden size, updates
@@ -42,7 +42,7 @@ def main() -> None:
         statistics = token_statistics(
             hidden, shard, tokens, process_group=group, vocab_size=V, mask=mask, counted_tokens=count
         )
-        log_probs = log_prob(statistics).sum(-1)  # [2, PAIRS]
+        log_probs = statistics.target_log_prob.sum(-1)  # [2, PAIRS]
         reference = log_probs.detach() if reference is None else reference
         loss = dpo_loss(log_probs, reference)
         optimizer.zero_grad()

@@ -1,4 +1,24 @@
-"""Prompt log-probabilities of SGLang from token_statistics, in the process that runs SGLang's model."""
+"""Prompt log-probabilities of SGLang from token_statistics, without logits of the prompt.
+
+From hidden states with the same bits they have the trainer's bits (docs/rl.md, "The same bits"). Copy this file, and
+enter ``sglang_scores()`` in each process that runs SGLang's model. It replaces ``InputLogprobProcessor.forward`` of
+``sglang.srt.layers.logprob_processor``. Each rank of SGLang's tensor-parallel group calls token_statistics with its
+shard.
+
+Covered: log-probabilities of the prompt's ids; scale, soft-cap, padding, tensor parallelism, fp32 head. SGLang's own
+code runs
+
+- for steps with a request for the largest or for chosen ids, data-parallel attention or ``rl_on_policy_target``;
+- for models with a quantized or packed head, or LoRA;
+- for requests that score items.
+
+With a bf16 head SGLang rounds the logits to bf16 before the softmax. token_statistics does not. With an fp32 head
+(``enable_fp32_lm_head``) neither does.
+
+Tried with SGLang 0.5.23 on a CPU with torch 2.13, on one rank and on two with gloo, for a vocabulary of 500 ids in 512
+rows: fp32, scale with soft-cap, and bf16 with an fp32 head. Log-probabilities differ from SGLang's own by at most 3e-6.
+It was ``LogitsProcessor.forward`` with its head, without SGLang's CPU kernels. No engine ran.
+"""
 
 from contextlib import contextmanager
 from unittest.mock import patch

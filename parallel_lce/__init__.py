@@ -3,13 +3,10 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from parallel_lce import features as _features  # noqa: F401  (fills call.seam.FEATURES)
-from parallel_lce.core.options import warn_of_unknown_variables as _warn_of_unknown_variables
 from parallel_lce.functional import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.run.loss_results import entropy, log_prob
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import count_tokens
-from parallel_lce.sampled import sampled_linear_cross_entropy
 from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -18,17 +15,12 @@ if _TYPE_CHECKING:
 
     __version__: str
 
-_warn_of_unknown_variables()
-
 __all__ = [
     "LinearCrossEntropy",
     "LinearCrossEntropyParallel",
     "TokenStatistics",
     "count_tokens",
-    "entropy",
     "linear_cross_entropy",
-    "log_prob",
-    "sampled_linear_cross_entropy",
     "selected_log_probs",
     "token_loss",
     "token_statistics",

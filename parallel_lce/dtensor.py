@@ -12,7 +12,6 @@ parallelism. Other mesh dimensions may shard tokens; there the gradient of the w
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
-from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import SPOKEN, Options, Tensors, as_number, check_option, is_count, with_python_numbers
+from parallel_lce.core.options import SPOKEN, Options, Tensors, check_option, is_count
 from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 # The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
@@ -45,10 +43,10 @@ def adapted(
     group, tensors = group and as_group(group), tensors.with_int64_ids()
     sequence_dim = options.sequence_dim
     if type(sequence_dim) is not int or sequence_dim != 0:
-        check_option("sequence_dim", sequence_dim := as_number(sequence_dim))
+        check_option("sequence_dim", sequence_dim)
     if not sequence_dim and not has_dtensor((*tensors, also)):
         return options, tensors, group, None
-    adapter = DTensorAdapter(with_python_numbers(options), group, reduction or options.reduction)
+    adapter = DTensorAdapter(options, group, reduction or options.reduction)
     plain = adapter.enter(tensors)
     return adapter.options, plain, adapter.group, adapter
 
@@ -107,8 +105,6 @@ class DTensorAdapter:
             for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
         }
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias, weight)
-        if (self.parts > 1 or self._gives_dtensors) and need_position(self.options, tensors):
-            others["position"] = self._position()
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
     # --- the placements ---
@@ -301,20 +297,6 @@ class DTensorAdapter:
             debug.agree(layout, {"function": f"{self.options.function}, which redistributes {name}"}, {})
             debug.state.awaited = True
         return value.redistribute(placements=placements)
-
-    def _position(self) -> Tensor:
-        """The positions of the call's tokens among the user's; for DTensors, in the global tensor."""
-        if self._gives_dtensors:
-            shape = self._input.shape[:-1]
-        else:
-            batch, part, *rest = self._part
-            shape = batch, self.parts * part, *rest
-        position = torch.arange(math.prod(shape), device=self._input.device).view(shape)
-        if self._gives_dtensors:
-            from torch.distributed.tensor import Replicate
-
-            position = self._placed(position, [Replicate()] * self.mesh.ndim, shape)
-        return self.per_token("position", position)
 
     # --- results ---
 

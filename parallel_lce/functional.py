@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,19 +11,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import check_values, public
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_flag, check_reduction, shortened, split_per_token
-from parallel_lce.core.private import explain_break, outside_graphs
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reduction, shortened, split_per_token
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count, with_counted_hidden
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import TokenCount
-from parallel_lce.run.transforms import transformable
 
 
 @public
-@transformable
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -47,7 +46,6 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    max_logit_penalty: float = 0.0,
     weight: None = None,
     options: None = None,
 ) -> Tensor:
@@ -75,7 +73,6 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
-        max_logit_penalty: a number >= 0; adds ``max_logit_penalty * max(logits)**2`` per token (RWKV's L2Wrap).
         logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
@@ -115,16 +112,15 @@ def linear_cross_entropy(
             larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
             unchanged, and no collective is added. Gradients are exact on the torch backend, in products below 1e12
             flops, and where earlier calls had more than three quarters of the tiles to compute. Not with
-            ``label_smoothing`` and ``max_logit_penalty``.
+            ``label_smoothing``.
         weight, options: only None: PyTorch's arguments that are not supported.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
     Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
-    B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for each of ``label_smoothing`` and
-    ``max_logit_penalty``; in the Triton backend, whose sums take two numbers each, another 1, and 1 more for
-    ``label_smoothing``; SP: ``sequence_parallel``.
+    B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for ``label_smoothing``; in the Triton backend,
+    whose sums take two numbers each, another 1, and 1 more for ``label_smoothing``; SP: ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps
@@ -157,13 +153,13 @@ def linear_cross_entropy(
     NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
     no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
     for equal shards, for targets out of range, and for arguments that one rank refuses; it synchronises the host with
-    the device. Meta and fake tensors give the shapes of results.
+    the device.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
         has the given and the expected value. For a target outside the vocabulary it is an IndexError, too.
         TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
-        RuntimeError: in backward, if a gradient itself is differentiated.
+        RuntimeError: in backward, with ``create_graph=True``.
     """
     if reduction is None or weight is not None or options is not None:
         _refuse_unsupported(reduction, weight=weight, options=options)
@@ -175,7 +171,6 @@ def linear_cross_entropy(
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        max_logit_penalty=max_logit_penalty,
         logit_scale=one_scale,
         logit_softcap=logit_softcap,
         temperature=one_temperature,
@@ -197,7 +192,6 @@ def linear_cross_entropy(
 
 
 @public
-@transformable
 def token_statistics(
     input: Tensor,
     linear_weight: Tensor,
@@ -219,13 +213,11 @@ def token_statistics(
     sum_p_squared: bool = False,
     selected: Tensor | tuple[Tensor, Tensor] | None = None,
     top_k: int | None = None,
-    sample_seed: int | None = None,
     mask: Tensor | None = None,
     counted_tokens: int | TokenCount | None = None,
     gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
-    expected_logit: bool = False,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
@@ -233,9 +225,8 @@ def token_statistics(
     target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, to which no gradient flows. Another one
     outside ``[0, V)`` has NaN; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary"). ``mean_logit``
     asks for the fields ``mean_logit`` and ``mean_log_prob``, ``entropy`` for ``entropy`` and ``expected_logit``,
-    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None.
-    ``expected_logit=True`` is another name of ``entropy=True``. For fp16 an upstream gradient of ``expected_logit`` or
-    ``entropy`` recomputes all logits in backward, even saved ones.
+    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None. For fp16 an
+    upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
@@ -244,12 +235,6 @@ def token_statistics(
             gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
-        sample_seed: an integer >= 0, the same on all ranks. It asks for ``sampled_id``: one id for each token, drawn
-            from the softmax of its scaled logits by inverse transform sampling (:mod:`parallel_lce.features.draws`).
-            The random number depends on the seed and on the token's position in ``[...]``; for DTensors, in the global
-            tensor. So each step, and with plain tensors each data-parallel rank, needs another seed. Except where a
-            rounding decides, the id does not depend on the number of ranks, the shards, the budget or the backend.
-            Probabilities are exact to 1e-7 of the sum of a window. docs/usage.md says what it costs.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
             their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
         counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
@@ -266,8 +251,7 @@ def token_statistics(
     elements per rank: C = 3, plus 1 for each of ``entropy``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``; in the Triton backend, whose sums take two numbers each, another 1, plus 1 for each of ``entropy``
     and ``sum_p_squared``, plus 2 for ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for
-    ids ``[..., K]``), and 2 * N * K for ``top_k``. If ids are sampled: with several blocks the all-gathers of hidden
-    states again (SP), then one all-reduce of N int64.
+    ids ``[..., K]``), and 2 * N * K for ``top_k``.
     """
     ids, offsets = ids_and_offsets(selected)
     one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
@@ -286,12 +270,11 @@ def token_statistics(
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        mean_logit=as_flag("mean_logit", mean_logit),
-        expected_logit=as_flag("entropy", entropy) | as_flag("expected_logit", expected_logit),
-        argmax=as_flag("argmax", argmax),
-        sum_p_squared=as_flag("sum_p_squared", sum_p_squared),
+        mean_logit=mean_logit,
+        entropy=entropy,
+        argmax=argmax,
+        sum_p_squared=sum_p_squared,
         top_k=top_k,
-        sample_seed=sample_seed,
     )
     return statistics_of(options, tensors, process_group, mask, counted_tokens)
 
@@ -316,9 +299,8 @@ def statistics_of(
     return statistics if adapter is None else adapter.statistics(statistics)
 
 
-@outside_graphs
+@partial(outside_graphs, reason="graphs of torch.compile break at token_loss: for one graph use token_statistics")
 @public
-@transformable
 def token_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -389,8 +371,8 @@ def token_loss(
     """
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
-    changed = dict(ignore_index=NO_LABEL if ignore_index is None else ignore_index, logit_scale=scale)
-    changed |= dict(temperature=of_all, expected_logit=as_flag("entropy", entropy), loss_function=True)
+    changed = dict(logit_scale=scale, temperature=of_all, loss_function=True)
+    changed["ignore_index"] = NO_LABEL if ignore_index is None else ignore_index
     options = Options.of("token_loss", locals() | changed)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     if adapter is not None:
@@ -411,9 +393,6 @@ def token_loss(
         total = adapter.loss(total)
         metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}
     return total, metrics
-
-
-explain_break(token_loss, "graphs of torch.compile break at token_loss: for one graph use token_statistics")
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import as_group, described, public
 from parallel_lce.call.seam import features_of
-from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction, with_python_numbers
+from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction
 from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.run.token_count import TokenCount
 
@@ -42,7 +42,7 @@ class LinearCrossEntropy(nn.Module):
             ``logit_scale`` and ``temperature`` must be numbers. ``counted_tokens`` is an argument of each call.
 
     Attributes:
-        options: the keyword arguments of each call as Python numbers, without ``process_group``.
+        options: the keyword arguments of each call, without ``process_group``.
 
     Raises:
         ValueError: at once, for an option that the function refuses for all tensors.
@@ -68,19 +68,17 @@ class LinearCrossEntropy(nn.Module):
         gradient_filter: float | None = None,
         temperature: float = 1.0,
         reduce_hidden_grad: bool = True,
-        max_logit_penalty: float = 0.0,
     ) -> None:
         given = locals()
         super().__init__()
         group = as_group(process_group)
         for name in ("logit_scale", "temperature"):
-            if hasattr(given[name], "__len__") and not isinstance(given[name], str):  # tensors, arrays, lists
+            if isinstance(given[name], Tensor):
                 raise ValueError(
                     f"{name} must be one number in a LinearCrossEntropy, got {described(given[name])}: pass "
                     f"float({name}), or one number per token to parallel_lce.linear_cross_entropy at each call"
                 )
-        # Converted here: torch.compile turns NumPy scalars into tensors.
-        options = with_python_numbers(Options.of(type(self).__name__, given))
+        options = Options.of(type(self).__name__, given)
         check_reduction(reduction)
         check_options(options)
         for feature in features_of(options, Tensors(None, None)):

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from parallel_lce.call.checks import as_group, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_flag, as_number, shortened, split_per_token
+from parallel_lce.core.options import Options, Tensors, check_flag, shortened, split_per_token
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.token_count import TokenCount
-from parallel_lce.run.transforms import transformable
 
 
 @public
-@transformable
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -85,7 +83,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
         reduce_hidden_grad=reduce_hidden_grad,
-        expected_logit=True,
+        entropy=True,
         sum_p_squared=sum_p_squared,
     )
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
@@ -102,7 +100,6 @@ def linear_cross_entropy(
 
 
 @public
-@transformable
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -172,7 +169,6 @@ class FusedLinearLogprobTriton:
 
     @staticmethod
     @public
-    @transformable
     def apply(
         hidden: Tensor,
         weight: Tensor,
@@ -221,16 +217,16 @@ class FusedLinearLogprobTriton:
 def _of_shard(
     tensors: Tensors,
     names: tuple[str, str],
-    shard: tuple[object, object],
+    shard: tuple[Any, Any],
     tp_group: dist.ProcessGroup | None,
-    inference_only: object,
+    inference_only: bool,
     counted: tuple[Any, Any] = (None, None),
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets, and which of them are outside of the vocabulary, where their logit is 0.
     ``names``: of hidden states and weight, in messages. ``shard``: the first id of the weight's rows, and the last + 1;
     further rows are left out. ``counted``: a mask of the tokens that count, and their number."""
-    weight, bias, (start, end) = tensors.linear_weight, tensors.linear_bias, map(as_number, shard)
+    weight, bias, (start, end) = tensors.linear_weight, tensors.linear_bias, shard
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
         bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
         raise ValueError(f"{names[1]} has {len(weight)} rows, which do not fit the ids from {bounds}")
@@ -240,7 +236,8 @@ def _of_shard(
         bias = bias[: end - start]
     target = int64_ids("target", tensors.target)
     tensors = tensors._replace(linear_weight=weight[: end - start], target=target, linear_bias=bias)
-    gradients = not as_flag("inference_only", inference_only) and torch.is_grad_enabled()
+    check_flag("inference_only", inference_only)
+    gradients = not inference_only and torch.is_grad_enabled()
     own = dict(zip(("input", "linear_weight"), names), linear_bias="bias", vocab_start="vocab_start_index")
     with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **own):
         statistics = statistics_of(

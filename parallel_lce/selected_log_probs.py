@@ -13,12 +13,10 @@ from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.picked import log_probs_of
-from parallel_lce.run.transforms import operator
 
 
 @outside_graphs
 @public
-@operator
 def selected_log_probs(
     input: Tensor,
     linear_weight: Tensor,

@@ -126,7 +126,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         metrics: dict[str, Tensor] = {}
         # In a compiled graph the number cannot be read.
         count = count_of_labels(labels) if self.fn is parallel_lce.linear_cross_entropy else None
-        counted = {} if count is None else {"counted_tokens": count}
+        counted: dict[str, Any] = {} if count is None else {"counted_tokens": count}
 
         def forward(hidden: Tensor) -> tuple[Tensor]:
             projection, local = self._projection(lm_head, hidden), _local(labels)

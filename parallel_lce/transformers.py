@@ -142,7 +142,7 @@ class _LazyLogits(RecordedLogits):
         with self.autocast():
             options = dict(linear_bias=self.layer.bias, argmax=True, **_options(self, epilogue))
             found = token_statistics(self.hidden, self.layer.weight, None, **options)
-        position, top = _whole(found.argmax), _whole(found.max_logit)
+        position, top = _whole(found.argmax), _whole(found.max_logit)  # pyright: ignore[reportArgumentType]
         return None if (position < 0).any() else (top.to(self.dtype), position)
 
     def hook_after_loss(self, name: str, hook: Callable[..., Any] | None = None) -> None:
@@ -499,10 +499,10 @@ class _Door:
             return "its output layer is no nn.Linear", None
         if gathered.is_computed(layer):
             return "the weight or bias of its output layer is parametrized", None
-        if transforming():
-            return "a transform of torch.func runs", None
-        if in_forward_mode():
-            return "forward-mode gradients are computed", None
+        if getattr(parameters_of(layer).get("weight"), "is_meta", False):
+            return "its output layer is on the meta device", None
+        if transforming() or in_forward_mode():
+            return "a transform of torch.func or forward-mode differentiation runs", None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return gathered.unit_of(layer, self._around(model, layer))
         return None, None

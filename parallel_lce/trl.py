@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from parallel_lce.call.checks import int64_ids, renamed
 from parallel_lce.call.prepare import autocasted, prepare
 from parallel_lce.core.budget import DEFAULT_BUDGET, lean_budget
-from parallel_lce.core.options import Options, Tensors, as_number, check_option
+from parallel_lce.core.options import Options, Tensors, check_option
 from parallel_lce.core.private import constant_in_graphs, outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.distillation.blocks import Divergence, divergences
@@ -252,7 +252,7 @@ def patch(*, logits_budget: int | None = None) -> None:
     Raises:
         ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.
     """
-    check_option("logits_budget", as_number(logits_budget))
+    check_option("logits_budget", logits_budget)
     try:
         if not hasattr(importlib.import_module("trl.trainer.utils"), "_ChunkedLogProbFunction"):
             raise ImportError("trl.trainer.utils has no _ChunkedLogProbFunction")

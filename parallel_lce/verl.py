@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import rl
-from parallel_lce.core.options import as_flag
+from parallel_lce.core.options import check_flag
 from parallel_lce.patching import AfterImport, Replacements
-from parallel_lce.run.token_count import TokenCount, count_tokens, skips_by_environment
+from parallel_lce.run.token_count import TokenCount, count_tokens
 
 
 class _Call:
@@ -311,8 +312,13 @@ _settings: dict[str, bool | None] = {"skip_masked": None}
 
 
 def _skips_masked() -> bool:
-    given = _settings["skip_masked"]
-    return skips_by_environment() if given is None else given
+    """As the last :func:`patch` says, else the environment. Raises ``ValueError`` if that says neither 0 nor 1."""
+    if (given := _settings["skip_masked"]) is not None:
+        return given
+    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
+    if skip not in ("0", "1"):
+        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
+    return skip == "1"
 
 
 def patch(*, skip_masked: bool | None = None) -> None:
@@ -329,7 +335,8 @@ def patch(*, skip_masked: bool | None = None) -> None:
     engine; their log-probabilities and entropies are 0. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False.
     """
     if skip_masked is not None:
-        _settings["skip_masked"] = as_flag("skip_masked", skip_masked)
+        check_flag("skip_masked", skip_masked)
+        _settings["skip_masked"] = skip_masked
     if not _after_import:
         _after_import.append(AfterImport(_CHANGES, _change))
 
@@ -342,5 +349,4 @@ def unpatch() -> None:
     _replacements.restore()
 
 
-install, uninstall = patch, unpatch
 patch()

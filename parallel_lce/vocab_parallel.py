@@ -8,17 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import backend_of, is_meta_or_fake
+from parallel_lce.backends import backend_of
 from parallel_lce.backends.protocol import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import as_float, as_int64, in_python, is_number, shortened
+from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.transforms import operator, without_values
 
 # The kernels for existing logits form no matrix product, so they take fp32, too.
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +25,6 @@ _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 @outside_graphs
 @public
-@operator
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -56,19 +54,18 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every
             rank, also where targets or settings differ between ranks.
         NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in backward, if the gradient itself is differentiated.
+        RuntimeError: in backward, with ``create_graph=True``.
     """
     debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
     with renamed(process_group="tp_group"):
         debug.state.group = group = as_group(group)
     layout = Layout.of(group, False)
-    label_smoothing = as_float(label_smoothing)
     _check(vocab_parallel_logits, target, label_smoothing, group)
     entries = vocab_parallel_logits.shape[-1]
     logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
     backend = backend_of(logits, _SUITABLE)
-    if layout.ranks > 1 and debugging and not is_meta_or_fake(vocab_parallel_logits):
+    if layout.ranks > 1 and debugging:
         settings = {
             "function": "vocab_parallel_cross_entropy",
             "tokens": tuple(target.shape),
@@ -80,8 +77,6 @@ def vocab_parallel_cross_entropy(
         shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
         with renamed(process_group="tp_group"):
             debug.agree(layout, settings, {"target": as_int64(target)}, shard)
-    if is_meta_or_fake(vocab_parallel_logits):
-        return without_values(target.shape, logits)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
@@ -108,8 +103,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
     if target.device != logits.device:
         raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
     if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
-        remedy = in_python("label_smoothing", label_smoothing, lambda number: is_number(number) and 0 <= number < 1)
-        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}{remedy}")
+        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
 

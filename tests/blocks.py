@@ -22,16 +22,13 @@ def block_backward(backend, *given, announce=lambda: None, **others):
 
 
 @contextmanager
-def watched_backwards(backend, before: Callable, after: Callable = lambda task: None):
-    """Calls ``before(task)``, which returns nothing, before each block's backward, and ``after(task)`` behind it."""
+def watched_backwards(backend, before: Callable):
+    """Calls ``before(task)`` before each block's backward."""
     original = backend.block_backward
 
     def block_backward(task):
         before(task)
-        work = original(task)
-        form = work.weight_grad
-        work.weight_grad = lambda: (form(), after(task))
-        return work
+        return original(task)
 
     with mock.patch.object(backend, "block_backward", block_backward):
         yield

@@ -39,7 +39,6 @@ def calls(member: Member) -> dict[str, tuple[Callable, dict]]:
         "loss": (parallel_lce.linear_cross_entropy, layer | where | dict(target=y)),
         "statistics": (parallel_lce.token_statistics, layer | where | dict(target=y)),
         "selected": (parallel_lce.selected_log_probs, layer | where | dict(selected=k)),
-        "sampled": (parallel_lce.sampled_linear_cross_entropy, layer | where | dict(target=y, sampled=y)),
         "module": (parallel_lce.LinearCrossEntropy(**where), layer | dict(target=y)),
         "divergence": (divergence, student | where | dict(teacher_hidden=2 * x, teacher_weight=w)),
         "top_k": (top_k_divergence, student | where | stored),

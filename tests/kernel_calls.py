@@ -93,7 +93,7 @@ def of_sizes(tokens, entries, depth, saved, everything, dtype, device) -> Iterat
         options |= dict(temperature=each) if everything == "each" else dict(logit_scale=each)
 
     def statistics():
-        asked = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True, selected=ids)
+        asked = dict(mean_logit=True, entropy=True, argmax=True, sum_p_squared=True, selected=ids)
         found = parallel_lce.token_statistics(*given, target, logits_budget=budget, **asked, **options)
         total = found.entropy + found.mean_logit + found.sum_p_squared + found.target_logit
         (total + found.selected_log_prob.sum(1)).sum().backward()
@@ -108,7 +108,7 @@ def of_sizes(tokens, entries, depth, saved, everything, dtype, device) -> Iterat
             parallel_lce.selected_log_probs(*given, selected, **options).sum().backward()
 
     def others():
-        parallel_lce.token_statistics(*given, None, logits_budget=budget, sample_seed=0, **options)
+        parallel_lce.token_statistics(*given, None, logits_budget=budget, **options)
         scales = {name: value for name, value in options.items() if name != "linear_bias"}
         for beta in (0.0, 0.5, 1.0):
             divergence(*given, *(v.detach() for v in given), beta=beta, **scales).backward()
@@ -161,4 +161,3 @@ def small(tokens: int, every_option: bool, group: dist.ProcessGroup | None, devi
     parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.1 * every_option, tp_group=group).sum().backward()
     sets = target.repeat(3), torch.arange(tokens + 1, device=device) * 3
     parallel_lce.selected_log_probs(x, weight, sets, process_group=group).sum().backward()
-    parallel_lce.token_statistics(x, weight, None, sample_seed=0, process_group=group)

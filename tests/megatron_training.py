@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from measures import assert_close, largest_error
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
-from parallel_lce.megatron import install
+from parallel_lce.megatron import patch
 from training.megatron_cpu import pass_as_cuda
 from world import Member
 
@@ -161,7 +161,7 @@ def _described(model: torch.nn.Module) -> list[tuple]:
 
 def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
     """Install the switch; the options of a TransformerConfig that ask for it."""
-    install(logits_budget=spec.budget, cross_entropy=cross_entropy)
+    patch(logits_budget=spec.budget, cross_entropy=cross_entropy)
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 

@@ -234,9 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def judge(first: str, outputs: dict[str, tuple[str, str]]) -> int:
     """Prints a line per run, and all that is not excused. `outputs`: `{name: (tool, output)}`."""
-    from kernel_calls import NAMES
-
-    faults, used, spoke = [*_not_run("calls", first, NAMES)], False, False
+    faults, used, spoke = [*_not_run("calls", first)], False, False
     for name, (tool, output) in outputs.items():
         what, _, error = name.partition("-")
         try:
@@ -253,7 +251,7 @@ def judge(first: str, outputs: dict[str, tuple[str, str]]) -> int:
                 faults.append(f"{name}: {tool} does not report it")
             continue
         if what == "calls":
-            faults += _not_run(name, output, NAMES)
+            faults += _not_run(name, output)
             used |= len(open_) < len(found)
         else:
             spoke |= len(open_) < len(found)
@@ -265,12 +263,14 @@ def judge(first: str, outputs: dict[str, tuple[str, str]]) -> int:
     return int(bool(faults))
 
 
-def _not_run(name: str, output: str, every: set[str]) -> list[str]:
+def _not_run(name: str, output: str) -> list[str]:
     """Why not all kernels ran, if they did not."""
+    from kernel_calls import NAMES
+
     ran = re.search(r"^kernels: (.*)$", output, re.M)
     if not ran:
         return [f"{name}: the calls failed: {output[-2000:]}"]
-    missing = sorted(every - set(ran[1].split()))
+    missing = sorted(NAMES - set(ran[1].split()))
     return [f"{name}: did not run: {' '.join(missing)}"] if missing else []
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import parallel_lce
 import torchtitan_training
 from benchmarks import __main__ as command
-from benchmarks import gradient_filter, losses, papers, parity, same_bits, tune
+from benchmarks import gradient_filter, losses, parity, same_bits, tune
 from benchmarks.engine import measure, options, ours, peers, problem, snapshots, timing
 from benchmarks.engine.accuracy import Judge, answers
 from benchmarks.engine.peers import FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, calls_of, named
@@ -273,16 +273,6 @@ def test_tiles_are_measured_on_the_interpreter(short):
     for bare, *rows in found.values():
         names = [f"{tile}, 2 row blocks a launch" for tile in tiles]
         assert bare["way"] == GEMM_ONLY and [(row["way"], row["refused"]) for row in rows] == [(n, None) for n in names]
-
-
-@pytest.mark.slow
-def test_published_figures_stand_beside_ours(short, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
-    path = tmp_path / "found.json"
-    assert papers.main(["--device", "cpu", "--rounds", "1", "--json", str(path), "--plot", str(tmp_path / "new")]) == 0
-    assert len(json.loads(path.read_text())["rows"]) == 40
-    assert "| 32768 | 262144 | " in capsys.readouterr().out
-    assert all((tmp_path / "new" / f"{name}.png").stat().st_size > 10_000 for name in ("latency", "memory"))
 
 
 # --- reports on snapshots of a training -------------------------------------------------------------

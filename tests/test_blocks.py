@@ -157,7 +157,7 @@ def test_a_call(member, name, dtype, backend):
     V, upstream = t.z.shape[1], upstream_of(t, case.get("every"))
     rows = slice(V // 3 * member.rank, V if member.rank == member.ranks - 1 else V // 3)
     leaves = [v.clone().requires_grad_() for v in (t.x, t.weight[rows], *([] if t.bias is None else [t.bias[rows]]))]
-    asked = dict(mean_logit=True, expected_logit=True, sum_p_squared=True, argmax=True)
+    asked = dict(mean_logit=True, entropy=True, sum_p_squared=True, argmax=True)
     where = dict(process_group=member.group, vocab_start=rows.start, logits_budget=case.get("budget"))
     limit = mock.patch.object(triton_backward, "PRODUCT_BYTES", case.get("products", triton_backward.PRODUCT_BYTES))
     with shrunk(case.get("block", 1 << 24), (64, 256)), limit:

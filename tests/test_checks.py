@@ -1,6 +1,7 @@
 """Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
 same signature; and by every rank in debug mode, if one alone has it. test_agreement.py has ranks that disagree."""
 
+import fractions
 import re
 from unittest import mock
 
@@ -12,14 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_lce
 from calls import D, N, V, call, calls, good
-from parallel_lce import rl
 from parallel_lce.call import prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
-from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.entry import fused_loss
-from parallel_lce.samplers import LogUniformSampler, UnigramSampler, in_batch
 from tools import alone, debug_mode, given, on_ranks
 from world import Member, mesh_of
 
@@ -35,7 +33,6 @@ ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zero
 OTHER_DTYPE = "is torch.%s and input is torch.float32: cast one, or use torch.autocast$"
 WRAPPED = "is a _Wrapper.*__torch_dispatch__.*plain tensor"
 SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
-COUNTS = dict(log_expected_count=ZEROS, target_log_expected_count=ZEROS)
 DOUBLE = dict(teacher_hidden=torch.zeros(N, D).double(), teacher_weight=torch.zeros(V, D).double())
 ONE_ENTRY = dict(vocab_parallel_logits=torch.zeros(N, 1), label_smoothing=0.1)
 TWO_SUMS = dict(reduce_hidden_grad=False, sequence_parallel=True)
@@ -44,23 +41,31 @@ OPTIONS = [
     ("reduction", "must be 'none', 'mean' or 'sum', got ('average'|None)", "average", None),
     ("ignore_index", "must be an integer of 64 bits or None, got", 2**70, True, 0.5),
     ("label_smoothing", r"must be a Python number in \[0, 1\], got", 1.5, -0.1, NAN),
-    ("z_loss", "must be a finite Python number >= 0, got", -1, INF, np.float32("nan"), np.bool_(True), "0.1", [0.1]),
+    (
+        "z_loss",
+        "must be a finite Python number >= 0, got",
+        -1,
+        INF,
+        np.float64(0.1),
+        np.bool_(True),
+        "0.1",
+        [0.1],
+        True,
+    ),
     ("z_loss", r"must be a finite Python number >= 0, got -1000.*\(402 characters\)", -HUGE),
     ("logit_scale", "must be a finite Python number, got", 1e39, NAN, "x", HUGE),
     ("logit_scale", "=.* and logit_softcap=.* divided by temperature=.* are beyond fp32", SCALED, CAPPED),
     ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
     ("temperature", r"must be a number > 0, .* got [^(]*$", 0.0, -1, NAN, None),
-    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 0.5),
-    ("logits_budget", r"must be .*, got 1000000000.0 \(pass an int: int\(logits_budget\)\)$", 1e9),
-    ("vocab_size", r"must be .* \(pass an int: int\(vocab_size\)\)$", 9.0, torch.tensor(9)),
-    ("label_smoothing", r"must be .* \(pass a float: float\(label_smoothing\)\)$", torch.tensor(0.1), np.array(0.1)),
-    ("sequence_parallel", r"must be .* \(pass a bool: bool\(sequence_parallel\)\)$", torch.tensor(True)),
+    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 0.5, 1e9),
+    ("vocab_size", "must be None or a number of entries >= 1 .* got", 9.0, torch.tensor(9), np.int64(9)),
+    ("label_smoothing", "must be .* got", torch.tensor(0.1), np.array(0.1), fractions.Fraction(1, 8)),
     ("gradient_filter", r"must be None or a number between 0 and 1, such as 2\*\*-13, got", 0, 1, -0.1, 2.0, NAN, True),
     ("gradient_filter", "must be .* got", "", "auto", "0.1", [0.1], torch.tensor(0.1)),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
     ("sequence_dim", "must be 0 or 1, got", 2, -1, None, True, torch.ones(2, dtype=torch.bool)),
-    ("sequence_parallel", "must be True or False, got", "no", None, 2, 1.0),
+    ("sequence_parallel", "must be True or False, got", "no", None, 1, 1.0, np.True_, torch.tensor(True)),
     (
         "gradient_filter",
         "=0.01 cannot be combined with label_smoothing",
@@ -90,7 +95,7 @@ TENSORS = [
     ("logit_scale", "must be floating-point, got torch.int64", IDS),
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
     ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5\]", ZEROS[1:]),
-    ("temperature", r"must be .*, got one of shape \[\] \(pass a float: float\(temperature\)\)", ZEROS[0]),
+    ("temperature", r"must be .*, got one of shape \[\]$", ZEROS[0]),
     ("weight", "=.* is not supported: use token_weight", torch.ones(V)),
 ]
 for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
@@ -105,10 +110,9 @@ COUNTED = [
 ]
 PAIR = torch.zeros(3).long(), torch.zeros(N + 1).long()
 OF_STATISTICS = [
-    *((name, "must be True or False, got", "no", TWO, 2) for name in ("mean_logit", "entropy", "expected_logit")),
-    *((name, "must be True or False, got", "no", TWO, 2) for name in ("argmax", "sum_p_squared")),
+    *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("mean_logit", "entropy")),
+    *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("argmax", "sum_p_squared")),
     ("top_k", "must be None or a number of entries >= 1, got 0", 0),
-    ("sample_seed", r"must be None or an integer >= 0 and < 2\^63, got", -1, 2**63, 1.5, True, "a"),
     ("mask", "and counted_tokens must be given together, got Tensor and NoneType", ZEROS > 0),
     ("mask", "must be .* got int", dict(mask=1, counted_tokens=1)),
     ("mask", r"must be torch.bool .* got torch.float32 \[6\]", dict(mask=ZEROS, counted_tokens=3)),
@@ -128,23 +132,6 @@ SELECTED = [
     ("selected", "must be a tensor.*got", dict(selected=(1, 2)), dict(selected="ids")),
 ]
 NO_TOKENS = dict(input=torch.zeros(0, D), target=IDS[:0], selected=(IDS, IDS[:1]))
-OF_SAMPLED = [
-    ("sampled", "must be ids of an integer dtype, got", [1, 2], "ids", ZEROS),
-    ("sampled", r"must be ids \[M\] or \[..., M\] for target \[6\], got", OTHERS, IDS[:, None, None]),
-    ("target", "must be ids of an integer dtype, got", "ids", ZEROS),
-    ("", r"_count must be floating-point of shape \[6\], got", COUNTS | dict(log_expected_count=ZEROS[1:])),
-    ("", r"_count must be floating-point of shape \[6\], got", COUNTS | dict(log_expected_count=IDS)),
-    ("", r"target_log_expected_count must be .* \[6\], got", COUNTS | dict(target_log_expected_count=ZEROS[1:])),
-    ("", "given together, got no log_expected_count: zeros subtract", dict(target_log_expected_count=ZEROS)),
-    ("", "given together, got no target_log_expected_count", dict(log_expected_count=ZEROS)),
-    ("logit_scale", "must be a finite Python number, got a tensor", ZEROS),
-    ("logit_scale", "must be a finite Python number, got '1'", "1"),
-    ("reduction", "must be 'none', 'mean' or 'sum', got 'average'", "average"),
-    ("ignore_index", "must be an integer", 0.5),
-    ("remove_accidental_hits", "must be True or False, got 'no'", "no"),
-    ("input", r"has 4 features and linear_weight \[10, 5\]", dict(linear_weight=torch.zeros(V, D + 1))),
-    ("linear_bias", r"must have shape \[10\]", ZEROS),
-]
 OF_DIVERGENCE = [
     ("teacher_hidden", r".*\[5, 4\] has other tokens than student_hidden \[6, 4\]", torch.zeros(N - 1, D)),
     ("teacher_hidden", "has 5 features", torch.zeros(N, D + 1)),
@@ -226,7 +213,6 @@ TABLES = {
     "loss": OPTIONS + TENSORS + COUNTED + [("target", "must be a tensor", None)],
     "statistics": [*filter(_of_both, OPTIONS + TENSORS)] + OF_STATISTICS + SELECTED,
     "selected": SELECTED + [("logit_softcap", "must be", 0), ("selected", "must .* got NoneType", None)],
-    "sampled": OF_SAMPLED,
     "module": OF_MODULE,
     "divergence": OF_DIVERGENCE,
     "top_k": OF_TOP_K,
@@ -306,30 +292,6 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
     assert first[-1] == odd[-1] == "not refused"
 
 
-@pytest.mark.parametrize(
-    ("function", "given", "meant"),
-    [
-        (parallel_lce.linear_cross_entropy, "bias", ": did you mean linear_bias?"),
-        (parallel_lce.token_statistics, "softcap", ": did you mean logit_softcap?"),
-        (parallel_lce.token_statistics, "reduction", ""),
-        (parallel_lce.vocab_parallel_cross_entropy, "process_group", ": did you mean tp_group?"),
-        (parallel_lce.sampled_linear_cross_entropy, "bias", ": did you mean linear_bias?"),
-        (rl.linear_cross_entropy, "process_group", ": did you mean dist_process_group?"),
-        (parallel_lce.selected_log_probs, "group", ": did you mean process_group?"),
-        (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
-        (divergence, "bias", ": did you mean student_bias or teacher_bias?"),
-        (top_k_divergence, "temprature", ": did you mean temperature?"),
-    ],
-)
-def test_a_keyword_that_may_be_meant(function, given, meant):
-    """It is a TypeError, before anything is said of the tensors."""
-    positional = [] if function is parallel_lce.LinearCrossEntropy else [None] * 3
-    positional += [None] * ("divergence" in function.__name__)
-    words = re.escape(f"{function.__name__}() got an unexpected keyword argument '{given}'{meant}")
-    with pytest.raises(TypeError, match=f"^{words}$"):
-        function(*positional, **{given: None})
-
-
 def _said(arguments: dict) -> str:
     try:
         call(arguments)
@@ -357,22 +319,6 @@ def test_refused_over_ranks(member):
         whole[7] = 3 * V
         with pytest.raises(IndexError, match=r"^target 30 at position 7 is outside .*PARALLEL_LCE_DEBUG=1"):
             call(arguments | dict(target=whole))
-
-
-def test_flags_may_be_numpys_or_tensors():
-    for name in ("mean_logit", "entropy", "expected_logit", "argmax", "sum_p_squared"):
-        for true in (True, np.True_, TWO[0]):
-            assert torch.equal(
-                parallel_lce.token_statistics(**good(), **{name: true}).lse, parallel_lce.token_statistics(**good()).lse
-            )
-
-
-@pytest.mark.parametrize("odd", [torch.ones(3), TWO, [1, 2]], ids=str)
-def test_samplers_refuse_what_is_no_id(odd):
-    """A mask would choose other entries."""
-    for use in (LogUniformSampler(9).log_expected_count, UnigramSampler(torch.ones(9)).log_expected_count, in_batch):
-        with pytest.raises(ValueError, match="must be ids of an integer dtype, got "):
-            use(odd, *[1] * (use is not in_batch))
 
 
 def test_a_main_grad_of_another_shape_is_refused(device):
@@ -437,12 +383,11 @@ def _placed(member: Member, tensor: torch.Tensor):
 @on_ranks(2)
 def test_dtensors_where_none_is_taken(member):
     """They are refused by their names, or by that of the student's weight, which tells the group."""
-    for name, words in (("sampled", "is a DTensor: pass {0}.to_local"), ("logits", "is a DTensor: pass {0}.to_local")):
-        function, arguments = calls(member)[name]
-        for argument, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                with pytest.raises(ValueError, match=f"^{argument} {words.format(argument)}"):
-                    function(**arguments | {argument: _placed(member, value)})
+    function, arguments = calls(member)["logits"]
+    for argument, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(ValueError, match=f"^{argument} is a DTensor: pass {argument}.to_local"):
+                function(**arguments | {argument: _placed(member, value)})
     function, arguments = calls(member)["top_k"]
     with pytest.raises(ValueError, match="and student_weight"):
         function(**arguments | dict(teacher_log_probs=_placed(member, arguments["teacher_log_probs"])))

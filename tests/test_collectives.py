@@ -178,35 +178,24 @@ def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member,
 
 @on_ranks(2)
 def test_statistics_gather_what_was_asked_for(member):
-    """Drawn ids are reduced once more."""
     t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
-    for number in range(16):
-        names = "mean_logit", "expected_logit", "argmax", "sample_seed"
-        asked = {name: 1 if name == "sample_seed" else True for bit, name in enumerate(names) if number >> bit & 1}
+    for number in range(8):
+        names = "mean_logit", "entropy", "argmax"
+        asked = {name: True for bit, name in enumerate(names) if number >> bit & 1}
         with recorded(member.group) as events:
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)
-        columns = 3 + (number & 7).bit_count() + (number & 1)
-        drawn = [("all_reduce", N, "int64", True)] * (number >> 3)
-        assert events == [("all_gather", columns * N + 3, "float32", True), *drawn]
+        columns = 3 + number.bit_count() + (number & 1)
+        assert events == [("all_gather", columns * N + 3, "float32", True)]
 
 
-M, SHARE = 30, 15  # samples, and those of a rank
 OTHERS = {
-    "divergence": lambda x, w, b, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], reduction="none", **o),
-    "mean divergence": lambda x, w, b, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], **o),
-    "sampled": lambda x, w, b, **o: parallel_lce.sampled_linear_cross_entropy(
-        x, w, torch.arange(N, device=x.device), torch.arange(M, device=x.device), linear_bias=b, **o
-    ),
+    "divergence": lambda x, w, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], reduction="none", **o),
+    "mean divergence": lambda x, w, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], **o),
 }
 
 
 def expected_of_other(name: str, split: bool) -> tuple[list, list]:
     gather, reduced = [("all_gather", N // 2 * D)] * split, [("reduce_scatter" if split else "all_reduce", N * D)]
-    if name == "sampled":
-        # No rank sends a row of the weight for each token.
-        targets = [("all_gather", N + 3), ("reduce_scatter", 2 * SHARE * D), ("reduce_scatter", 2 * SHARE * 2)]
-        backward = reduced + gather + gather + reduced + [("all_gather", SHARE * (D + 1))]
-        return gather + targets + gather + [("all_gather", N)], backward
     gather = gather + [("all_gather", N // 2 * 3)] * split
     forward = gather + [("all_gather", 4 * N + 3), ("all_gather", 2 * N)]
     return (forward + reduced, []) if name == "mean divergence" else (forward, gather + reduced)
@@ -217,14 +206,13 @@ def expected_of_other(name: str, split: bool) -> tuple[list, list]:
 @on_ranks(2)
 def test_other_functions(member, name, split):
     """Their results are the same from run to run."""
-    t = part(make(N, ROWS * 2, D, bias=name == "sampled", device=member.device), member, split)
-    leaves = [leaf for leaf in (t.x, t.weight, t.bias) if leaf is not None]
+    t = part(make(N, ROWS * 2, D, device=member.device), member, split)
     runs, options = [], dict(process_group=member.group, sequence_parallel=split)
     for _ in range(2):
         with started() as found:
-            value = OTHERS[name](t.x, t.weight, t.bias, **options)
+            value = OTHERS[name](t.x, t.weight, **options)
             forward = len(found)
-            runs.append([value, *torch.autograd.grad(value.sum(), leaves)])
+            runs.append([value, *torch.autograd.grad(value.sum(), [t.x, t.weight])])
         assert all(each.group == member.group and each.asynchronous for each in found)
         found = [(each.kind, each.size) for each in found]
         expected = expected_of_other(name, split)

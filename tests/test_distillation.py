@@ -5,7 +5,6 @@ import math
 from contextlib import contextmanager
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -133,8 +132,7 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
     given = dict(teacher_ids=stored["teacher_ids"], target=torch.where(counted, 0, -100).int())
     given["teacher_log_probs"] = stored["teacher_log_probs"].where(counted[:, None], torch.nan)
     folded = lambda v: v.view(-1, 2, *v.shape[1:])  # noqa: E731
-    # As NumPy's.
-    options = dict(beta=np.float32(beta), temperature=np.int64(2), reduction=reduction, vocab_start=rows.start)
+    options = dict(beta=beta, temperature=2, reduction=reduction, vocab_start=rows.start)
     options |= dict(process_group=member.group if member.ranks > 1 else None, sequence_parallel=split)
     with chosen_backend(backend), many_blocks():
         value = loss(tail, (folded(leaves[0]), *leaves[1:]), {n: folded(v) for n, v in given.items()}, **options)
@@ -283,8 +281,6 @@ def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
         copies = {name: value.clone() for name, value in given.items()}
         copies["teacher_hidden"][::2] = torch.nan
     assert all(map(torch.equal, gradients(copies), expected))
-    leaves, given = student("meta"), teacher("layer", "meta")
-    assert loss("layer", leaves, given, reduction=reduction).shape == ((N,) if reduction == "none" else ())
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", ""])

@@ -58,9 +58,9 @@ def libraries(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("datasets", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)  # its import fails
-    parallel_lce.verl.uninstall()
+    parallel_lce.verl.unpatch()
     yield SimpleNamespace(verl=verl)
-    parallel_lce.verl.uninstall()
+    parallel_lce.verl.unpatch()
     parallel_lce.megatron.unpatch()
 
 

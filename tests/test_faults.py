@@ -88,10 +88,10 @@ def _serve(rank: int, ranks: int, folder: str, pipe, body, given) -> None:
         body(member, lambda *note: pipe.send(note), *given)
 
 
-def ends(body, *given, ranks: int = 2) -> list[End]:
-    """The ends of ``body(member, note, *given)`` on every rank. If the last rank was stopped, it goes on when the other
-    ranks have ended. Fails if a rank does not end."""
-    context = forkserver()
+def ends(body, *given) -> list[End]:
+    """The ends of ``body(member, note, *given)`` on each of two ranks. If the second was stopped, it goes on when the
+    first has ended. Fails if a rank does not end."""
+    context, ranks = forkserver(), 2
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, ranks, folder, pipes[rank][1], body, given) for rank in range(ranks)]
@@ -380,8 +380,9 @@ def test_recovery_from_one_rank_without_memory(options):
 # --- many calls alive ----------------------------------------------------------------------------------
 
 
-def _schedules(microbatches: int, ahead: int = 4) -> list[list[tuple[str, int]]]:
+def _schedules(microbatches: int) -> list[list[tuple[str, int]]]:
     """Forwards and backwards of microbatches: in order, reversed, 1F1B."""
+    ahead = 4
     forwards, backwards = ([(kind, number) for number in range(microbatches)] for kind in "FB")
     pairs = [each for pair in zip(forwards[ahead:], backwards) for each in pair]
     return [forwards + backwards, forwards + backwards[::-1], forwards[:ahead] + pairs + backwards[-ahead:]]

@@ -17,7 +17,7 @@ from measures import assert_close, assert_near, assert_no_worse, error, relative
 from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
 from parallel_lce.backends import torch_backend
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
-from tools import DIFFERENTIABLE, REDUCED, chosen_backend, field_gradients, fields, on_ranks, shrunk, small, statistics
+from tools import DIFFERENTIABLE, REDUCED, chosen_backend, fields, on_ranks, shrunk, small, statistics
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -174,6 +174,12 @@ def test_a_softcap_has_an_error_of_few_roundings(cap, backend, device):
     assert ((found[:-1] - exact).abs() <= 8 * 2.0**-24 * exact.abs()).all()
     assert ((slope[:-1, 0] - (1 - (exact / cap) ** 2)).abs() <= 16 * 2.0**-24).all()
     assert found[-1].isnan() and slope[-1].isnan()
+
+
+def field_gradients(found, names, leaves):
+    """Gradients of a sum of fields, each with a weight of its own."""
+    total = sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
+    return torch.autograd.grad(total, leaves)
 
 
 def test_no_cancellation_at_large_logits(budget, device):
@@ -448,7 +454,7 @@ def test_nan_is_of_the_whole_token(member, where, backend):
     def results(hidden: Tensor, whole: Tensor) -> dict[str, Tensor]:
         leaf = hidden.requires_grad_()
         with windows(backend):
-            asked = dict(top_k=4, selected=target[:, None], sample_seed=3)
+            asked = dict(top_k=4, selected=target[:, None])
             found = fields(statistics(leaf, whole[shard], target, **asked, **options))
             losses = linear_cross_entropy(leaf, whole[shard], target, reduction="none", **options)
             return found | {"loss": losses, "dx": torch.autograd.grad(losses.sum(), leaf)[0]}
@@ -527,7 +533,7 @@ def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device
     hidden, weight, target = confident("fp16", device)
     x, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
     with chosen_backend("torch"):
-        found = token_statistics(x, weight, target, expected_logit=True, logits_budget=0)
+        found = token_statistics(x, weight, target, entropy=True, logits_budget=0)
         # A loss scale keeps fp16's digits.
         (ours,) = torch.autograd.grad(getattr(found, output).sum(), x, torch.tensor(2.0**10, device=device))
     z = exact @ weight.double().t()

@@ -112,7 +112,7 @@ MISTAKES = [
     ("train", "parallel.device=cuda", "needs a GPU for each of this host's 2 processes, found 0"),
     # Values, keys, files and folders.
     ("train", "train.seed=-1 train.steps=x", "error: train.steps='x': input should be a valid integer; train.seed=-1"),
-    ("demo", "train.stps=5", "no such setting: train.stps; did you mean train.steps?"),
+    ("demo", "train.stps=5", "no such setting: train.stps; configs/demo.yaml has all"),
     ("demo", "--config FOLDER/list", "expected sections of keys and values"),
     ("train", "parallel.tensor=1 output=FOLDER/list", "error: output=FOLDER/list cannot be made a folder"),
     # torchrun.
@@ -161,25 +161,25 @@ def test_every_configuration_loads_and_the_demos_names_all_settings(path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("variable", "options", "message"),
     [
-        ("LOGITS_BUDGET", "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got"),
-        ("CROSS_ENTROPY", "cross_entropy must be one of"),
-        ("BACKEND", "PARALLEL_LCE_BACKEND='x' is none of"),
+        ("PARALLEL_LCE_LOGITS_BUDGET", [], "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got"),
+        ("PARALLEL_LCE_BACKEND", [], "PARALLEL_LCE_BACKEND='x' is none of"),
+        ("OTHERS", ["--parallel-lce-z-loss=-1"], "z_loss must be a finite Python number >= 0, got -1.0"),
     ],
 )
-def test_the_launcher_of_megatrons_programs_refuses_once(name, message, monkeypatch, capsys):
+def test_the_launcher_of_megatrons_programs_refuses_once(variable, options, message, monkeypatch, capsys):
     from parallel_lce.megatron import __main__ as launcher
 
     slept = []
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(launcher.time, "sleep", slept.append)
-    monkeypatch.setenv(f"PARALLEL_LCE_{name}", "x")
+    monkeypatch.setenv(variable, "x")
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:
-            launcher.main([__file__])
+            launcher.main([*options, __file__])
         said = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2 and len(said) == lines
         assert all(line.startswith(f"error: {message}") for line in said)

@@ -49,7 +49,7 @@ MOST_SPILLED = 2048
 # What else is spilled, a few registers of some releases.
 FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.6.0", "3.9.0") for gpu in (80, 90)}
 FEW |= {("3.9.0", gpu, "lce_backward_token_gradients") for gpu in (90, 100)}
-FEW |= {("3.9.0", 100, "lce_forward_projection"), ("3.6.0", 80, "lce_forward_find_windows")}
+FEW |= {("3.9.0", 100, "lce_forward_projection")}
 FEW_BYTES = 16
 # Spilled on Blackwell where the product is added to dX, whose tile is in registers beside the sum.
 ADDED_BYTES = 256

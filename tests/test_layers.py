@@ -14,7 +14,7 @@ LAYERS = [
     ["run"],
     ["features"],
     ["dtensor"],
-    ["samplers", "selected_log_probs", "vocab_parallel", "vocabulary", "sampled", "functional"],
+    ["selected_log_probs", "vocab_parallel", "functional"],
     ["distillation", "modules", "rl"],
     ["style", "lazy_logits", "output_metrics", "patching", "gathered"],
     ["torchtitan", "transformers", "trl", "verl", "megatron"],

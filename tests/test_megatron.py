@@ -1,5 +1,5 @@
 """The switch: training stock Megatron-core models with it equals training them without, also where the output weight
-is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. install() and uninstall(), refusals,
+is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. patch() and unpatch(), refusals,
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
 import os
@@ -27,7 +27,7 @@ from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses
 from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import cross_entropy as taken_over
-from parallel_lce.megatron import install, output_layer, token_log_probs, uninstall
+from parallel_lce.megatron import output_layer, patch, token_log_probs, unpatch
 from tools import arguments_to, on_ranks, words_of_error
 from world import Member, forget, launched
 
@@ -181,14 +181,13 @@ def test_a_main_grad_that_was_replaced_since_forward(member, fusion, tied):
     side_by_side(member, spec, gradients)
 
 
-# --- install() and uninstall() ---------------------------------------------------------------------------
+# --- patch() and unpatch() ---------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
-def _uninstalled():
-    with mock.patch.dict(os.environ):  # which the launcher's options set
-        yield
-    uninstall()
+def _unpatched():
+    yield
+    unpatch()
 
 
 def _methods() -> tuple:
@@ -205,26 +204,26 @@ def test_logits_of_all_callers():
     logits, target = torch.randn(4, 3, 7, dtype=torch.float64), torch.tensor([[0, 1, -100]] * 4)
     calls = (tensor_parallel.vocab_parallel_cross_entropy, cross_entropy.vocab_parallel_cross_entropy)
     ours = parallel_lce.vocab_parallel_cross_entropy(logits, target)
-    install(cross_entropy="logits")
+    patch(cross_entropy="logits")
     for call in calls:
         with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", return_value=ours) as called:
             assert call(logits.clone(), target) is ours and called.call_count == 1
-    install(cross_entropy="output_layer")
+    patch(cross_entropy="output_layer")
     with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", side_effect=AssertionError):
         with pytest.raises(AssertionError, match="parallel group is not initialized"):
             calls[0](logits.clone(), target)
 
 
-def test_install_is_idempotent_and_undone():
+def test_patch_is_idempotent_and_undone():
     before = _methods()
-    install()
+    patch()
     once = _methods()
     assert all(ours is not own for ours, own in zip(once, before))
-    install(5, cross_entropy="logits", reduce_dtype=torch.float32)
-    install(cross_entropy="output_layer")
+    patch(5, cross_entropy="logits", reduce_dtype=torch.float32)
+    patch(cross_entropy="output_layer")
     assert _methods() == once
-    uninstall()
-    uninstall()
+    unpatch()
+    unpatch()
     assert _methods() == before
 
 
@@ -232,34 +231,40 @@ def test_others_may_wrap_it_too(monkeypatch):
     """What somebody put around the switch is not taken away with it."""
     original = LanguageModule.compute_language_model_loss
     monkeypatch.setattr(LanguageModule, "compute_language_model_loss", original)  # what it is in the end
-    install()
+    patch()
     around = LanguageModule.compute_language_model_loss = lambda self, labels, logits: None
-    install(cross_entropy="logits")
+    patch(cross_entropy="logits")
     assert LanguageModule.compute_language_model_loss is around
     with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
-        uninstall()
+        unpatch()
     assert LanguageModule.compute_language_model_loss is around
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "message"),
+    ("options", "message"),
     [
-        (dict(logits_budget=-1), {}, "logits_budget"),
-        (dict(reduce_dtype=torch.float16), {}, "None or torch.float32"),
-        ({}, {"PARALLEL_LCE_LOGITS_BUDGET": "1GiB"}, "1GiB"),
-        ({}, {"PARALLEL_LCE_CROSS_ENTROPY": "fused"}, "fused"),
-        ({}, {"PARALLEL_LCE_GRADIENT_FILTER": "auto"}, r"FILTER must be .* which is 2\*\*-13, got 'auto'"),
+        (dict(logits_budget=-1), "logits_budget"),
+        (dict(reduce_dtype=torch.float16), "None or torch.float32"),
+        (dict(cross_entropy="fused"), "must be one of .*, got 'fused'"),
+        (dict(gradient_filter="auto"), r"must be .* such as 2\*\*-13, got 'auto'"),
+        (dict(skip_masked="yes"), "must be True or False, got 'yes'"),
+        (dict(skip_masked=True, cross_entropy="logits"), "=True needs cross_entropy='output_layer', got 'logits'"),
     ],
 )
-def test_install_refuses(options, environment, message):
-    os.environ.update(environment)
+def test_patch_refuses(options, message):
     with pytest.raises(ValueError, match=message):
-        install(**options)
+        patch(**options)
+
+
+def test_patch_refuses_a_budget_of_the_environment(monkeypatch):
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "1GiB")
+    with pytest.raises(ValueError, match="1GiB"):
+        patch()
 
 
 @on_ranks(2)
 def test_settings_of_each_call(member):
-    """As installed last, and of the environment. The filter is not for entropies."""
+    """As patched last. The filter is not for entropies."""
     spec = Model(ranks=member.ranks)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
 
@@ -272,14 +277,13 @@ def test_settings_of_each_call(member):
         given = data.tokens, data.positions, data.mask, data.labels
         return settings("fused_statistics", lambda: token_log_probs(model, *given, entropy=entropy))
 
-    install(12345, reduce_dtype=torch.float32, gradient_filter=0.25)
-    install()  # keeps what was chosen
+    patch(12345, reduce_dtype=torch.float32, gradient_filter=0.25)
+    patch()  # keeps what was chosen
     exact, filtered = (12345, torch.float32, None), (12345, torch.float32, 0.25)
     assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [filtered]
     assert of_statistics(False) == [filtered] and of_statistics(True) == [exact]
-    uninstall()
-    with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345", PARALLEL_LCE_GRADIENT_FILTER="0.001"):
-        assert of_statistics(True) == [(345, None, None)] and of_statistics(False) == [(345, None, 0.001)]
+    unpatch()
+    assert of_statistics(False) == [(None, None, None)]
 
 
 @on_ranks(1)
@@ -293,9 +297,6 @@ def test_unsupported_settings(member):
     for weight, message in ((None, "no weight of its own and none"), (torch.zeros(95, HIDDEN), r"\[95, 32\]")):
         with pytest.raises(ValueError, match=rf"needs a weight \[96, 32\], got {message}"):
             tied.output_layer(torch.randn(16, 2, HIDDEN, device=member.device), weight=weight)
-    for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel_lce "):
-        with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
-            build(member, spec, {"cross_entropy_fusion_impl": name})
     for name in ("native", "te", "linear", "vocab_parallel", None):
         build(member, spec, {"cross_entropy_fusion_impl": name})
 
@@ -305,7 +306,7 @@ def test_unsupported_settings(member):
 # A script that knows nothing of this package, with Megatron's argument for the loss. Before it imports Megatron, it may
 # choose which one that is, and set its environment.
 SCRIPT = """
-import argparse, beside, os, sys
+import argparse, beside, sys
 assert "megatron.core" not in sys.modules
 from megatron.core.models.gpt.gpt_model import GPTModel
 print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
@@ -316,7 +317,7 @@ print(group.add_argument("--attention", choices=["flash"]).choices)
 print(parser.parse_args().cross_entropy_fusion_impl)
 group = argparse.ArgumentParser().add_argument_group("training")
 print(group.add_argument("--cross_entropy_fusion_impl", choices=None).choices)
-print(sys.argv, os.environ.get("PARALLEL_LCE_LOGITS_BUDGET"), sep="\\n")
+print(sys.argv, sys.modules["parallel_lce.megatron"].settings.current.logits_budget, sep="\\n")
 """
 
 
@@ -342,12 +343,11 @@ def test_an_unedited_script(script):
 
 
 def test_options_may_stand_anywhere(script):
-    ours = ["--parallel-lce-debug=1", "--parallel-lce-logits-budget 7", "--parallel-lce-cross-entropy logits"]
+    ours = ["--parallel-lce-skip-masked=0", "--parallel-lce-logits-budget 7", "--parallel-lce-cross-entropy logits"]
     text = f"{ours[0]} {script} --lr -1 {ours[1]} -- -x {ours[2]} --help"
-    assert launcher._parse(text.split()) == (False, str(script), ["--lr", "-1", "--", "-x", "--help"])
-    found = [os.environ[f"PARALLEL_LCE_{name}"] for name in ("DEBUG", "LOGITS_BUDGET", "CROSS_ENTROPY")]
-    assert found == ["1", "7", "logits"]
-    assert launcher._parse(["-m", "a.b", "-m", "c"]) == (True, "a.b", ["-m", "c"])
+    found = dict(skip_masked=False, logits_budget=7, cross_entropy="logits")
+    assert launcher._parse(text.split()) == (found, False, str(script), ["--lr", "-1", "--", "-x", "--help"])
+    assert launcher._parse(["-m", "a.b", "-m", "c"]) == ({}, True, "a.b", ["-m", "c"])
 
 
 @pytest.mark.parametrize(
@@ -356,8 +356,8 @@ def test_options_may_stand_anywhere(script):
         (["no_such.py"], 2, "no such script: no_such.py"),
         (["--lr", "1"], 2, "expected a script or -m MODULE, got '--lr 1'"),
         (["--parallel-lce-budget", "1", "a.py"], 2, "unrecognized arguments: --parallel-lce-budget"),
-        (["a.py", "--parallel-lce-debug"], 2, "expected one argument"),
-        ([], 0, "sets PARALLEL_LCE_LOGITS_BUDGET"),  # help
+        (["a.py", "--parallel-lce-z-loss"], 2, "expected one argument"),
+        ([], 0, "logits_budget of patch()"),  # help
     ],
 )
 def test_refuses_in_words(arguments, code, message, capsys):

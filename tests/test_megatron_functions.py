@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
 
 from megatron_models import Model, start
-from parallel_lce.megatron import install, uninstall
+from parallel_lce.megatron import patch, unpatch
 
 ENTRIES, ROWS = 37, (5, 3)
 
@@ -74,12 +74,12 @@ def test_a_class_of_helpers_that_is_replaced_after_the_first_loss(member):
     start(member, Model())
     logits, target, _ = _inputs(member, torch.float32)
     own = stock(logits.clone(), target)
-    install(cross_entropy="logits")
+    patch(cross_entropy="logits")
     assert largest_error(stock(logits.clone(), target), own) <= 4e-6
     for changed in (_Tenfold, _Derived):
         with mock.patch.object(cross_entropy, "VocabParallelCrossEntropy", changed):
             assert largest_error(stock(logits.clone(), target), own * 10) <= 4e-5
-    uninstall()
+    unpatch()
 
 
 @on_ranks(1)
@@ -89,10 +89,10 @@ def test_an_apply_that_is_no_method_or_was_put_back(member):
     own, function = stock(logits.clone(), target), cross_entropy._VocabParallelCrossEntropy
     apply = function.apply
     for changed, factor in ((functools.partial(lambda *given: apply(*given) * 2), 2), (apply, 1)):
-        function.apply = changed  # before install(), which leaves it in place
-        install(cross_entropy="logits")
+        function.apply = changed  # before patch(), which leaves it in place
+        patch(cross_entropy="logits")
         assert largest_error(stock(logits.clone(), target), own * factor) <= 4e-6
-        uninstall()
+        unpatch()
         del function.apply
 
 

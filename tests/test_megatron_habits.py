@@ -22,7 +22,7 @@ import parallel_lce.megatron
 from measures import assert_close
 from megatron_models import HIDDEN, Model, batch, build, losses_of
 from megatron_training import in_ddp, side_by_side, switched, words_of
-from parallel_lce.megatron import own_code, token_log_probs, uninstall
+from parallel_lce.megatron import own_code, token_log_probs, unpatch
 from tools import on_ranks
 
 AUTOGRAD = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -124,7 +124,7 @@ def test_patches(member, patch, before):
 
     with around():
         side_by_side(member, spec, trained)
-        uninstall()
+        unpatch()
 
 
 class _Adapter(torch.nn.Module):
@@ -255,7 +255,7 @@ def test_changed_models(member, change):
 
     def changed(model, data, ours):
         if ours and change == "built before":
-            uninstall()
+            unpatch()
             model = build(member, spec, asked_for)
             switched(spec)
         make(model)
@@ -345,13 +345,13 @@ def test_a_model_follows_a_later_choice(member):
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     inputs, hidden = (data.tokens, data.positions, data.mask), torch.randn(3, 1, HIDDEN, device=member.device)
     for kind in ("logits", "output_layer"):
-        parallel_lce.megatron.install(cross_entropy=kind)
+        parallel_lce.megatron.patch(cross_entropy=kind)
         assert torch.is_tensor(_logits_of(model, hidden)) == (kind == "logits")
         assert words_of(lambda: model(*inputs, labels=data.labels)) == []
         assert token_log_probs(model, *inputs, data.labels).log_probs.requires_grad  # never of logits
     model = build(member, Model(), switched(Model(), "logits"))
     assert words_of(lambda: model(*inputs, labels=data.labels)) == []
-    parallel_lce.megatron.install(cross_entropy="output_layer")
+    parallel_lce.megatron.patch(cross_entropy="output_layer")
     (said,) = words_of(lambda: model(*inputs, labels=data.labels))
     assert "or for cross_entropy='logits'" in said
 
@@ -449,7 +449,7 @@ def test_a_main_grad_of_the_programs_own_with_fusion(member, tied):
 def test_old_releases_are_refused(member):
     model = build(member, Model(), {})
     with mock.patch.object(ColumnParallelLinear, "__init__", lambda self, input_size: None):
-        for call in (parallel_lce.megatron.install, lambda: token_log_probs(model, None, None, None, None)):
+        for call in (parallel_lce.megatron.patch, lambda: token_log_probs(model, None, None, None, None)):
             with pytest.raises(ImportError, match="needs megatron-core 0.14 or newer, found 0."):
                 call()
 

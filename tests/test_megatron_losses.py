@@ -3,9 +3,7 @@ their tokens, against float64; of lazy and of real logits."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build, losses_of
 from megatron_training import in_ddp, side_by_side, switched
-from parallel_lce.megatron import TokenMetrics, install, settings, token_log_probs, token_metrics, uninstall
+from parallel_lce.megatron import TokenMetrics, patch, settings, token_log_probs, token_metrics, unpatch
 from parallel_lce.megatron import __main__ as launcher
 from tools import on_ranks
 from world import Member
@@ -34,10 +32,9 @@ HOW = "fused", "metrics", "hook", "logits"
 
 
 @pytest.fixture(autouse=True)
-def _uninstalled():
-    with mock.patch.dict(os.environ):
-        yield
-    uninstall()
+def _unpatched():
+    yield
+    unpatch()
 
 
 def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoothing=0.0, vocab_size=VOCAB):
@@ -74,7 +71,7 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     truth = _truth(logits, labels, training, given.get("skip_masked", False), **formula)
     weights = torch.linspace(-1.0, 2.0, labels.numel(), device=member.device).view(labels.shape)
     expected = torch.autograd.grad((truth[0] * weights).sum(), [*model.parameters()])
-    install(token_metrics=how != "fused", **given)
+    patch(token_metrics=how != "fused", **given)
     if how == "hook":
         model.output_layer.register_forward_hook(lambda *_: None)
     losses = model(*inputs, labels=labels)
@@ -140,7 +137,7 @@ def test_mixins_of_the_output_layer(member, name, tied):
 
 @on_ranks(1)
 def test_metrics_stay_if_the_losses_of_one_sequence_change(member):
-    install(token_metrics=True)
+    patch(token_metrics=True)
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     given = data.tokens[:1], data.positions[:1], data.mask
     losses = model(*given, labels=data.labels[:1])
@@ -152,7 +149,7 @@ def test_metrics_stay_if_the_losses_of_one_sequence_change(member):
 @on_ranks(1)
 def test_metrics_are_those_of_the_main_head(member):
     spec = Model(mtp=1)
-    install(token_metrics=True, skip_masked=True)
+    patch(token_metrics=True, skip_masked=True)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     ddp = in_ddp(model.config, model)
     losses = ddp(data.tokens, data.positions, data.mask, labels=data.labels)
@@ -162,44 +159,39 @@ def test_metrics_are_those_of_the_main_head(member):
     with torch.no_grad():
         token_log_probs(model, data.tokens, data.positions, data.mask, data.labels)  # its heads have losses, too
     assert token_metrics(model) is kept
-    uninstall()
+    unpatch()
     main_grad = model.output_layer.weight.main_grad.clone()
     ddp.zero_grad_buffer()
-    install(skip_masked=True)
+    patch(skip_masked=True)
     ddp(data.tokens, data.positions, data.mask, labels=data.labels).sum().backward()
     assert_close(main_grad, model.output_layer.weight.main_grad, 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "message"),
+    ("options", "message"),
     [
-        (dict(z_loss=-1), {}, "z_loss must be a finite Python number >= 0, got -1"),
-        (dict(label_smoothing=1.5), {}, r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
-        (dict(vocab_size=0), {}, "vocab_size must be None or a number of entries >= 1"),
-        (dict(token_metrics=2), {}, "token_metrics must be True or False, got 2"),
-        (dict(gradient_filter=0.1, label_smoothing=0.1), {}, "gradient_filter.*label_smoothing"),
-        ({}, {"Z_LOSS": "auto"}, "PARALLEL_LCE_Z_LOSS must be a number >= 0, got 'auto'"),
-        ({}, {"LABEL_SMOOTHING": "2"}, r"PARALLEL_LCE_LABEL_SMOOTHING must be a number in \[0, 1\], got '2'"),
-        ({}, {"VOCAB_SIZE": "5e4"}, "PARALLEL_LCE_VOCAB_SIZE must be a number of entries, got '5e4'"),
+        (dict(z_loss=-1), "z_loss must be a finite Python number >= 0, got -1"),
+        (dict(label_smoothing=1.5), r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
+        (dict(vocab_size=0), "vocab_size must be None or a number of entries >= 1"),
+        (dict(token_metrics=2), "token_metrics must be True or False, got 2"),
+        (dict(gradient_filter=0.1, label_smoothing=0.1), "gradient_filter.*label_smoothing"),
     ],
 )
-def test_refusals(options, environment, message):
-    os.environ.update({f"PARALLEL_LCE_{name}": value for name, value in environment.items()})
+def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
-        install(**options)
+        patch(**options)
 
 
-def test_the_launcher_and_the_environment():
+def test_the_launcher_and_later_settings():
     names = dict(z_loss=1e-4, label_smoothing=0.1, vocab_size=50257)
     line = [f"--parallel-lce-{name.replace('_', '-')}={value}" for name, value in names.items()]
-    launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
-    install()
-    found = settings.resolve()
+    given, *_ = launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
+    patch(**given)
+    found = settings.current
     assert {name: getattr(found, name) for name in names} == names and found.skip_masked
     given = dict(z_loss=0.0, label_smoothing=0.0, vocab_size=60000, gradient_filter=2**-13, logits_budget=0)
-    install(**given)
-    install(token_metrics=False)  # keeps the others
-    assert {name: getattr(settings.resolve(), name) for name in given} == given
-    install(**dict.fromkeys(given))  # None: the environment's, else the default
-    assert {name: getattr(settings.resolve(), name) for name in names} == names
-    assert settings.resolve().gradient_filter is settings.resolve().logits_budget is None
+    patch(**given)
+    patch(token_metrics=False)  # keeps the others
+    assert {name: getattr(settings.current, name) for name in given} == given
+    patch(**dict.fromkeys(given))  # None: the default
+    assert settings.current == settings.Settings(skip_masked=True)

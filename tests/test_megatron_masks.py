@@ -1,8 +1,7 @@
-"""Masked tokens cost nothing under ``install(skip_masked=True)``, and training is that of the stock loss."""
+"""Masked tokens cost nothing under ``patch(skip_masked=True)``, and training is that of the stock loss."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from unittest import mock
 
@@ -19,15 +18,15 @@ from blocks import counted_forwards
 from megatron_models import BATCH, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.backends import backend_of
-from parallel_lce.megatron import install, settings, token_log_probs, uninstall
+from parallel_lce.megatron import patch, token_log_probs, unpatch
 from tools import on_ranks
 from world import Member
 
 
 @pytest.fixture(autouse=True)
-def _uninstalled():
+def _unpatched():
     yield
-    uninstall()
+    unpatch()
 
 
 def _mask(labels: torch.Tensor) -> torch.Tensor:
@@ -66,7 +65,7 @@ SPECS = [
 
 
 def _compare(member: Member, spec: Model) -> None:
-    install(skip_masked=True)
+    patch(skip_masked=True)
     with counted_forwards(backend_of(torch.zeros(1, 1, device=member.device))) as rows:
         compare(member, spec, forward_steps=(_forward_step, _forward_step))
     tokens = BATCH * SEQUENCE // spec.context * spec.steps * spec.microbatches
@@ -101,7 +100,7 @@ def test_masked_tokens_have_no_loss(member):
     assert whole[0, 3] != 0
     marked = data.labels.masked_fill(mask == 0, -100)
     counting = model(*given, labels=marked)
-    install(skip_masked=True)
+    patch(skip_masked=True)
     calls = (
         lambda: model(*given, None, data.labels, loss_mask=mask),
         lambda: model(*given, labels=data.labels, loss_mask=mask.bool()),
@@ -115,9 +114,9 @@ def test_masked_tokens_have_no_loss(member):
     model.compute_language_model_loss = model.compute_language_model_loss  # as a program restores it
     torch.testing.assert_close(calls[0](), whole * mask)
     del model.compute_language_model_loss
-    install(skip_masked=False)  # the labels stay counted
+    patch(skip_masked=False)  # the labels stay counted
     assert torch.equal(model(*given, labels=marked), counting)
-    install(skip_masked=True)
+    patch(skip_masked=True)
     hook = model.output_layer.register_forward_hook(lambda *_: None)  # makes real logits
     with pytest.warns(match="forward hooks"):
         found = calls[0]()
@@ -126,14 +125,14 @@ def test_masked_tokens_have_no_loss(member):
     stock = build(member, spec, {})
     with mock.patch.object(stock, "_postprocess", side_effect=lambda **named: named["labels"]):
         assert stock(*given, labels=data.labels, loss_mask=mask) is data.labels
-    uninstall()
+    unpatch()
     assert not hasattr(GPTModel.forward, "__wrapped__")
 
 
 @on_ranks(1)
 def test_all_tokens_or_none(member):
     spec = Model(ddp="fp32")
-    install(skip_masked=True)
+    patch(skip_masked=True)
 
     def results(model, data, ours):
         given, found = (data.tokens, data.positions, data.mask), []
@@ -150,7 +149,7 @@ def test_all_tokens_or_none(member):
 def test_packed_sequences_of_mtp(member):
     """The labels are rolled within each sequence, of which each may add a token that counts."""
     spec = Model(mtp=2)
-    install(skip_masked=True)
+    patch(skip_masked=True)
     # CPUs have no attention of packed sequences; only the loss needs to know of them here.
     ends = torch.tensor([0, 3, 4, 9, 16, 20, 27, 32], dtype=torch.int32)
     packed = PackedSeqParams("thd", cu_seqlens_q=ends, max_seqlen_q=7, max_seqlen_kv=7)
@@ -184,29 +183,13 @@ def test_log_probs_of_the_counted_labels(member, entropy):
     labels = data.labels.masked_fill(_mask(data.labels) == 0, -100)
     given = data.tokens, data.positions, data.mask, labels
     whole = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
-    install(skip_masked=True)
+    patch(skip_masked=True)
     with counted_forwards(backend_of(model.output_layer.weight)) as rows:
         found = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
     assert sum(rows) == labels.numel() + int((labels >= 0).sum())
     torch.testing.assert_close(found.log_probs, whole.log_probs)
     if entropy:
         torch.testing.assert_close(found.entropy, whole.entropy.masked_fill(labels < 0, 0.0))
-    install(skip_masked=False)
+    patch(skip_masked=False)
     again = token_log_probs(model, *given, entropy=entropy, loss_mask=torch.ones_like(labels))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, whole))
-
-
-@pytest.mark.parametrize("value", ["2", "yes"])
-def test_settings(value):
-    with mock.patch.dict(os.environ, PARALLEL_LCE_SKIP_MASKED=value):
-        with pytest.raises(ValueError, match=f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got '{value}'"):
-            install()
-    with pytest.raises(ValueError, match=f"skip_masked must be True or False, got '{value}'"):
-        install(skip_masked=value)
-    with pytest.raises(ValueError, match="skip_masked=True needs cross_entropy='output_layer', got 'logits'"):
-        install(skip_masked=True, cross_entropy="logits")
-    with mock.patch.dict(os.environ, PARALLEL_LCE_SKIP_MASKED="1"):
-        install()
-        assert settings.skips_masked()
-        install(skip_masked=False)
-        assert not settings.skips_masked()

@@ -81,7 +81,7 @@ def test_the_tokens_and_the_memory_around_it(name, device, kernels):
     x, weight, target, options = problem(device, R, V, **given)
     names = (*NAMES, "entropy", "expected_logit")
     with chosen_backend("triton"):
-        ask = dict(**EVERY, expected_logit=True, **options)
+        ask = dict(**EVERY, entropy=True, **options)
         base = token_statistics(x, weight, target, **ask)
         for count in (1, 16, 70):
             assert_equal(token_statistics(x[:count], weight, target[:count], **ask), base, slice(count), names)

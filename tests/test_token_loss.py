@@ -29,11 +29,6 @@ def ppo(s, old, advantage):
     return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
 
 
-def rounded(s, old, advantage):
-    losses, metrics = ppo(s, old, advantage)
-    return (losses + advantage * s.entropy).bfloat16(), metrics
-
-
 def focal(s, old, advantage):
     return -advantage * (1 - s.target_log_prob.exp()).square() * s.target_log_prob
 
@@ -244,32 +239,6 @@ def test_modes(kind, device):
         with torch.no_grad():
             assert_near(total(*leaves), value, 1e-6)
         assert grad_modes.pop() is False
-
-
-class _Module(torch.nn.Module):
-    def __init__(self, t, values, reduction):
-        super().__init__()
-        self.t, self.values, self.options = t, values, dict(entropy=True, reduction=reduction)
-
-    def forward(self, x):
-        total, metrics = parallel_lce.token_loss(x, self.t.weight, self.t.target, rounded, *self.values, **self.options)
-        return total, *metrics.values()
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_exported_and_without_values(reduction, device):
-    t, *values = problem(device=device)
-    t.target = t.target.int()
-    module, t.x.requires_grad = _Module(t, values, reduction), True
-    exported = torch.export.export(module, (t.x,)).module()
-    for found, true in zip(exported(t.x), module(t.x), strict=True):
-        assert found.dtype == true.dtype
-        assert_near(found.double(), true.double(), 1e-6)
-    found, true = (torch.autograd.grad(each(t.x)[0], [t.x])[0] for each in (exported, module))
-    assert_near(found, true, 1e-6)  # no NaN of an ignored token's values
-    meta = [v.to("meta") for v in (t.x, t.weight, t.target, *values)]
-    shape, metrics = parallel_lce.token_loss(*meta[:3], ppo, *meta[3:], entropy=True, reduction=reduction)
-    assert not shape.shape and shape.is_meta and metrics["kl"].shape == (N,) and metrics["clipped"].dtype == torch.bool
 
 
 def test_a_whole_graph_has_no_place_for_it():

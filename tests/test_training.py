@@ -1,5 +1,6 @@
 """The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
+import inspect
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from training.loop import learning_rate, share_done
 from training.model import CausalAttention
 from training.refusal import Refusal
 from training.report import RUNS, compare, read_metrics
-from training.text import Batches, Text, load_text, read_documents, split, train_tokenizer
+from training.text import Batches, Text, by_frequency, load_text, read_documents, split, train_tokenizer
 from world import launched
 
 
@@ -48,6 +49,26 @@ def test_another_order_has_the_same_samples_of_a_step():
     orders = [starts(order) for order in range(4)]
     assert all(sorted(each) == sorted(orders[0]) for each in orders)
     assert len(set(map(tuple, orders))) == 4 and starts(2) == orders[2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
+    """By the lines of the page, which also leave padding at the end."""
+    stream = np.random.default_rng(3).choice(37, 500, p=np.arange(37) / 666).astype(np.int32)
+    counts = np.bincount(stream, minlength=40).tolist()
+    ids = sorted(range(40), key=lambda i: (-counts[i], i))
+    dealt = [rank * 40 // ranks + place for place in range(40 // ranks) for rank in range(ranks)]
+    text = by_frequency(Text(stream, 5, "", 37), 40, ranks)
+    expected = dict(zip(ids, dealt))
+    assert text.tokens.tolist() == [expected[i] for i in stream] and text.end_of_document == expected[5]
+    recipe = re.search("```python\n(counts = .*?)```", (ROOT / "docs" / "gradient_filter.md").read_text(), re.DOTALL)
+    given = dict(torch=torch, tokens=torch.from_numpy(stream), V=37, rows=40, ranks=ranks, weight=torch.arange(40))
+    exec(recipe[1], given)
+    assert given["new_id"][[i for i in ids if i < 37]].tolist() == [row for row in dealt if row < 37]
+    assert torch.equal(given["weight"][given["tokens"]], torch.from_numpy(stream))
+    assert given["weight"][37:].tolist() == [37, 38, 39]
+    lines = [line.partition("  #")[0] for line in recipe[1].splitlines()]
+    assert all(line in inspect.getsource(by_frequency) for line in lines[1:4])
 
 
 def test_the_nearer_limit_ends_the_training_and_the_learning_rate_rises_then_falls():

@@ -531,6 +531,13 @@ def test_nothing_waits_for_the_garbage_collector(used):
         assert [ref() for ref in refs] == [None] * (1 + used)
 
 
+def test_a_model_without_values_computes_its_own_loss():
+    model = door.patch(model_of("stand-in", "plain").train().to("meta"))
+    given = {name: value.to("meta") for name, value in batch(1).items()}
+    with pytest.warns(door.LogitsWarning, match="its output layer is on the meta device"):
+        assert model(**given)["loss"].is_meta
+
+
 def test_a_forward_without_labels_keeps_nothing_of_its_callers():
     """Python before 3.13 keeps the variables of a function whose frame is asked for them."""
     model, ids, refs = door.patch(model_of("stand-in", "plain").train()), batch(1)["input_ids"], []

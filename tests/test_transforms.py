@@ -1,52 +1,30 @@
-"""The public functions under ``torch.func``, with batched gradients, exported, and without values. Second derivatives
-and forward mode are refused in words."""
-
-import functools
-import io
-import weakref
+"""What no call supports ends in words, of PyTorch or of ours, and in no number: transforms of torch.func, batches of
+gradients, forward mode, second derivatives, tensors without values, and torch.export."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad, functional
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
 
 import parallel_lce
 from cases import normal
 from parallel_lce import rl
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.run import ops
-from tools import arguments_to, on_ranks, shrunk, small, statistics, uncollected
-from world import mesh_of
+from tools import shrunk, small, statistics
 
-N, V, D = 6, 10, 8
+N, V, D = 6, 16, 8
 TARGET = torch.tensor([3, -100, 9, 0, 3, 7])
-SAMPLED = torch.tensor([1, 3, 3, 8, -1])
 
 
 def _statistics(x, w):
     found = statistics(x, w, TARGET.to(x.device), selected=TARGET[:, None].to(x.device), top_k=2)
-    assert found.argmax.shape == x.shape[:-1] and found.top_ids.shape == (*x.shape[:-1], 2)
     return found.entropy + found.target_log_prob + found.selected_log_prob[:, 0]
 
 
-def _sampled(x, w):
-    counts = dict(log_expected_count=torch.arange(5.0), target_log_expected_count=torch.ones(N))
-    counts = {name: value.to(x.device) for name, value in counts.items()}
-    return parallel_lce.sampled_linear_cross_entropy(
-        x, w, TARGET.to(x.device), SAMPLED.to(x.device), reduction="none", logit_scale=0.5, **counts
-    )
-
-
-def _selected(x, w):
-    ids, offsets = torch.stack([TARGET, TARGET.flip(0)], 1).flatten(), torch.arange(0, 2 * N + 1, 2)
-    return parallel_lce.selected_log_probs(x, w, (ids.to(x.device), offsets.to(x.device))).square()
-
-
 def _top_k(x, w):
-    ids = SAMPLED.expand(N, 5).to(x.device)
-    return top_k_divergence(x, w, ids, -1.0 - ids.to(w.dtype).abs(), reduction="none", temperature=2.0)
+    ids = TARGET[:, None].to(x.device)
+    return top_k_divergence(x, w, ids, -1.0 - ids.to(w.dtype).abs(), reduction="none")
 
 
 def _loss(**options):
@@ -54,190 +32,117 @@ def _loss(**options):
 
 
 def _own(x, w):
-    function = lambda s, weight: -weight * s.target_log_prob * s.entropy  # noqa: E731
-    options = dict(entropy=True, reduction="mean", logits_budget=0)
-    return parallel_lce.token_loss(x, w, TARGET.to(x.device), function, x.new_ones(N), **options)[0]
+    function = lambda s, weight: -weight * s.target_log_prob  # noqa: E731
+    return parallel_lce.token_loss(x, w, TARGET.to(x.device), function, x.new_ones(N), logits_budget=0)[0]
 
 
 FUNCTIONS = {
     "none": _loss(reduction="none"),
-    "mean": _loss(),
-    "recomputed": _loss(reduction="none", logits_budget=0),
     "accumulated": _loss(logits_budget=0),
     "weighted": lambda x, w: _loss(token_weight=x.new_ones(N))(x, w),
+    "counted": _loss(counted_tokens=5),
     "statistics": _statistics,
     "own": _own,
-    "sampled": _sampled,
-    "selected": _selected,
-    "divergence": lambda x, w: divergence(x, w, x.new_ones(x.shape), w.new_ones(w.shape).cumsum(0), beta=0.5),
+    "selected": lambda x, w: parallel_lce.selected_log_probs(x, w, TARGET[:, None].to(x.device)),
+    "divergence": lambda x, w: divergence(x, w, x.new_ones(x.shape), w.new_ones(w.shape), beta=0.5),
     "top-k": _top_k,
-    "verl": lambda x, w: torch.stack(rl.linear_cross_entropy(x, w, TARGET.to(x.device), sum_p_squared=True)),
-    "nemo": lambda x, w: rl.from_parallel_hidden_states_to_logprobs(
-        x[:, None], w, None, TARGET[None].to(x.device), 0, V, None
-    ),
-    "skyrl": lambda x, w: rl.FusedLinearLogprobTriton.apply(x[None], w, TARGET[None].to(x.device), 0, V, None, None),
-    "logits": lambda x, w: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), TARGET.to(x.device), 0.1),
+    "verl": lambda x, w: torch.stack(rl.linear_cross_entropy(x, w, TARGET.to(x.device))),
+    "logits": lambda x, w: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), TARGET.to(x.device)),
 }
-OPERATORS = ("sampled", "selected", "divergence", "top-k", "logits")
 
 
-@pytest.fixture(params=FUNCTIONS)
-def problem(request, device):
-    """A function of x and weight, and both; of blocks so small that strategies differ."""
-    with shrunk(2 * V * 4, (4, 4)):
-        yield FUNCTIONS[request.param], normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
-
-
-def autograds(function, x, w) -> tuple[torch.Tensor, ...]:
-    """The sum of the values, and its gradients."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x, w)]
-    total = function(*leaves).sum()
-    return total.detach(), *torch.autograd.grad(total, leaves)
-
-
-def test_func(problem):
-    """By x, by both, of each of a batch, and the Jacobian. The numbers of plain autograd, to the bit where either is a
-    graph's first backward, which alone reads what forward kept."""
-    function, x, w = problem
-    total = lambda x, w: function(x, w).sum()  # noqa: E731
-    value, *expected = autograds(function, x, w)
-    assert all(map(torch.equal, grad(total, argnums=(0, 1))(x, w), expected))
-    result, pull = vjp(total, x, w)
-    assert torch.equal(result, value) and all(map(torch.equal, pull(torch.ones_like(result)), expected))
-    twice = torch.stack([x, 2 * x])
-    each = [autograds(function, xs, w) for xs in twice]
-    assert torch.equal(vmap(total, (0, None))(twice, w), torch.stack([e[0] for e in each]))
-    of_weight = vmap(grad(total, argnums=1), (0, None))(twice, w)
-    assert torch.equal(of_weight, torch.stack([e[2] for e in each]))
-    rows = functional.jacobian(lambda x: function(x, w), x)
-    torch.testing.assert_close(jacrev(function)(x, w), rows)
-
-
-def test_a_call_leaves_nothing_behind(problem):
-    """Its graph does not hold its own result, which the garbage collector would have to find."""
-    function, x, w = problem
-    hidden = 2 * x.clone().requires_grad_()[None]
-    with uncollected():
-        result, held = vmap(lambda x: function(x, w))(hidden), weakref.ref(hidden)
-        del result, hidden
-        assert held() is None
-
-
-def test_a_count_is_not_read_for_each_example(device):
-    x, w = normal(2, 8, D).to(device), normal(30, D, seed=1).to(device)
-    target = torch.arange(16, device=device).view(2, 8)
-    target[0, 3:], target[1, 2:] = -100, -100
-    count = parallel_lce.count_tokens(target)
-    loss = lambda x, y, **options: parallel_lce.linear_cross_entropy(x, w, y, **options)  # noqa: E731
-    found = vmap(functools.partial(loss, counted_tokens=count))(x, target)
-    assert torch.equal(found, vmap(loss)(x, target)) and found.isfinite().all()
-
-
-def test_no_examples(problem):
-    function, x, w = problem
-    with pytest.raises(ValueError, match="vmap has 0 examples"):
-        vmap(function, (0, None))(x.new_empty(0, N, D), w)
-
-
-def test_a_batch_of_gradients(problem):
-    function, x, w = problem
-    x = x.clone().requires_grad_()
-    values = function(x, w)
-    upstream = normal(3, *values.shape, seed=2).to(values)
-    expected = torch.stack([torch.autograd.grad(values, x, u, retain_graph=True)[0] for u in upstream])
-    found = torch.autograd.grad(values, x, upstream, is_grads_batched=True, retain_graph=True)
-    # Only a graph's first backward reads what forward kept.
-    torch.testing.assert_close(found[0], expected)
-    by_vmap = vmap(lambda u: torch.autograd.grad(values, x, u, retain_graph=True)[0])(upstream)
-    torch.testing.assert_close(by_vmap, expected)
-    rows = [functional.jacobian(lambda x: function(x, w), x, vectorize=each) for each in (False, True)]
-    torch.testing.assert_close(*rows)
-
-
-def _penalty(f, x, w, *leaves, after: bool = False):
-    value = f(x, w)
-    if after:
-        torch.autograd.grad(value, x, retain_graph=True)
+def _penalty(f, x, w, *leaves):
+    value = f(x, w).sum()
     (dx,) = torch.autograd.grad(value, x, create_graph=True)
     return (value + 10 * dx.square().sum()).backward(inputs=leaves)
 
 
-def _with_leaves_of_another_graph(f, x, w):
-    (dw,) = torch.autograd.grad(f(x * 2, w), w, create_graph=True)
-    return torch.autograd.grad(dw.square().sum(), x)
+def _batched(f, x, w):
+    values = f(x, w)
+    return torch.autograd.grad(values, x, values.new_ones(3, *values.shape), is_grads_batched=True)
 
 
-def _by_the_upstream_gradient(f, x, w):
-    scale = torch.ones((), device=x.device, requires_grad=True)
-    (dx,) = torch.autograd.grad(f(x, w) * scale, x, create_graph=True)
-    return torch.autograd.grad(dx.sum(), scale)
+def _vmap_of_gradients(f, x, w):
+    values = f(x, w)
+    return vmap(lambda u: torch.autograd.grad(values, x, u)[0])(values.new_ones(3, *values.shape))
 
 
-SECOND = {
-    "grad of grad": lambda f, x, w: grad(lambda x: grad(f)(x, w).square().sum())(x),
-    "jacrev of grad": lambda f, x, w: jacrev(grad(f))(x, w),
-    "hessian by both": lambda f, x, w: functional.hessian(f, (x, w)),
-    "hvp": lambda f, x, w: functional.hvp(lambda x: f(x, w), x, torch.ones_like(x)),
-    "jvp": lambda f, x, w: functional.jvp(lambda x: f(x, w), x, torch.ones_like(x)),
-    "gradgradcheck": lambda f, x, w: torch.autograd.gradgradcheck(f, (x, w), fast_mode=True),
-    "penalty, by x": lambda f, x, w: _penalty(f, x, w, x),
-    "penalty, by the weight": lambda f, x, w: _penalty(f, x, w, w),
-    "penalty, frozen weight": lambda f, x, w: _penalty(f, x, w.detach(), x),
-    "later backward": lambda f, x, w: _penalty(f, x, w, x, after=True),
-    "another graph's leaf": _with_leaves_of_another_graph,
-    "upstream gradient": _by_the_upstream_gradient,
+def _fake(f, x, w):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        f(*map(mode.from_tensor, (x, w)))
+
+
+def _exported(f, x, w):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return f(x, w)
+
+    return torch.export.export(Module(), (x,))
+
+
+TRANSFORM, TWICE, TANGENT, VALUES = (
+    "setup_context",
+    "differentiated twice",
+    "has a tangent",
+    "needs tensors with values",
+)
+# What is asked of a function of x and w: the error and its words.
+ASKED = {
+    "grad": (lambda f, x, w: grad(lambda x: f(x, w).sum())(x), RuntimeError, TRANSFORM),
+    "vmap": (lambda f, x, w: vmap(lambda x: f(x, w))(torch.stack([x, x])), RuntimeError, TRANSFORM),
+    "a batch of gradients": (_batched, RuntimeError, None),
+    "vmap of gradients": (_vmap_of_gradients, RuntimeError, None),
+    "jvp": (lambda f, x, w: jvp(lambda x: f(x, w), (x,), (x,)), NotImplementedError, TANGENT),
+    "penalty, by x": (lambda f, x, w: _penalty(f, x, w, x), RuntimeError, TWICE),
+    "penalty, by the weight": (lambda f, x, w: _penalty(f, x, w, w), RuntimeError, TWICE),
+    "meta": (lambda f, x, w: f(x.to("meta"), w.to("meta")), ValueError, VALUES),
+    "fake": (_fake, ValueError, VALUES),
+    "exported": (_exported, ValueError, VALUES),
 }
-FORWARD_MODE = {
-    "jvp": lambda f, x: jvp(f, (x,), (x,)),
-    "jacfwd": lambda f, x: jacfwd(f)(x),
-    "hessian": lambda f, x: hessian(f)(x),
-}
 
 
-@pytest.mark.parametrize("asked", SECOND)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.thinned
-def test_second_derivatives_are_refused(asked, problem):
-    function, x, w = problem
-    x, w = (v.double().requires_grad_() for v in (x, w))
-    with pytest.raises(RuntimeError, match="gradients of parallel_lce cannot be differentiated twice"):
-        SECOND[asked](lambda x, w: function(x, w).square().sum(), x, w)
+def test_refused(name, asked, device, monkeypatch):
+    ask, error, words = ASKED[asked]
+    x, w = (normal(*size).float().to(device).requires_grad_() for size in ((N, D), (V, D)))
+    if asked == "meta":
+        monkeypatch.setitem(globals(), "TARGET", TARGET.to("meta"))
+    with shrunk(2 * V * 4, (4, 4)), pytest.raises(error, match=words):
+        ask(FUNCTIONS[name], x, w)
+
+
+@pytest.mark.parametrize("asked", ["a batch of gradients", "vmap of gradients"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.thinned
+def test_kernels_read_no_batch_of_gradients(name, asked, kernels, device, monkeypatch):
+    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "triton")
+    x, w = (normal(*size).bfloat16().to(device).requires_grad_() for size in ((N, D), (V, D)))
+    with pytest.raises(RuntimeError, match=r"doesn't have storage|[Bb]atching rule|requires_grad_\(\)"):
+        ASKED[asked][0](FUNCTIONS[name], x, w)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight", "upstream gradient"])
-@pytest.mark.parametrize("name", ["none", "recomputed", "accumulated", "statistics"])
+@pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight"])
+@pytest.mark.parametrize("name", ["none", "accumulated", "statistics"])
 @pytest.mark.thinned
 def test_second_derivatives_of_a_compiled_loss_are_refused(name, asked, compiler, device):
-    """By AOTAutograd in its own words. It loses the second derivatives of any function by a view of an input."""
+    """By AOTAutograd in its own words."""
     torch._dynamo.reset()
     x, w = (normal(*size).to(device).requires_grad_() for size in ((N, D), (V, D)))
     loss = torch.compile(lambda x, w: FUNCTIONS[name](x, w).sum(), fullgraph=True, backend=compiler)
     with shrunk(2 * V * 8), pytest.raises(RuntimeError, match="twice|double backward"):
-        SECOND[asked](loss, x, w)
+        ASKED[asked][0](loss, x, w)
 
 
-def test_a_recorded_gradient_is_the_gradient_and_may_change_in_place(problem):
-    """``create_graph=True`` alone changes nothing. A clipped gradient, or one of a hook, is changed in place."""
-    function, x, w = problem
-    x, w = (v.clone().requires_grad_() for v in (x, w))
-    plain = torch.autograd.grad(function(x, w).sum(), [x, w])
-    recorded = torch.autograd.grad(function(x * 1.0, w).sum(), [x, w], create_graph=True)
-    for a, b in zip(plain, recorded):
-        assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
-    x.grad, _ = recorded
-    torch.nn.utils.clip_grad_norm_([x], 0.1)
-    assert x.grad.norm() < 0.11
-    hidden = x * 1.0
-    hidden.register_hook(lambda g: g.mul_(2))
-    twice, *_ = torch.autograd.grad(function(hidden, w).sum(), [x], create_graph=True)
-    assert torch.allclose(twice, 2 * plain[0])
+def test_no_whole_graph_is_exported(device):
+    class Head(torch.nn.Linear):
+        def forward(self, x):
+            return _loss()(x, self.weight)
 
-
-@pytest.mark.parametrize("asked", FORWARD_MODE)
-def test_forward_mode_is_refused(asked, problem):
-    function, x, w = problem
-    with pytest.raises(NotImplementedError, match="forward-mode derivatives .*: use vjp, grad or jacrev"):
-        FORWARD_MODE[asked](lambda x: function(x, w).sum(), x)
+    with pytest.raises(Exception, match="needs tensors with values.* torch.export"):
+        torch.export.export(Head(D, V, bias=False, device=device), (torch.ones(N, D, device=device),), strict=True)
 
 
 DUALS = {
@@ -259,149 +164,3 @@ def test_a_tangent_is_refused(function, name, needs_gradient, device):
         dual = forward_ad.make_dual(given[name], torch.ones_like(given[name])).requires_grad_(needs_gradient)
         with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):
             function(**given | {name: dual}, target=t.target)
-
-
-def test_a_backward_outside_of_autocast(device):
-    """It runs again as forward ran."""
-    x, w = normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
-    function = lambda x, w: FUNCTIONS["selected"](x, w).sum()  # noqa: E731
-    exported = torch.export.export(_Module(function, w), (x,)).module()
-    with torch.autocast(device, torch.bfloat16):
-        leaf = x.clone().requires_grad_()
-        loss = function(leaf, w)
-        _, pull = vjp(function, x, w)
-        of_exported = x.clone().requires_grad_()
-        other = exported(of_exported)
-    expected, found = torch.autograd.grad(loss, leaf)[0], torch.autograd.grad(other, of_exported)[0]
-    assert torch.equal(pull(torch.ones_like(loss))[0], expected) and torch.equal(found, expected)
-    assert torch.equal(expected, expected.bfloat16().float())
-
-
-def test_a_statistic_without_a_gradient(device):
-    x, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
-    assert not grad(lambda x: parallel_lce.token_statistics(x, w, None).max_logit.sum())(x).any()
-
-
-@pytest.mark.parametrize("split", [False, True])
-@on_ranks(2)
-def test_a_functional_call_over_ranks(member, split):
-    """A module's loss under sequence parallelism, or with the hidden states of all tokens on each rank."""
-
-    class Head(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            shard = normal(V, D, seed=1).float().chunk(2)[member.rank].to(member.device)
-            self.weight = torch.nn.Parameter(shard)
-            self.loss = parallel_lce.LinearCrossEntropy(process_group=member.group, sequence_parallel=split)
-
-        def forward(self, x):
-            return self.loss(x, self.weight, TARGET.to(member.device))
-
-    head, x = Head(), normal(N, D).float().to(member.device)
-    x = x.chunk(2)[member.rank] if split else x
-    found = grad(lambda p: functional_call(head, p, (x,)))(dict(head.named_parameters()))
-    head(x).backward()
-    assert torch.equal(found["weight"], head.weight.grad)
-
-
-# --- exported, and without values ----------------------------------------------------------------------
-
-
-class _Module(torch.nn.Module):
-    def __init__(self, function, w):
-        super().__init__()
-        self.function, self.w = function, torch.nn.Parameter(w)
-
-    def forward(self, x):
-        return self.function(x, self.w)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_exported(name, device):
-    """Saved and loaded, for any number of samples. The values and gradients are those of the function."""
-    x, w = normal(N, D).float().to(device), normal(V, D, seed=1).float().to(device)
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(_Module(FUNCTIONS[name], w), (x,)), file)
-    file.seek(0)
-    module = torch.export.load(file).module()
-    found = autograds(lambda x, w: functional_call(module, {"w": w}, (x,)), x, w)
-    assert all(map(torch.equal, found, autograds(FUNCTIONS[name], x, w)))
-    with pytest.raises(RuntimeError, match="backward of an exported .* cannot be compiled"):
-        torch.compile(module, backend="aot_eager")(x)
-
-
-def test_exported_for_any_number_of_tokens(device):
-    class Loss(torch.nn.Module):
-        def forward(self, x, w, y):
-            among = parallel_lce.selected_log_probs(x, w, y[:, None])
-            return among, parallel_lce.sampled_linear_cross_entropy(x, w, y, SAMPLED.to(x.device))
-
-    x, w, y = normal(N, D).to(device), normal(V, D, seed=1).to(device), TARGET.clamp(min=0).to(device)
-    dynamic = {"x": {0: torch.export.Dim.DYNAMIC}, "w": None, "y": {0: torch.export.Dim.DYNAMIC}}
-    module = torch.export.export(Loss(), (x, w, y), dynamic_shapes=dynamic).module()
-    assert all(map(torch.equal, module(x[:4], w, y[:4]), Loss()(x[:4], w, y[:4])))
-
-
-@on_ranks(2)
-def test_exported_over_ranks(member):
-    """The operator finds the group by its name."""
-
-    def among(x, w):
-        ids = TARGET[:, None].to(member.device)
-        return parallel_lce.selected_log_probs(x, w, ids, process_group=member.group, reduce_dtype=torch.float32)
-
-    x, w = normal(N, D).float().to(member.device), normal(V, D, seed=1).float().to(member.device)
-    w = w.chunk(2)[member.rank]
-    module = torch.export.export(_Module(among, w), (x,)).module()
-    found = autograds(lambda x, w: functional_call(module, {"w": w}, (x,)), x, w)
-    assert all(map(torch.equal, found, autograds(among, x, w)))
-
-
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.thinned("dtype", "kind")
-def test_tensors_without_values(kind, dtype, problem, device):
-    """The shapes, dtypes and devices of results and gradients are those of a call with values."""
-    function, x, w = problem
-    x, w = (v.to(dtype).requires_grad_() for v in (x, w))
-
-    def results(x, w) -> list[torch.Tensor]:
-        with torch.no_grad():
-            evaluated = function(x, w)
-        value = function(x, w)
-        return [evaluated, value, *torch.autograd.grad(value.sum(), (x, w))]
-
-    with arguments_to(ops, "call") as by_operators:
-        real = results(x, w)
-    assert not by_operators, "values need no operator"
-    if kind == "meta":
-        found = results(*(v.detach().to("meta").requires_grad_() for v in (x, w)))
-    else:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            found = results(*(mode.from_tensor(v) for v in (x, w)))
-    for one, other in zip(found, real, strict=True):
-        assert (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
-        assert one.device.type == ("meta" if kind == "meta" else other.device.type)
-
-
-@on_ranks(2)
-def test_meta_dtensors_have_gradients(member):
-    mesh = mesh_of(member.device.type, (2,), ("tp",))
-
-    def placed(tensor, placement):
-        return DTensor.from_local(tensor.to("meta"), mesh, [placement], run_check=False)
-
-    x, w = placed(normal(N, D), Replicate()).requires_grad_(), placed(normal(V // 2, D), Shard(0)).requires_grad_()
-    ids = placed(TARGET[:, None], Replicate())
-    for result in (parallel_lce.selected_log_probs(x, w, ids), divergence(x, w, x, w)):
-        assert [g.shape for g in torch.autograd.grad(result.sum(), (x, w))] == [(N, D), (V, D)]
-
-
-def test_bad_input_without_values_is_refused():
-    x, w, y = (torch.zeros(s, device="meta") for s in ((N, D), (V, D), (N,)))
-    with pytest.raises(ValueError, match="target must be ids of an integer dtype"):
-        parallel_lce.sampled_linear_cross_entropy(x, w, y, y)
-    with pytest.raises(ValueError, match="input has 8 features and linear_weight"):
-        parallel_lce.selected_log_probs(x, w[:, 1:], y[:, None].long())
-    with pytest.raises(ValueError, match="logit_scale must be a finite Python number, got <object"):
-        parallel_lce.selected_log_probs(x, w, y[:, None].long(), logit_scale=object())

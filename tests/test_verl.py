@@ -96,7 +96,7 @@ def installed():
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "parallel_lce.verl"
     importlib.import_module("verl")
     plugin = sys.modules["parallel_lce.verl"]
-    plugin.install()
+    plugin.patch()
     return plugin
 
 
@@ -281,11 +281,11 @@ def test_what_trainers_call(member, verl, calls, wanted, sequence_parallel):
     (batch if "temperature" in wanted else more)["temperature"] = temperature
     batch = TensorDict(batch | {name: NonTensorData(value) for name, value in more.items()}, batch_size=[len(LENGTHS)])
     if not scored.all():
-        plugin.install(skip_masked=True)
+        plugin.patch(skip_masked=True)
     with counted_forwards(torch_backend) as rows:
         found = CALLS[calls](model, batch, ids, labels)
     assert scored.all() or sum(rows) == scored.sum()
-    plugin.uninstall()
+    plugin.unpatch()
     for name in ("utils.kernel.linear_cross_entropy", "models.mcore.model_forward_fused"):
         module = sys.modules.get(f"verl.{name}")
         assert module is None or not hasattr(module.linear_cross_entropy, "__wrapped__")  # verl's own again
@@ -384,18 +384,18 @@ def test_the_gradient_is_summed_once(member, verl):
         assert_once(processed, False, True, "a mapping in front of its function")
     with mock.patch.object(verls, "linear_cross_entropy", lambda hidden, *more: kernel(copied(hidden)[...], *more)):
         assert_once(processed, False, True, "a mapping in front of its kernel")
-    plugin.uninstall()
+    plugin.unpatch()
     own = verls.linear_cross_entropy
     with mock.patch.object(verls, "fused_output_processor", functools.partial(in_front, verls.fused_output_processor)):
-        plugin.install()
-        assert_once(processed, False, True, "a mapping before install")
-        plugin.uninstall()
+        plugin.patch()
+        assert_once(processed, False, True, "a mapping before patch")
+        plugin.unpatch()
     with mock.patch.object(verls, "linear_cross_entropy", functools.wraps(own)(lambda *given: own(*given))):
         with pytest.warns(UserWarning, match="other code has replaced verl's function"):
-            plugin.install()
+            plugin.patch()
         assert not hasattr(verls.linear_cross_entropy.__wrapped__, "__wrapped__")  # still that of the other code
-        plugin.uninstall()
-    plugin.install()
+        plugin.unpatch()
+    plugin.patch()
 
     model.decoder.layers[0].self_attention.core_attention, ids = _OwnValue(), torch.arange(12)[None]
     gradients = []
@@ -407,7 +407,23 @@ def test_the_gradient_is_summed_once(member, verl):
         log_probs.sum().backward()
         gradients.append(model.embedding.word_embeddings.weight.grad)
     assert_close(gradients[1], gradients[0], 2e-5, name="a mapping at the end of the decoder")
-    plugin.uninstall()
+    plugin.unpatch()
+
+
+def test_the_environment_skips_masked_tokens(monkeypatch):
+    """Unless patch() says otherwise."""
+    plugin = importlib.import_module("parallel_lce.verl")
+    for value, skips in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("PARALLEL_LCE_SKIP_MASKED", value)
+        assert plugin._skips_masked() == skips
+    plugin.patch(skip_masked=False)
+    assert not plugin._skips_masked()
+    plugin.unpatch()
+    monkeypatch.setenv("PARALLEL_LCE_SKIP_MASKED", "yes")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got 'yes'"):
+        plugin._skips_masked()
+    with pytest.raises(ValueError, match="skip_masked must be True or False, got 'yes'"):
+        plugin.patch(skip_masked="yes")
 
 
 PAGE = (ROOT / "docs" / "rl.md").read_text()
@@ -418,12 +434,12 @@ kernel = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
 plugin = sys.modules["parallel_lce.verl"]
 assert "megatron" not in sys.modules
 ours = kernel.linear_cross_entropy
-plugin.install()
+plugin.patch()
 assert kernel.linear_cross_entropy is ours
-plugin.uninstall()
+plugin.unpatch()
 theirs = kernel.linear_cross_entropy
 assert theirs is not ours and theirs is ours.__wrapped__
-plugin.install()
+plugin.patch()
 assert kernel.linear_cross_entropy is not theirs
 """
 

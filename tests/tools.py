@@ -146,7 +146,7 @@ DIFFERENTIABLE = tuple(name for name in statistics_module.DIFFERENTIABLE if name
 
 def statistics(x, weight, target, **options):
     """Every field of ``token_statistics`` but those of selected and of the largest entries."""
-    everything = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True)
+    everything = dict(mean_logit=True, entropy=True, argmax=True, sum_p_squared=True)
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 
 
@@ -196,12 +196,6 @@ def with_modules(given: dict):
 def upstream(loss: torch.Tensor) -> torch.Tensor:
     """A gradient that differs from token to token."""
     return torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype, device=loss.device).view(loss.shape)
-
-
-def field_gradients(found, names, leaves):
-    """Gradients of a sum of fields, each with a weight of its own."""
-    total = sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
-    return torch.autograd.grad(total, leaves)
 
 
 @dataclass(frozen=True)

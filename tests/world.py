@@ -101,9 +101,9 @@ def _destroy_subgroups() -> None:
 
 def _forget_megatrons() -> None:
     """Groups live on, with their threads, while megatron-core's globals and caches hold them. And what is replaced of
-    it, by :func:`parallel_lce.megatron.install`."""
+    it, by :func:`parallel_lce.megatron.patch`."""
     if switch := sys.modules.get("parallel_lce.megatron"):
-        switch.uninstall()
+        switch.unpatch()
     if state := sys.modules.get("megatron.core.parallel_state"):
         state.destroy_model_parallel()
         for name, value in vars(state).items():  # those that it leaves

@@ -58,7 +58,7 @@ OURS = (
     _ours("ours-per-token", partial(ours.loss, "none")),
     _ours("ours-main-grad", ours.main_grad, main_grad=True),
     _ours("ours-statistics", partial(ours.statistics, lambda *_: {})),
-    _ours("ours-entropy", partial(ours.statistics, lambda *_: {"expected_logit": True})),
+    _ours("ours-entropy", partial(ours.statistics, lambda *_: {"entropy": True})),
     _ours("ours-selected", partial(ours.statistics, ours.selected)),
     _ours("ours-masked", partial(ours.statistics, ours.half), judged=False),
     _ours("ours-replay", ours.replay, judged=False),

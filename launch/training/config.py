@@ -4,7 +4,6 @@ configs/demo.yaml names all settings.
 """
 
 import argparse
-import difflib
 import os
 import re
 from collections.abc import Iterator
@@ -84,7 +83,7 @@ class TrainConfig(Section):
 
 class LossConfig(Section):
     impl: Literal["stock", "parallel_lce"] = "parallel_lce"
-    logits_budget_mib: Number | None = None  # passed to install(); None: its default
+    logits_budget_mib: Number | None = None  # passed to patch(); None: its default
     gradient_filter: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None  # likewise; None: exact gradients
 
 
@@ -264,9 +263,7 @@ def described(errors: ValidationError) -> str:
     for error in errors.errors():
         key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
         if error["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, [*settings(), *Config.model_fields], n=1)
-            hint = f"did you mean {near[0]}?" if near else "configs/demo.yaml has all"
-            words.append(f"no such setting: {key}; {hint}")
+            words.append(f"no such setting: {key}; configs/demo.yaml has all")
             continue
         value = "" if error["type"] == "missing" else f"={error['input']!r}"
         # An error of the whole configuration names its keys.

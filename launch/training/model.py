@@ -92,7 +92,7 @@ def _loss_options(config: Config) -> dict[str, Any]:
     import parallel_lce.megatron
 
     budget = config.loss.logits_budget_mib
-    parallel_lce.megatron.install(
+    parallel_lce.megatron.patch(
         logits_budget=None if budget is None else int(budget * 2**20), gradient_filter=config.loss.gradient_filter
     )
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}

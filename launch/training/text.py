@@ -64,13 +64,14 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
 
 
 def by_frequency(text: Text, rows: int, ranks: int) -> Text:
-    """The text in the ids of a vocabulary of so many rows that is ordered by frequency, for tensor-parallel ranks."""
-    from parallel_lce.vocabulary import VocabularyOrder
-
+    """The text in the ids of a vocabulary of so many rows that is ordered by frequency, for tensor-parallel ranks: the
+    recipe of docs/gradient_filter.md."""
     tokens = torch.from_numpy(text.tokens)
-    order = VocabularyOrder.by_frequency(torch.bincount(tokens, minlength=rows), ranks=ranks)
-    end_of_document = int(order.new_id[text.end_of_document])
-    return replace(text, tokens=order.apply(tokens).numpy(), end_of_document=end_of_document)
+    counts = torch.bincount(tokens, minlength=rows)
+    dealt = torch.argsort(torch.arange(len(counts)) % (rows // ranks), stable=True)
+    new_id = torch.empty_like(dealt)
+    new_id[torch.argsort(counts, descending=True, stable=True)] = dealt
+    return replace(text, tokens=new_id[tokens].int().numpy(), end_of_document=int(new_id[text.end_of_document]))
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:

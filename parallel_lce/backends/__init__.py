@@ -7,10 +7,8 @@ chooses one.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,15 +29,11 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
-    is compiled."""
-    # Kernels cannot run on meta or fake tensors, or with D = 0.
-    nothing = is_meta_or_fake(matrix) or matrix.shape[1] == 0
-    return named("torch" if nothing else _name(matrix.device, matrix.dtype, suitable))
-
-
-def is_meta_or_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape but no values: on the meta device, or in FakeTensorMode."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    is compiled. Raises ``ValueError`` for a tensor without values, and under torch.export."""
+    if matrix.is_meta or isinstance(matrix, FakeTensor) or torch.compiler.is_exporting():
+        raise ValueError("parallel_lce needs tensors with values: not on the meta device, fake, or in torch.export")
+    # Kernels cannot run with D = 0.
+    return named("torch" if matrix.shape[1] == 0 else _name(matrix.device, matrix.dtype, suitable))
 
 
 def named(name: str) -> Backend:
@@ -50,11 +44,6 @@ def named(name: str) -> Backend:
     from parallel_lce.backends import torch_backend
 
     return torch_backend
-
-
-def part(package: str, backend: Backend) -> ModuleType:
-    """The module of a feature's package for a backend: its ``torch_part`` or ``triton_part``, with the same names."""
-    return importlib.import_module(f"{package}.{backend.NAME}_part")
 
 
 def check_choice() -> str:

@@ -31,7 +31,7 @@ class Projection:
     # Dtype of statistics and sums: torch.float64 for a weight of that dtype.
     dtype: torch.dtype = torch.float32
 
-    def of_rows(self, rows: slice | Tensor) -> Projection:
+    def of_rows(self, rows: slice) -> Projection:
         """The projection of some tokens."""
         logit_map = self.logit_map.of_rows(rows)
         return self if logit_map is self.logit_map else replace(self, logit_map=logit_map)
@@ -196,8 +196,6 @@ class ForwardTask(NamedTuple):
     save_window_partials: bool = False
     # Picked entries, and memory for their logits.
     picked: PickedLogits | None = None
-    # A list to which the backend appends the partials of the windows; None: it keeps none.
-    window_partials: list[Any] | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and the targets alone.
     codes: bool = False
 

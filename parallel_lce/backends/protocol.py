@@ -1,7 +1,7 @@
 """What a backend must do. A backend is a module that satisfies :class:`Backend`.
 
-No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. All
-work that features need beside this has a module of the feature for each backend (:func:`parallel_lce.backends.part`).
+No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. The
+work of :mod:`parallel_lce.distillation` has a module for each backend there.
 """
 
 from __future__ import annotations

@@ -138,8 +138,6 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             mass = partial.new_empty(len(of_rows.x))
             rounded = RoundedSums(sums, mass, program.save, program.width)
         part.merge(windows, NO_LOW, *columns_of(merged, columns), rounded, of_tokens, None, None)
-        if task.window_partials is not None:
-            task.window_partials.append(known)
         if codes is not None:
             saved = Saved(stored, windows.max, shift=codes.shift, lowest=codes.lowest)
         elif stored is not None or task.save_window_partials:

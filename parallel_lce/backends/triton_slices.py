@@ -49,7 +49,7 @@ def window_of(saved: Saved, real_rows: int) -> int:
 
 
 def tiling(
-    projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int, window: int = 1
+    projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int, window: int
 ) -> tuple[list[tuple[int, int]], list[slice]]:
     """Cut the recomputed gradient of ``x [R, D]`` into ranges of the shard's entries, from ``saved_entries`` on, and
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.

@@ -21,11 +21,11 @@ def shard_of(options: Options, weight: Tensor, layout: Layout) -> Shard:
 
 
 def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Digest of the arguments that must be equal on all ranks. Not in it: what differs from step to step, the budget,
-    which may depend on a rank's memory, and options of gradients, which a rank may not form."""
+    """Digest of the arguments that must be equal on all ranks. Not in it: the budget, which may depend on
+    a rank's memory, and options of gradients, which a rank may not form."""
     start = options.vocab_start if options.vocab_size is None else None
     others = dict(logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
-    values = agreed(options.of_every_step()._replace(vocab_start=start, **others))
+    values = agreed(options._replace(vocab_start=start, **others))
     values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
     per_token = tensors.logit_scale is not None, tensors.temperature is not None
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
 
@@ -28,8 +27,6 @@ from parallel_lce.core.options import (
     Options,
     Tensors,
     as_int64,
-    in_python,
-    is_number,
     shortened,
 )
 from parallel_lce.core.partials import accumulation_dtype
@@ -66,11 +63,9 @@ def int64_ids(name: str, ids: object) -> Tensor:
 def public(function: F, shared: bool = True) -> F:
     """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
     refusal goes through here, once: what the outermost function raises before its exchange
-    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode. An unknown
-    keyword argument is a ``TypeError`` that suggests others. ``shared``: False of a constructor, which other ranks do
-    not wait for."""
+    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode. ``shared``:
+    False of a constructor, which other ranks do not wait for."""
     parameters = inspect.signature(function).parameters
-    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(function)
     def called(*given: Any, **named: Any) -> Any:
@@ -80,8 +75,6 @@ def public(function: F, shared: bool = True) -> F:
         state.depth += 1
         state.awaited = True
         try:
-            if not (any_keyword or parameters.keys() >= named.keys()):
-                raise TypeError(_unknown_argument(function, parameters.keys(), named))
             return function(*given, **named)
         except Exception as refusal:
             if shared and state.depth == 1 and state.awaited:
@@ -115,15 +108,6 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     except Exception:  # the group itself is refused, or destroyed
         pass
     return None
-
-
-def _unknown_argument(function: Callable, known: Collection[str], given: Mapping[str, Any]) -> str:
-    """Message that suggests arguments with the same last word, or else the one with the most similar spelling."""
-    name = next(name for name in given if name not in known)
-    alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
-    meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
-    called = function.__qualname__.removesuffix(".__init__")
-    return f"{called}() got an unexpected keyword argument {name!r}{meant and f': did you mean {meant}?'}"
 
 
 def as_group(group: Any) -> dist.ProcessGroup | None:
@@ -282,7 +266,7 @@ def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
     if value.shape != tokens:
         raise ValueError(
             f"{name} must be one Python number, or a tensor of target's shape {list(tokens)}, got one of shape "
-            f"{list(value.shape)}{in_python(name, value, is_number)}"
+            f"{list(value.shape)}"
         )
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating-point, got {value.dtype}")
@@ -354,7 +338,7 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
             f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
             f"{layout.ranks} rank(s) of {rows}"
         )
-    if layout.ranks > 1 and not (weight.is_cuda or weight.is_meta) and dist.get_backend(layout.group) == "nccl":
+    if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) == "nccl":
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")
 
 

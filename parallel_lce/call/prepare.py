@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import VARIABLE, backend_of, is_meta_or_fake
+from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import differences_recovered, savable
 from parallel_lce.backends.protocol import Backend
 from parallel_lce.call import debug
@@ -30,15 +30,7 @@ from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
-from parallel_lce.core.options import (
-    Options,
-    Tensors,
-    as_int64,
-    check_options,
-    is_true,
-    warn_of_unknown_variables,
-    with_python_numbers,
-)
+from parallel_lce.core.options import Options, Tensors, as_int64, check_options, with_floats
 from parallel_lce.core.partials import Columns, accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 from parallel_lce.core.private import environment, in_forward_mode
@@ -83,7 +75,7 @@ def prepare(
             KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
-    result = _with_tensors(known, options, tensors, layout, main_grad)  # may refuse a target
+    result = _with_tensors(known, tensors, layout, main_grad)  # may refuse a target
     debug.state.awaited = False
     return result
 
@@ -95,12 +87,11 @@ def check(
     extra_check: Callable[[torch.Size], object] | None = None,
     main_grad: MainGrad | None = None,
 ) -> tuple[Options, Layout, torch.Size]:
-    """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the
-    tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
+    """Raise ``ValueError`` for arguments that do not fit. Returns the options with floats for integers, the layout and
+    the tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
     tokens' shape, to check further arguments."""
     layout = _ONE_RANK if group is None else _layout(options, group)
-    warn_of_unknown_variables()
-    options = with_python_numbers(options)
+    options = with_floats(options)
     check_options(options)
     shape = check_tensors(options, tensors, layout)
     if main_grad is not None and main_grad.tensor.shape != tensors.linear_weight.shape:
@@ -115,7 +106,8 @@ def check(
 
 
 def _layout(options: Options, group: dist.ProcessGroup) -> Layout:
-    return Layout.of(as_group(group), is_true(options.sequence_parallel))
+    parallel = options.sequence_parallel  # not checked yet
+    return Layout.of(as_group(group), type(parallel) is bool and parallel)
 
 
 def needs_of(tensors: Tensors) -> Needs:
@@ -135,7 +127,6 @@ def _signature(
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
-    options = options.of_every_step()
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
     key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
@@ -170,14 +161,13 @@ def _planned(
     shard = shard_of(options, weight, layout)
     if layout.ranks > 1:
         shard = replace(shard, digest=digest(options, tensors, shape))
-    columns = replace(options.columns, **{column: True for kind in kinds for column in kind.columns})
-    columns = replace(columns, low=backend.SAME_BITS and layout.ranks > 1)
+    columns = replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1)
     gradients = _gradients(tensors, main_grad, needs)
     its_plan: Any = None
     if planned:
         its_plan = _plan(options, tensors, kinds, columns, layout, shard, backend, gradients, main_grad)
     number = None
-    if debug.enabled() and not is_meta_or_fake(weight):
+    if debug.enabled():
         chosen = {
             "gradients": gradients,
             "backend": backend.NAME,
@@ -209,10 +199,8 @@ def _planned(
     return call
 
 
-def _with_tensors(
-    known: Call, options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None
-) -> tuple[Call, Inputs]:
-    hidden, weight, target, bias, *of_tokens, _ = tensors
+def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
+    hidden, weight, target, bias, *of_tokens = tensors
     target, *of_tokens = [t if t is None else out_of_inference(t) for t in (target, *of_tokens)]
     token_weight, scale, temperature, ids, offsets = of_tokens
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -235,7 +223,7 @@ def _with_tensors(
         logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
         picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind(options, tensors) for kind in kinds]) if (kinds := known.feature_kinds) else (),
+        features=tuple([kind(known.options) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -272,7 +260,6 @@ def _plan(
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
-        and all([kind.allows_accumulation for kind in kinds])
         and not options.token_weight_gradient
         and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
@@ -297,19 +284,17 @@ def _plan(
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
-        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, kinds, gradients and main_grad) else 0,
+        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, gradients and main_grad) else 0,
     )
     return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
 
 
-def _may_be_dense(
-    options: Options, weight: Tensor, kinds: tuple[type[Feature], ...], main_grad: MainGrad | None
-) -> bool:
+def _may_be_dense(options: Options, weight: Tensor, main_grad: MainGrad | None) -> bool:
     """Whether a small loss may make fp32 logits. ``main_grad``: None without a backward. Decided by values that all
     ranks share."""
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    allowed = not options.loss_function and all([kind.allows_dense for kind in kinds])
-    return options.reduction is not None and adds and allowed and weight.dtype == torch.bfloat16
+    cross_entropy = options.reduction is not None and not options.loss_function
+    return cross_entropy and adds and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
@@ -335,7 +320,7 @@ def _savable(options: Options, tensors: Tensors) -> bool:
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
     """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
-    if weight.device.type != "cpu" or is_meta_or_fake(weight):
+    if weight.device.type != "cpu":
         return None
     return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
@@ -350,7 +335,7 @@ def autocasted(tensors: Tensors) -> Tensors:
     if not isinstance(tensors.input, Tensor):
         return tensors
     kind = tensors.input.device.type
-    # Meta tensors have no autocast.
+    # Meta tensors, which are refused later, have no autocast.
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)

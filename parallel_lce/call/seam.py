@@ -8,14 +8,13 @@ add a feature is to write a subclass of :class:`Feature` and to list it in :mod:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask, Projection
-from parallel_lce.core.collectives import PartialsGather
+from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
@@ -26,25 +25,14 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 class Feature:
     """One feature of one call. Hooks stand in the order in which they run. A hook that is not overridden does nothing.
 
-    ``call`` is the :class:`parallel_lce.call.call.Call`. No hook starts a collective but :meth:`merged`, which runs on
-    every rank.
+    ``call`` is the :class:`parallel_lce.call.call.Call`. No hook starts a collective.
     """
 
     # The fields of TokenStatistics that the feature fills.
     results: ClassVar[tuple[str, ...]] = ()
-    # The columns that a partial must have.
-    columns: ClassVar[tuple[str, ...]] = ()
-    # Whether a small loss may make dense logits, which runs no hook.
-    allows_dense: ClassVar[bool] = False
-    # Whether a loss may form its gradients in forward, which runs no hook from message_size to outputs.
-    allows_accumulation: ClassVar[bool] = False
-    # The argument that asks for terms of the gradient at single entries; "": there are none.
-    adds_entries: ClassVar[str] = ""
-    # Whether it reads Tensors.position, so that tokens in another order must have it.
-    needs_position: ClassVar[bool] = False
 
-    def __init__(self, options: Options, tensors: Tensors) -> None:
-        """``options``, ``tensors``: of a call for which :meth:`asked` is true."""
+    def __init__(self, options: Options) -> None:
+        """``options``: of a call for which :meth:`asked` is true."""
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
@@ -78,17 +66,13 @@ class Feature:
     def after_block(self, call: Any, task: ForwardTask, block: Block) -> None:
         """Runs after the backend's work on a block."""
 
-    def merged(self, forward: ForwardPass, messages: Tensor) -> None:
+    def merged(self, messages: Tensor) -> None:
         """Runs after the merge over the ranks. ``messages [P, message_size]``: of all ranks."""
 
     def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """The :attr:`results`, of the N tokens. ``statistics``: those that are no feature's, by name, and
         ``log_sum``, the logarithm of the sum of exponentials."""
         return {}
-
-    def losses(self, call: Any, losses: Tensor, coefficients: Coefficients, partial: Tensor) -> Tensor:
-        """The losses ``[R]`` of some tokens, from those without the feature. ``coefficients``: of their gradient."""
-        return losses
 
     # --- backward ---
 
@@ -116,17 +100,6 @@ class Feature:
         return task
 
 
-class ForwardPass(NamedTuple):
-    """A forward whose partials are merged."""
-
-    call: Any
-    # The gather of the partials, finished.
-    partials: PartialsGather
-    # Gives each block again, with its hidden states [R, D] and projection. Under sequence parallelism hidden states of
-    # several blocks are gathered again.
-    blocks: Callable[[], Iterator[tuple[Block, Tensor, Projection]]]
-
-
 FEATURES: list[type[Feature]] = []
 """All features, in the order of their hooks. Filled by :mod:`parallel_lce.features`."""
 
@@ -134,8 +107,3 @@ FEATURES: list[type[Feature]] = []
 def features_of(options: Options, tensors: Tensors) -> tuple[type[Feature], ...]:
     """The features of a call."""
     return tuple([feature for feature in FEATURES if feature.asked(options, tensors)])
-
-
-def need_position(options: Options, tensors: Tensors) -> bool:
-    """Whether a feature of the call reads the tokens' positions."""
-    return any([feature.needs_position and feature.asked(options, tensors) for feature in FEATURES])

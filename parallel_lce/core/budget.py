@@ -32,8 +32,8 @@ def budget_of_environment() -> int | None:
 
 
 def lean_budget(given: int | None, lean: int = LEAN_BUDGET) -> int | None:
-    """``logits_budget`` for :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`: the ``given`` budget. If it
-    is None: ``lean``, or None if the environment sets a budget, which the call then uses."""
+    """``logits_budget`` for doors that have a default of their own: the ``given`` budget. If it is None: ``lean``, or
+    None if the environment sets a budget, which the call then uses."""
     return lean if given is None and budget_of_environment() is None else given
 
 

@@ -289,11 +289,6 @@ class PartialsGather:
         self._shard.write_trailer(self._packed, first)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
-    def of_ranks(self) -> tuple[Tensor, Tensor]:
-        """The partials of all ranks ``[P, C, R]``, and their shards' first ids ``[P]``, after :meth:`finish`."""
-        partials = self._packed[:, : self._columns.count * self._rows].unflatten(1, (self._columns.count, self._rows))
-        return partials, trailer_of(self._packed)[:, 0].long()
-
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
         """The partial merged by a backend's ``merge_ranks``, and V: 0-dimensional int64, or an int on a single rank."""
         if self._layout.ranks == 1:

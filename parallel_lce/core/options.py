@@ -6,11 +6,7 @@ them between ranks, and an operator's arguments are made from them (:mod:`parall
 
 from __future__ import annotations
 
-import difflib
 import math
-import numbers
-import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -19,7 +15,6 @@ from torch import Tensor
 
 from parallel_lce.core.budget import budget_of_environment
 from parallel_lce.core.partials import Columns
-from parallel_lce.core.private import constant_in_graphs, environment
 
 LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -52,7 +47,6 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    max_logit_penalty: float = 0.0
     # 1.0 if Tensors.logit_scale holds one scale per token.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -68,12 +62,10 @@ class Options(NamedTuple):
     vocab_size: int | None = None
     logits_budget: int | None = None
     mean_logit: bool = False
-    # Of the argument ``entropy``.
-    expected_logit: bool = False
+    entropy: bool = False
     argmax: bool = False
     sum_p_squared: bool = False
     top_k: int | None = None
-    sample_seed: int | None = None
 
     @classmethod
     def of(cls, function: str, given: Mapping[str, Any]) -> Options:
@@ -81,16 +73,11 @@ class Options(NamedTuple):
         2.11 cannot trace ``locals()``."""
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
-    def of_every_step(self) -> Options:
-        """The same without the value of an option that has another value in each step."""
-        seed = self.sample_seed
-        return self._replace(sample_seed=0) if type(seed) is int and 0 <= seed < 2**63 else self
-
     @property
     def columns(self) -> Columns:
         """The columns of partials that the call needs."""
         shifted = self.mean_logit or self.label_smoothing > 0
-        return Columns(shifted, self.mean_logit, self.expected_logit, self.sum_p_squared, self.argmax)
+        return Columns(shifted, self.mean_logit, self.entropy, self.sum_p_squared, self.argmax)
 
 
 class Tensors(NamedTuple):
@@ -111,8 +98,6 @@ class Tensors(NamedTuple):
     # [..., K], or [E] with offsets [N + 1]
     picked: Any = None
     picked_offsets: Tensor | None = None
-    # [...] int64, for sampled ids; None: 0 to N - 1.
-    position: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name."""
@@ -136,77 +121,31 @@ def as_int64(ids: Any) -> Any:
     return wide if ids.dtype is not torch.uint64 else wide.masked_fill(wide < 0, torch.iinfo(torch.int64).max)
 
 
-def as_number(value: Any) -> Any:
-    """NumPy's scalars and other numbers as Python's; anything else as it is. NumPy's float64 is a subclass of float.
-    Its comparisons give numpy.bool_, which Triton rejects."""
-    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    try:
-        return float(value) if isinstance(value, numbers.Real) else value
-    except OverflowError:  # of a fraction
-        return value
-
-
 def as_float(value: Any) -> Any:
-    """As :func:`as_number`, with integers as floats, but those too large for fp32, which the checks refuse."""
-    value = as_number(value)
+    """Python's integers as floats, but those too large for fp32, which the checks refuse; anything else as it is."""
     return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value
 
 
-def as_bool(value: Any) -> Any:
-    """NumPy's bool, and the numbers 0 and 1, as Python's bool; anything else as it is."""
-    if type(value) is bool:
-        return value
-    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    value = as_number(value)
-    return bool(value) if type(value) is int and value in (0, 1) else value
-
-
-def is_true(value: Any) -> bool:
-    """Whether :func:`as_bool` gives True. In graphs of torch 2.15 the result of a ``not`` is no ``True`` by ``is``."""
-    value = as_bool(value)
-    return type(value) is bool and value
-
-
-def as_flag(name: str, value: Any) -> bool:
-    """As :func:`as_bool`, also of a 0-dimensional bool tensor. Raises ``ValueError`` for anything else."""
-    value = as_bool(value)
-    if isinstance(value, Tensor) and value.dtype is torch.bool and not value.dim() and not value.is_meta:
-        return bool(value)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {shortened(value)}")
-    return value
-
-
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace comparisons."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+    """Whether ``value`` is Python's int or float within fp32's range, and not NaN. torch.compile can trace comparisons.
+    NumPy's float64 is a subclass of float, whose comparisons give numpy.bool_, which Triton rejects."""
+    return type(value) in (int, float) and -LARGEST <= cast(float, value) <= LARGEST
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless this is True or False."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be True or False, got {shortened(value)}")
 
 
 def shortened(value: object) -> str:
     """``repr(value)``, cut to 60 characters if it is longer than 80."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
-def in_python(name: str, value: Any, allowed: Callable[[Any], bool]) -> str:
-    """The remedy for a number of another type: a tensor or array of one number, or a float in the place of an int."""
-    try:
-        number = value.item() if hasattr(value, "item") else value
-    except Exception:  # of several numbers, or of none
-        return ""
-    kinds = [type(number), *[int] * (isinstance(number, float) and number.is_integer())]
-    for kind in kinds:
-        if kind in (bool, int, float) and type(value) is not kind and allowed(kind(number)):
-            return f" (pass {'an' if kind is int else 'a'} {kind.__name__}: {kind.__name__}({name}))"
-    return ""
 
 
 class _Rule(NamedTuple):
@@ -216,7 +155,7 @@ class _Rule(NamedTuple):
     expected: str
     # Whether a converted value is allowed.
     allowed: Callable[[Any], bool] = lambda value: True
-    # Converts other libraries' values to Python's.
+    # Makes floats of integers.
     convert: Callable[[Any], Any] = lambda value: value
     # The value that is compared between ranks, from the option's value.
     agreed: Callable[[Any], Any] = lambda value: value
@@ -231,11 +170,10 @@ def _number_or_none(expected: str, fits: Callable[[float], bool]) -> _Rule:
 
 
 def _count_or_none(expected: str, first: int, end: float = math.inf) -> _Rule:
-    return _Rule(expected, lambda value: value is None or (is_count(value) and first <= value < end), as_number)
+    return _Rule(expected, lambda value: value is None or (is_count(value) and first <= value < end))
 
 
-_FLAG = _Rule("True or False", lambda value: isinstance(value, bool), as_bool)
-_FACTOR = _number("a finite Python number >= 0", lambda factor: factor >= 0)
+_FLAG = _Rule("True or False", lambda value: type(value) is bool)
 # A rule in the place of each value.
 _RULES = cast(Any, Options)(
     function=_Rule("a name"),
@@ -245,14 +183,13 @@ _RULES = cast(Any, Options)(
     loss_function=_FLAG,
     token_weight_gradient=_FLAG,
     label_smoothing=_number("a Python number in [0, 1]", lambda eps: 0 <= eps <= 1),
-    z_loss=_FACTOR,
-    max_logit_penalty=_FACTOR,
+    z_loss=_number("a finite Python number >= 0", lambda factor: factor >= 0),
     logit_scale=_number("a finite Python number"),
     logit_softcap=_number_or_none("None or a positive Python number", lambda cap: cap >= _SMALLEST),
     temperature=_number("a number > 0, or one per token", lambda t: t >= 1 / LARGEST),
     gradient_filter=_number_or_none("None or a number between 0 and 1, such as 2**-13", lambda eps: 0 < eps < 1),
     sequence_parallel=_FLAG,
-    sequence_dim=_Rule("0 or 1", lambda dim: is_count(dim) and dim in (0, 1), as_number),
+    sequence_dim=_Rule("0 or 1", lambda dim: is_count(dim) and dim in (0, 1)),
     reduce_hidden_grad=_FLAG,
     # Its allowed values depend on the input's dtype: call.checks.
     reduce_dtype=_Rule("None, torch.float32 or the input's dtype"),
@@ -262,16 +199,15 @@ _RULES = cast(Any, Options)(
     vocab_size=_count_or_none("None or a number of entries >= 1 and < 2^31", 1, LARGEST_VOCABULARY + 1),
     logits_budget=_count_or_none("None or a number of bytes >= 0", 0),
     mean_logit=_FLAG,
-    expected_logit=_FLAG,
+    entropy=_FLAG,
     argmax=_FLAG,
     sum_p_squared=_FLAG,
     top_k=_count_or_none("None or a number of entries >= 1", 1),
-    sample_seed=_count_or_none("None or an integer >= 0 and < 2^63", 0, 2**63),
 )
 
 
-def with_python_numbers(options: Options) -> Options:
-    """The same options, with other libraries' numbers as Python's."""
+def with_floats(options: Options) -> Options:
+    """The same options, with floats for integers where an option is a float."""
     return Options(*[rule.convert(value) for rule, value in zip(_RULES, options)])
 
 
@@ -279,9 +215,7 @@ def check_option(name: str, value: object) -> None:
     """Raise ``ValueError`` unless the option of this name may have this value."""
     rule = getattr(_RULES, name)
     if not rule.allowed(value):
-        raise ValueError(
-            f"{name} must be {rule.expected}, got {shortened(value)}{in_python(name, value, rule.allowed)}"
-        )
+        raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}")
 
 
 def check_reduction(reduction: object) -> None:
@@ -320,29 +254,3 @@ def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | No
     of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
     numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
     return *numbers, scale if of_scale else None, temperature if of_temperature else None
-
-
-# --- variables of the environment ------------------------------------------------------------------
-
-_PREFIX = "PARALLEL_LCE_"
-_SUFFIXES = ("BACKEND", "CROSS_ENTROPY", "DEBUG", "GRADIENT_FILTER", "LABEL_SMOOTHING", "LOGITS_BUDGET", "PYTHON")
-_SUFFIXES += "SKIP_MASKED", "VOCAB_SIZE", "Z_LOSS"
-_WARNED: set[str] = set()
-
-
-@constant_in_graphs
-def warn_of_unknown_variables() -> None:
-    """Warn, once for each, of variables of the environment that begin as the package's do, and are none of them. It
-    runs when the package is imported, and when calls of a new signature are checked."""
-    given = [name for name in environment if name[:13].upper() == b"PARALLEL_LCE_"]
-    for name in map(os.fsdecode, given):
-        suffix = name.upper().removeprefix(_PREFIX)
-        known = name == _PREFIX + suffix and (suffix in _SUFFIXES or suffix.startswith("TEST_"))
-        if known or name in _WARNED:
-            continue
-        _WARNED.add(name)
-        near = difflib.get_close_matches(suffix, _SUFFIXES, 1)
-        meant = (
-            f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(map(_PREFIX.__add__, _SUFFIXES))}"
-        )
-        warnings.warn(f"parallel_lce ignores the environment variable {name}: {meant}", stacklevel=2)

@@ -401,7 +401,7 @@ def balanced(rows: int, most: int) -> int:
     return max(1, rounded if rounded <= most else size)
 
 
-def blocks_within(budget: int, rows: int, row_bytes: int, fewest: int = 1) -> tuple[Block, ...]:
+def blocks_within(budget: int, rows: int, row_bytes: int, fewest: int) -> tuple[Block, ...]:
     """Blocks of ``rows`` tokens of each part, which save nothing: the largest that fit in the budget, or in
     :data:`SMALLEST_BLOCK` if that is more; at least ``fewest`` rows."""
     size = balanced(rows, max(max(budget, SMALLEST_BLOCK) // max(1, row_bytes), fewest))

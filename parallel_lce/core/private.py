@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor  # 2.15
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.15
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as _modules
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
-__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "get_proxy_mode", "pytree"]
+__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "pytree"]
 
 F = TypeVar("F", bound=Callable)
 # As Any, since type checkers do not know their private names.
@@ -49,8 +48,9 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
-def outside_graphs(function: F) -> F:
-    """Decorates a function at which graphs of torch.compile break, and in which it makes none."""
+def outside_graphs(function: F, reason: str | None = None) -> F:
+    """Decorates a function at which graphs of torch.compile break, and in which it makes none. ``reason``: what
+    torch.compile says where a graph that must be whole breaks there."""
 
     disabled: list[Callable] = []
 
@@ -59,17 +59,12 @@ def outside_graphs(function: F) -> F:
         if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
             return function(*given, **named)
         if not disabled:
-            reason = getattr(call, "_torchdynamo_disable_msg", None)
             disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*given, **named)
 
     call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
+    call._torchdynamo_disable_msg = reason  # pyright: ignore[reportAttributeAccessIssue]
     return call  # pyright: ignore[reportReturnType]
-
-
-def explain_break(function: Callable, reason: str) -> None:
-    """Let torch.compile give this reason where a graph that must be whole breaks at the function."""
-    function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def must_be_one_graph() -> bool:
@@ -87,11 +82,6 @@ TRACING = "torch._subclasses."
 
 # Whether a transform of torch.func is running.
 transforming: Callable[[], bool] = _torch._C._are_functorch_transforms_active
-# The vmap of is_grads_batched, which is older than torch.func's: whether a tensor is a batch; its whole of this level,
-# with the batch first; a batch of this level.
-is_batch: Callable[[Tensor], bool] = _torch._C._functorch.is_legacy_batchedtensor
-remove_dim: Callable[..., Tensor] = _torch._remove_batch_dim
-add_dim: Callable[..., Tensor] = _torch._add_batch_dim
 # False in the forward of an autograd.Function and in inference mode.
 forward_gradients_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
 # Number of the running backward; -1: none runs.
@@ -102,7 +92,7 @@ def saving_without_hooks() -> AbstractContextManager:
     """A context in which autograd saves tensors themselves, not what hooks around it make of them, such as those of a
     checkpoint, which run its function again where a tensor is read. The tensors are detached: a node that saves its own
     output, as that of ``tanh``, would otherwise hold itself for ever. Reading one attaches it again."""
-    # Not enabled: by torch.func. Without hooks around it, a Function may read attributes of a parameter that it saved.
+    # They may be disabled. Without hooks around it, a Function may read attributes of a parameter that it saved.
     autograd = _torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled() or autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import INTEGERS, described, public, renamed
@@ -26,11 +25,9 @@ from parallel_lce.core.options import (
     Options,
     Tensors,
     as_float,
-    as_number,
     check_option,
     check_reduction,
     is_number,
-    is_true,
     shortened,
     split_per_token,
 )
@@ -41,14 +38,12 @@ from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import adapted
 from parallel_lce.run.entry import fused_statistics
 from parallel_lce.run.picked import log_probs_of
-from parallel_lce.run.transforms import operator, without_values
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
 @outside_graphs
 @public
-@operator
 def divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -130,7 +125,7 @@ def divergence(
     """
     beta, softcap = as_float(beta), as_float(teacher_logit_softcap)
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
-    ignored: int = -100 if ignore_index is None else as_number(ignore_index)
+    ignored: int = -100 if ignore_index is None else ignore_index
     # Ranks compare the name, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and ignore_index={ignored}"
     changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=of_all)
@@ -158,24 +153,19 @@ def divergence(
         options = options._replace(reduce_dtype=None, logit_scale=teacher_scale, logit_softcap=softcap)
         teacher, teacher_inputs = prepare(options, of_teacher, group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
-    shape = student.shape if reduction == "none" else ()
-    if is_meta_or_fake(inputs[1]):
-        result = without_values(shape, *inputs)
+    task = Divergence.of(student, teacher, beta, dtype)
+    factor = _factor(student, inputs[0], reduction, ignored)
+    if reduction != "none" and any(student.needs) and dtype != torch.float16:
+        result, _ = divergences(task, inputs, teacher_inputs, factor)
     else:
-        task = Divergence.of(student, teacher, beta, dtype)
-        factor = _factor(student, inputs[0], reduction, ignored)
-        if reduction != "none" and any(student.needs) and dtype != torch.float16:
-            result, _ = divergences(task, inputs, teacher_inputs, factor)
-        else:
-            losses, _ = divergences(task, inputs, teacher_inputs)
-            # An ignored token has no loss and no gradient, even if its logits are NaN.
-            losses = torch.where(factor != 0, losses * factor, 0.0)
-            result = losses.view(shape) if reduction == "none" else losses.sum()
+        losses, _ = divergences(task, inputs, teacher_inputs)
+        # An ignored token has no loss and no gradient, even if its logits are NaN.
+        losses = torch.where(factor != 0, losses * factor, 0.0)
+        result = losses.view(student.shape) if reduction == "none" else losses.sum()
     return result if adapter is None else adapter.loss(result)
 
 
 @public
-@operator
 def top_k_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -237,16 +227,17 @@ def top_k_divergence(
         if adapter is not None:
             teacher_log_probs = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     target, teacher_ids = given.target, given.picked
-    layout = Layout.of(group, is_true(asked.sequence_parallel))
+    check_option("sequence_parallel", asked.sequence_parallel)
+    layout = Layout.of(group, asked.sequence_parallel)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
     _check_numbers(beta, reduction, ignore_index)
-    check_option("logits_budget", as_number(logits_budget))
+    check_option("logits_budget", logits_budget)
     _check_stored(teacher_ids, teacher_log_probs, tail, target)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
-    if debug.enabled() and layout.ranks > 1 and not is_meta_or_fake(teacher_ids):
+    if debug.enabled() and layout.ranks > 1:
         settings = {"beta": beta, "reduction": reduction, "tail": tail}
         stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored)
@@ -309,7 +300,7 @@ def _naming(who: str, **others: str) -> AbstractContextManager[None]:
 def _check_numbers(beta: object, reduction: object, ignore_index: object, shape: torch.Size | None = None) -> None:
     check_beta(beta)
     check_reduction(reduction)
-    check_option("ignore_index", as_number(ignore_index))
+    check_option("ignore_index", ignore_index)
 
 
 def check_beta(beta: object) -> None:

@@ -17,6 +17,7 @@ each token the backward projects both again.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -25,15 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends import part
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened
 from parallel_lce.core.collectives import Layout, Shard, digest_of, gather_whole, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
+from parallel_lce.distillation.output_gradients import OutputGradients
 from parallel_lce.distillation.torch_part import LogitsGradient, Pair, aligned
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.output_gradients import OutputGradients
 from parallel_lce.run.schedule import Gathers
 
 # Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r). If its
@@ -41,8 +41,6 @@ from parallel_lce.run.schedule import Gathers
 _NUMBERS = 5
 # Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
-# Largest log-ratio for which fp16 gradients of the output stay finite.
-_LARGEST_LOG_RATIO = 64.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class _Pass:
 
 
 def _part_of(call: Call) -> ModuleType:
-    return part("parallel_lce.distillation", call.backend)
+    return importlib.import_module(f"parallel_lce.distillation.{call.backend.NAME}_part")
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
@@ -172,7 +170,7 @@ def _evaluated(
         if factor is not None:
             factor, dtype = _output_factor(task, factor), work.projection.dtype if summed else None
             of_student = task.student, work.hidden, work.projection, needs, len(task.blocks)
-            sums = OutputGradients(*of_student, factor, _LARGEST_LOG_RATIO, dtype)
+            sums = OutputGradients(*of_student, factor, dtype)
         work.run(sums)
         return work.losses, work.numbers, sums and sums.deliver(inputs[0].shape)
 

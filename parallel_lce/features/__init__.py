@@ -1,10 +1,8 @@
 """Features of a call, each in a room of its own (:mod:`parallel_lce.call.seam`)."""
 
 from parallel_lce.call.seam import FEATURES
-from parallel_lce.features.draws import Draws
 from parallel_lce.features.filter import Filter
-from parallel_lce.features.max_logit import MaxLogitPenalty
 from parallel_lce.features.selected import Selected
 from parallel_lce.features.top_k import TopK
 
-FEATURES[:] = Selected, TopK, Draws, Filter, MaxLogitPenalty
+FEATURES[:] = Selected, TopK, Filter

@@ -35,7 +35,6 @@ def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
 
 class Selected(Feature):
     results = ("selected_log_prob",)
-    adds_entries = "selected"
     # Logits [E] of the selected entries; 0 for an id outside the vocabulary. Known after the merge.
     logits: Tensor | None = None
     # [E]: terms of the gradient of the projection's output. Known in a backward with an upstream gradient.
@@ -60,7 +59,7 @@ class Selected(Feature):
         entries = call.picked.of_block(call.layout, block, call.shard.start)
         return task._replace(picked=PickedLogits(entries, self._message))
 
-    def merged(self, forward: Any, messages: Tensor) -> None:
+    def merged(self, messages: Tensor) -> None:
         self.logits = messages.sum(0)
         del self._message
 

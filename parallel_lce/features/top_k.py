@@ -28,7 +28,7 @@ _TILE = 2048, 8192
 class TopK(Feature):
     results = ("top_logits", "top_ids")
 
-    def __init__(self, options: Options, tensors: Tensors) -> None:
+    def __init__(self, options: Options) -> None:
         self._k: int = int(options.top_k)  # pyright: ignore[reportArgumentType]
 
     @classmethod
@@ -64,7 +64,7 @@ class TopK(Feature):
         for own, values in zip(self._own, found):
             call.layout.put(own.t(), block, values.t())
 
-    def merged(self, forward: Any, messages: Tensor) -> None:
+    def merged(self, messages: Tensor) -> None:
         logits, ids = self._views(messages)
         # [N, P * K]
         flat = [t.transpose(0, 1).flatten(1) for t in (logits, ids.long())]

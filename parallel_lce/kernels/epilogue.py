@@ -4,7 +4,6 @@
                (:mod:`parallel_lce.kernels.codes`). Logits are not written.
     backward   writes the gradient of the logits in the input's dtype. :mod:`parallel_lce.kernels.token_gradients` adds
                the targets' entries.
-    draw       stores the sampled entries of the tile: :class:`parallel_lce.kernels.draws.DrawEpilogue`.
 
 An epilogue takes a tile ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and
 column numbers. A mainloop calls :func:`tile_rows` before a tile's product, so that its loads overlap the product, and
@@ -35,7 +34,6 @@ from parallel_lce.kernels.arithmetic import (
     local_ids,
 )
 from parallel_lce.kernels.codes import CodeColumns, encoded
-from parallel_lce.kernels.draws import store_draw
 from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
@@ -82,8 +80,6 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
     valid = r < rows
     if KIND == "backward":
         return _gradient_rows(epilogue, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), r, valid)
-    elif KIND == "draw":
-        return (loaded(logit_map.token_scale, r, valid, 1.0),)
     else:
         scales, flat = loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0)
         if epilogue.codes is None:
@@ -116,9 +112,6 @@ def finish_tile(
         z = softcapped(z, caps)
     if KIND == "backward":
         return _gradient(z, row_values, epilogue, logit_map, caps)
-    elif KIND == "draw":
-        store_draw(z, position, epilogue, MASKED)
-        return z
     else:
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]

@@ -18,14 +18,13 @@ from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.descriptors import addressable
 from parallel_lce.kernels.device import blocks_per_launch, num_sms
-from parallel_lce.kernels.draws import DrawEpilogue
 from parallel_lce.kernels.epilogue import BackwardEpilogue, ForwardEpilogue
 from parallel_lce.kernels.mainloop_choice import mainloop_of, tile_of
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.relaunch import Bound
 from parallel_lce.kernels.tuning import Tile
 
-Epilogue = ForwardEpilogue | BackwardEpilogue | DrawEpilogue
+Epilogue = ForwardEpilogue | BackwardEpilogue
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -81,10 +80,9 @@ def lce_forward_target_logits(
         tl.store(flat + r, is_flat.to(tl.float32), mask=valid)
 
 
-def target_logits(
-    product: Product, target: torch.Tensor | None, target_logit: torch.Tensor | None, flat: torch.Tensor | None = None
-) -> None:
-    """Write the targets' logits into ``target_logit [R]`` fp32, and ``flat [R]`` fp32. Either may be None.
+def bound_target_logits(product: Product) -> Bound:
+    """The launch for products of these sizes. It writes the targets' logits into ``target_logit [R]`` fp32, and ``flat
+    [R]`` fp32. Either may be None.
 
     A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. The targets' logits are the diagonal
     of a product with the targets' rows of the weight. They are summed in the mainloop's order, so a target that is a
@@ -94,13 +92,6 @@ def target_logits(
     ``flat``: 1 for tokens of which most logits are near 0, of 64 evenly spaced rows of the weight, 0 for others
     (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
-    bound_target_logits(product).once(
-        product.x, product.weight, product.bias, product.logit_map, target, target_logit, flat
-    )
-
-
-def bound_target_logits(product: Product) -> Bound:
-    """The launch for products of these sizes."""
     x, weight = product.x, product.weight
     numbers = x.shape[0], weight.shape[0], x.shape[1], -(-weight.shape[0] // _TOKENS.value), x.stride(0)
     # Ampere has too few registers for 64.

@@ -540,10 +540,10 @@ def token_gradients(
     terms: GradientTerms,
     *,
     entries: int,
-    first: int = 0,
-    window: int = 1,
-    find_shared: bool = True,
-    rewrite: bool = False,
+    first: int,
+    window: int,
+    find_shared: bool,
+    rewrite: bool,
 ) -> TokenGradients:
     """Prepare the rows of G and write the targets' entries into it.
 

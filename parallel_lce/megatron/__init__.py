@@ -3,17 +3,15 @@
 from parallel_lce.megatron.lazy_logits import LogitsWarning
 from parallel_lce.megatron.log_probs import TokenLogProbs, token_log_probs, token_loss
 from parallel_lce.megatron.losses import TokenMetrics, token_metrics
-from parallel_lce.megatron.switch import install, patch, uninstall, unpatch
+from parallel_lce.megatron.switch import patch, unpatch
 
 __all__ = [
     "LogitsWarning",
     "TokenLogProbs",
     "TokenMetrics",
-    "install",
     "patch",
     "token_log_probs",
     "token_loss",
     "token_metrics",
-    "uninstall",
     "unpatch",
 ]

@@ -4,8 +4,8 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 ``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. This program's options may stand anywhere; all other
-arguments go to the script. Each option sets an environment variable. Megatron is patched right after the script has
-imported its ``LanguageModule``.
+arguments go to the script. Each option is the argument of this name of ``patch()``. Megatron is patched right after the
+script has imported its ``LanguageModule``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from parallel_lce.backends import check_choice
 from parallel_lce.megatron.settings import CROSS_ENTROPIES, resolve
@@ -26,21 +27,19 @@ from parallel_lce.patching import AfterImport
 
 _LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 
-_OPTIONS = {
-    "logits-budget": {"metavar": "BYTES"},
-    "gradient-filter": {"metavar": "PROBABILITY"},
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "logits-budget": {"type": int, "metavar": "BYTES"},
+    "gradient-filter": {"type": float, "metavar": "PROBABILITY"},
     "cross-entropy": {"choices": CROSS_ENTROPIES},
-    "skip-masked": {"choices": ("0", "1")},
-    "z-loss": {"metavar": "FACTOR"},
-    "label-smoothing": {"metavar": "SHARE"},
-    "vocab-size": {"metavar": "ENTRIES"},
-    "backend": {"choices": ("torch", "triton")},
-    "debug": {"choices": ("0", "1")},
+    "skip-masked": {"type": int, "choices": (0, 1)},
+    "z-loss": {"type": float, "metavar": "FACTOR"},
+    "label-smoothing": {"type": float, "metavar": "SHARE"},
+    "vocab-size": {"type": int, "metavar": "ENTRIES"},
 }
 
 
 def main(arguments: list[str]) -> None:
-    module, target, rest = _parse(arguments)
+    settings, module, target, rest = _parse(arguments)
     sys.argv = [target, *rest]
     if not module:
         # As `python SCRIPT` does; `python -m` put the current folder first.
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        resolve()
+        resolve(**settings)
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
@@ -58,21 +57,22 @@ def main(arguments: list[str]) -> None:
             time.sleep(10)
         sys.exit(2)
     allow_implementation(argparse._ActionsContainer)
-    AfterImport([_LANGUAGE_MODULE], lambda module: patch())
+    AfterImport([_LANGUAGE_MODULE], lambda module: patch(**settings))
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
 
 
-def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
-    """Whether a module is run instead of a script, its name or the script's path, and its arguments."""
+def _parse(arguments: list[str]) -> tuple[dict[str, Any], bool, str, list[str]]:
+    """The arguments of ``patch``; whether a module is run instead of a script; its name or the script's path; and its
+    arguments."""
     usage = "%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]"
     parser = argparse.ArgumentParser("python -m parallel_lce.megatron", usage, __doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, settings in _OPTIONS.items():
-        variable = f"PARALLEL_LCE_{name.replace('-', '_').upper()}"
-        parser.add_argument(f"--parallel-lce-{name}", dest=variable, help=f"sets {variable}", **settings)
+    for option, settings in _OPTIONS.items():
+        name = option.replace("-", "_")
+        parser.add_argument(f"--parallel-lce-{option}", dest=name, help=f"{name} of patch()", **settings)
     ours, theirs = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -82,16 +82,16 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
             ours.extend(itertools.islice(remaining, 1))
     if not theirs or theirs[0] in ("-h", "--help"):
         ours = ["--help"]
-    for name, value in vars(parser.parse_args(ours)).items():
-        if value is not None:
-            os.environ[name] = value
+    given = {name: value for name, value in vars(parser.parse_args(ours)).items() if value is not None}
+    if "skip_masked" in given:
+        given["skip_masked"] = bool(given["skip_masked"])
     module = theirs[0] == "-m"
     theirs = theirs[module:]
     if not theirs or theirs[0].startswith("-"):
         parser.error(f"expected a script or -m MODULE, got {' '.join(arguments)!r}")
     if not module and not Path(theirs[0]).is_file():
         parser.error(f"no such script: {theirs[0]}")
-    return module, theirs[0], theirs[1:]
+    return given, module, theirs[0], theirs[1:]
 
 
 def allow_implementation(container: type) -> None:

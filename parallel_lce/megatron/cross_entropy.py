@@ -104,7 +104,7 @@ def apply_of(function: type, theirs: Any) -> Any:
         if name is not None or not (_running or everywhere):
             return before(logits, target, *others)
         group = next((v for v in others if isinstance(v, dist.ProcessGroup)), None)
-        (model, _, kept), chosen = _innermost(), settings.resolve()
+        (model, _, kept), chosen = _innermost(), settings.current
         if model is not None and group is not None and group.size() > 1:
             weight, shards = getattr(model.output_layer, "weight", None), group.size()
             shards *= getattr(model.output_layer, "gtp_remat_size", 1)  # a weight may be sharded once more
@@ -130,7 +130,7 @@ def apply_of(function: type, theirs: Any) -> Any:
 
 def _of_lazy(logits: LazyLogits, target: Tensor) -> Tensor:
     """The fused losses ``[s, b]``, and under ``patch(token_metrics=True)`` the metrics of their tokens."""
-    (model, count, kept), chosen = _innermost(), settings.resolve()
+    (model, count, kept), chosen = _innermost(), settings.current
     ignored = NO_LABEL if chosen.skip_masked else None
     if not kept:
         return losses_of_lazy(logits, target, ignored, count)
@@ -157,7 +157,7 @@ def own_loss(model: Any, count: TokenCount | None = None, of_head: bool = False)
         fused = _replaced_part(unfused, vars(unfused)["apply"].__func__.theirs) is None
         config = dict(cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="native")
         stack.enter_context(replaced(model.config, **config))
-        kept = settings.resolve().token_metrics and not (of_head or are_asked_for())
+        kept = settings.current.token_metrics and not (of_head or are_asked_for())
         _running.append((model, count, kept))
         stack.callback(_running.pop)
         yield

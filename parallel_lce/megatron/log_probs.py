@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import INTEGERS, check_no_gradient, check_values, described, public
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, as_float, check_option, check_options
+from parallel_lce.core.options import Options, check_flag, check_option, check_options
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import check_release, own_loss
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -56,7 +56,7 @@ def token_log_probs(
 
     Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. Neither
     :func:`parallel_lce.megatron.patch` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed. After ``patch`` its
-    settings apply, else the environment's. With ``entropy`` gradients are exact.
+    settings apply. With ``entropy`` gradients are exact.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
@@ -95,8 +95,7 @@ def token_log_probs(
             the layer or a module around it.
     """
     inner = _language_model(model)
-    if type(entropy) is not bool:
-        raise ValueError(f"entropy must be True or False, got {entropy!r}")
+    check_flag("entropy", entropy)
 
     def score(lazy: LazyLogits, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
         return statistics_of_lazy(lazy, labels, temperature, entropy, count_of(inner, (labels,)))
@@ -129,7 +128,7 @@ def token_loss(
     the model's own output. If dW goes to a ``main_grad``, backward forms the gradients.
     """
     inner = _language_model(model)
-    options = Options("megatron.token_loss", reduction=reduction, loss_function=True, expected_logit=entropy)
+    options = Options("megatron.token_loss", reduction=reduction, loss_function=True, entropy=entropy)
     options = options._replace(sum_p_squared=sum_p_squared, mean_logit=mean_logit)
     check_options(options)
     values, names = check_values(loss, per_token, reduction, labels) if _is_last(inner) else (), []
@@ -171,7 +170,7 @@ def _scored(
     with ExitStack() as stack:
         if last:
             assert labels is not None  # checked by _temperature
-            if settings.skips_masked():
+            if settings.current.skip_masked:
                 count_labels(labels)
             stack.enter_context(without_logits(inner.output_layer, function))
             loss = _in_place_of_loss(function, inner, labels, functools.partial(score, temperature=divisor))
@@ -241,7 +240,6 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
     """The divisor of the logits: a number, or floating-point ``[b, s]``. Raises ``ValueError`` if the labels or the
     temperature do not fit."""
     if not isinstance(temperature, Tensor):
-        temperature = as_float(temperature)
         check_option("temperature", temperature)
     if labels is None and not last:
         return temperature

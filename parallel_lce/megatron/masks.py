@@ -34,7 +34,7 @@ def wrapped_forward(own: Callable) -> Callable:
 
     @functools.wraps(own)
     def forward(self, *given, **named):
-        fused = hasattr(getattr(self, "output_layer", None), "returns_lazy_logits") and settings.skips_masked()
+        fused = hasattr(getattr(self, "output_layer", None), "returns_lazy_logits") and settings.current.skip_masked
         # Another loss wants the labels as they are; token_log_probs, which puts one there, also by identity.
         loss = vars(self).get("compute_language_model_loss")
         if not fused or not (loss is None or is_megatrons(loss)) or torch.compiler.is_compiling():
@@ -63,7 +63,7 @@ def _rolled_in(model: Any, arguments: dict[str, Any], labels: Tensor) -> int:
 def count_of(model: Any, arguments: tuple) -> TokenCount | None:
     """How many of the labels among a loss's arguments count; a bound for labels of MTP. None if nobody knows, or if
     none are skipped."""
-    if not settings.skips_masked():  # the same labels may have been counted before
+    if not settings.current.skip_masked:  # the same labels may have been counted before
         return None
     exact = next(filter(None, map(count_of_labels, arguments)), None)
     return exact or vars(model).get("rolled_labels")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel_lce.call.checks import dispatches
-from parallel_lce.core.budget import default_budget
+from parallel_lce.core.budget import default_budget, lean_budget
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64, split_per_token
 from parallel_lce.core.private import accumulates, backward_id, has_hooks, hooks, parameters_of, pytree, submodules_of
@@ -253,7 +253,7 @@ def terms_of_lazy(logits: LazyLogits, target: Tensor, count: TokenCount | None, 
 
 
 def statistics_of_lazy(
-    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None = None
+    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
     by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax, unless settings say which they are.
@@ -261,7 +261,7 @@ def statistics_of_lazy(
 
     Collectives: as in :func:`parallel_lce.token_statistics`.
     """
-    options = Options("token_log_probs", ignore_index=NO_LABEL, expected_logit=entropy)
+    options = Options("token_log_probs", ignore_index=NO_LABEL, entropy=entropy)
     labels = _swapped(labels)
     statistics = _called(_statistics_entry(labels, count), logits, labels, options, temperature)
     return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
@@ -304,9 +304,10 @@ def _called(
     layer = logits.layer
     # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    options = settings.resolve().of_call(options, layer.training)
-    if options.logits_budget is None and heads > 1:
-        options = options._replace(logits_budget=default_budget(logits.hidden.device) // heads)
+    options = settings.current.of_call(options, layer.training)
+    if heads > 1:
+        share = default_budget(logits.hidden.device) // heads
+        options = options._replace(logits_budget=lean_budget(options.logits_budget, share))
     _, number, _, each = split_per_token(1.0, temperature)
     if number != 1.0:
         options = options._replace(temperature=number)

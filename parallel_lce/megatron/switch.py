@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from parallel_lce.core.options import as_bool, as_float, as_number
 from parallel_lce.lazy_logits import LogitsTensor, watch_optimizers
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
@@ -55,29 +53,27 @@ def patch(
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
             is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, also for all callers
             of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``; a model that is built under it keeps its
-            logits. Default: ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
+            logits. Default: ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
             Default: the hidden states' dtype, as in stock.
         gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
-            Default: ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
+            Default: gradients are exact.
         skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
             and no cost; only with ``"output_layer"``. Within the model's forward masked labels are -100. Default:
-            ``PARALLEL_LCE_SKIP_MASKED``, else False.
+            False.
         z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, exact over all ranks; of models in
-            training mode. In evaluation mode the loss is the cross-entropy. Default: ``PARALLEL_LCE_Z_LOSS`` and
-            ``PARALLEL_LCE_LABEL_SMOOTHING``, else 0.
+            training mode. In evaluation mode the loss is the cross-entropy. Default: 0.
         vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
-            have no gradient. Default: ``PARALLEL_LCE_VOCAB_SIZE``, else all rows take part, as in stock.
+            have no gradient. Default: all rows take part, as in stock.
         token_metrics: True: the loss also gives the metrics of its tokens, for :func:`token_metrics`. Default: False.
 
     Raises:
         ImportError: megatron-core is missing, or older than 0.14.
-        ValueError: a value is not allowed; later, when a model is built, ``"parallel_lce"`` is misspelt.
+        ValueError: a value is not allowed.
     """
     given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
-    given |= dict(z_loss=as_float(z_loss), label_smoothing=as_float(label_smoothing), vocab_size=as_number(vocab_size))
-    given |= dict(skip_masked=as_bool(skip_masked), token_metrics=as_bool(token_metrics))
-    given["gradient_filter"] = as_float(gradient_filter)
+    given |= dict(gradient_filter=gradient_filter, skip_masked=skip_masked, token_metrics=token_metrics)
+    given |= dict(z_loss=z_loss, label_smoothing=label_smoothing, vocab_size=vocab_size)
     resolved = settings.resolve(**{name: value for name, value in given.items() if value is not KEPT})
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
@@ -85,7 +81,7 @@ def patch(
     check_release()
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    settings.installed = resolved
+    settings.current = resolved
     watch_optimizers()
     _replacements.replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
     _replacements.replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
@@ -99,22 +95,15 @@ def unpatch() -> None:
     Models built before must not be used: their output layers still return lazy logits, and Megatron's own loss raises
     ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
     """
-    settings.installed = None
+    settings.current = settings.Settings()
     _replacements.restore()
-
-
-install, uninstall = patch, unpatch
 
 
 def _wrap_setup(own: Callable) -> Callable:
     @functools.wraps(own)
     def setup_embeddings_and_output_layer(self) -> None:
         own(self)
-        name = self.config.cross_entropy_fusion_impl
-        if name != IMPLEMENTATION:
-            # Megatron does not check the name: its loss would raise UnboundLocalError.
-            if difflib.get_close_matches((name or "").lower(), [IMPLEMENTATION], cutoff=0.75):
-                raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
+        if self.config.cross_entropy_fusion_impl != IMPLEMENTATION:
             return
         if not self.config.cross_entropy_loss_fusion:
             said = "cross_entropy_fusion_impl='parallel_lce' has no effect with cross_entropy_loss_fusion=False"

@@ -23,28 +23,25 @@ from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of, with_aligned_rows
-from parallel_lce.core.private import transforming
 from parallel_lce.run import loss_results, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
-from parallel_lce.run.transforms import batched, first_order
+
+FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice (create_graph=True)"
 
 
 def first_order_only(backward: Callable) -> Callable:
     """Decorator for an autograd.Function's ``backward(ctx, saved, *upstream)``, where ``saved`` are its saved tensors.
 
     With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
-    wrong. :func:`first_order` raises instead, and runs a backward of batched gradients once for each of them.
+    wrong: that is refused. (PyTorch's ``once_differentiable`` refuses only if an upstream gradient has a graph.)
     """
 
     @functools.wraps(backward)
     def call(ctx, *upstream):
-        saved = ctx.saved_tensors
-        run = functools.partial(backward, ctx, saved)
-        if torch.is_grad_enabled() or transforming():
-            dependencies = [t for t in saved if t is not None and t.requires_grad]
-            run = functools.partial(first_order, functools.partial(backward, ctx, saved), dependencies)
-        return batched(run, upstream)
+        if torch.is_grad_enabled():
+            raise RuntimeError(FIRST_ORDER)
+        return backward(ctx, ctx.saved_tensors, *upstream)
 
     return call
 

@@ -10,25 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together
 from parallel_lce.call.prepare import autocasted, check, check_readable_target
-from parallel_lce.call.seam import need_position
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
-from parallel_lce.core.options import (
-    NO_LABEL,
-    SPOKEN,
-    Options,
-    Tensors,
-    as_int64,
-    as_number,
-    in_python,
-    is_count,
-    shortened,
-)
+from parallel_lce.core.options import NO_LABEL, SPOKEN, Options, Tensors, as_int64, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.statistics import NAMES, TokenStatistics
@@ -144,7 +132,7 @@ def with_counted_hidden(
     all tokens count. ``mask``: None for a loss."""
     hidden, target = tensors.input, tensors.target
     if mask is None and isinstance(target, Tensor):
-        mask = target != as_number(options.ignore_index)
+        mask = target != options.ignore_index
     if count is not None or not (isinstance(hidden, Tensor) and isinstance(mask, Tensor) and mask.dim()):
         return tensors
     layout = Layout.of(group, options.sequence_parallel)
@@ -185,7 +173,7 @@ def compacted(
         ValueError: a count that is no number from 0 to N; a mask of another shape than the tokens', or not bool; and
         as for a call without a count.
     """
-    count, masks = as_number(count), []
+    masks = []
 
     def check_mask(shape: torch.Size) -> None:
         masks.append(_mask_of(options, tensors, shape, mask, count))
@@ -193,12 +181,10 @@ def compacted(
     tensors = autocasted(tensors)
     # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
-    if debug.enabled() and not is_meta_or_fake(tensors.linear_weight):
+    if debug.enabled():
         check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
         check_readable_target(options, tensors, layout, masks[0])
-    if tensors.position is None and need_position(options, tensors):
-        tensors = tensors._replace(position=torch.arange(masks[0].numel(), device=masks[0].device))
     compaction, hidden = Compaction(masks[0], count, bound), in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
@@ -213,14 +199,12 @@ def compacted(
 
 def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tensor | None, count: Any) -> Tensor:
     """The mask of the counted tokens, of the shape ``tokens``. Raises ``ValueError`` as :func:`compacted`."""
-    fits = lambda number: is_count(number) and 0 <= number <= tokens.numel()  # noqa: E731
-    if not fits(count):
+    if not (is_count(count) and 0 <= count <= tokens.numel()):
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
-            f"{in_python('counted_tokens', count, fits)}"
         )
     if options.reduction is not None:
-        mask = tensors.target != as_number(options.ignore_index)
+        mask = tensors.target != options.ignore_index
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")

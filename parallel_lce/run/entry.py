@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.loss_formula import mean_loss
 from parallel_lce.call import debug
 from parallel_lce.call.call import LossFunction
@@ -18,8 +16,8 @@ from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
-from parallel_lce.run import loss_results, ops
-from parallel_lce.run.statistics import DIFFERENTIABLE, TokenStatistics
+from parallel_lce.run import ops
+from parallel_lce.run.statistics import TokenStatistics
 
 
 def fused_loss(
@@ -62,18 +60,6 @@ def fused_token_loss(
     checked. Other arguments as in :func:`fused_loss`, ``options`` with ``loss_function=True``."""
     function = LossFunction(loss)
     flat = tuple([value.reshape(-1).contiguous() for value in values])
-    target = tensors.target
-    if _has_no_values(tensors):  # also while torch.export traces
-        found = fused_statistics(options._replace(reduction=None), tensors, group).view((target.numel(),))
-        ignored = as_int64(target).reshape(-1) == options.ignore_index
-        # No gradient reaches the statistics of an ignored token, not even NaN times 0.
-        own = {n: getattr(found, n) for n in DIFFERENTIABLE}
-        own = {n: torch.where(ignored, value.detach(), value) for n, value in own.items() if value is not None}
-        losses, metrics = loss_results.called(function, replace(found, **own), flat)
-        losses = losses.to(found.lse.dtype).masked_fill(ignored, 0.0)
-        mean, _ = mean_loss(losses, ~ignored, None, 0)
-        named = {n: metric.detach().masked_fill(ignored, 0).view(target.shape) for n, metric in metrics.items()}
-        return mean if options.reduction == "mean" else losses.sum(), named
     if debug.enabled() and (layout := Layout.of(group, False)).ranks > 1:
         wide = [value.double() if value.is_floating_point() else value.long() for value in flat]
         named = {f"per_token[{number}]": value for number, value in enumerate(wide)}
@@ -85,16 +71,10 @@ def fused_token_loss(
     return result, {name: metric.view(call.shape) for name, metric in function.metrics.items()}
 
 
-def _has_no_values(tensors: Tensors) -> bool:
-    """In a compiled graph, and of meta and fake tensors."""
-    weight = tensors.linear_weight
-    return torch.compiler.is_compiling() or (isinstance(weight, Tensor) and is_meta_or_fake(weight))
-
-
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):
-    """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph, and for tensors without
-    values, an operator runs the call."""
-    if _has_no_values(tensors):
+    """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph an operator runs the
+    call."""
+    if torch.compiler.is_compiling():
         tensors = autocasted(tensors)
         options, layout, shape = check(options, tensors, group, None, main_grad)
         return ops.call(options, tensors, layout, main_grad), shape

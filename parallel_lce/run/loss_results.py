@@ -1,4 +1,4 @@
-"""Per-token losses: two helpers on statistics, and the losses of ``linear_cross_entropy`` and ``token_loss``.
+"""Per-token losses of ``linear_cross_entropy`` and ``token_loss``.
 
 A loss is known with the merged partials of its token, and so are the coefficients of its gradient
 (:func:`of_tokens`). Both can be formed for all tokens, or for a block as soon as its partials are merged.
@@ -27,22 +27,6 @@ from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, Residuals, TokenS
 _SAME_LOSS = 1e-4, 1e-6
 
 
-def log_prob(statistics: TokenStatistics) -> Tensor:
-    """log p of each token's target, in the target's shape: ``target_log_prob``. Raises ``ValueError`` if the statistics
-    were computed without a target."""
-    if statistics.target_log_prob is None:
-        raise ValueError("log_prob needs statistics computed with a target, got target=None")
-    return statistics.target_log_prob
-
-
-def entropy(statistics: TokenStatistics) -> Tensor:
-    """Entropy of each token's softmax in nats, in the target's shape. Raises ``ValueError`` if the statistics were
-    computed without ``entropy=True``."""
-    if statistics.entropy is None:
-        raise ValueError("entropy needs statistics computed with entropy=True, got False")
-    return statistics.entropy
-
-
 def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
     """Losses ``[R]`` of the call's tokens, the coefficients of the gradient of their sum, and the metrics ``[R]`` of a
     caller's function by name. ``call``: with the tensors of these tokens (:meth:`Call.of_tokens`)."""
@@ -53,10 +37,7 @@ def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[st
     losses, alpha, excess, gamma = call.backend.token_losses(
         merged.partial, merged.vocab_size, target, call.token_weight, call.options
     )
-    coefficients = Coefficients(alpha, excess, gamma)
-    for feature in call.features:
-        losses = feature.losses(call, losses, coefficients, merged.partial)
-    return losses, coefficients, {}
+    return losses, Coefficients(alpha, excess, gamma), {}
 
 
 def _of_function(call: Call, function: LossFunction, merged: Merged) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The call as an operator, for graphs of torch.compile and for tensors without values.
+"""The call as an operator, for graphs of torch.compile.
 
 The operator runs the autograd.Function of the call, as eager mode does. The Function's saved tensors are attached to a
 handle, a tensor of one byte. Graphs carry the handle, and never see that a backward overwrites saved tensors.
@@ -20,9 +20,8 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import group_of_name, keep_with, take_from
-from parallel_lce.run.autograd import AccumulatedLoss, DenseLoss, Fused
+from parallel_lce.run.autograd import FIRST_ORDER, AccumulatedLoss, DenseLoss, Fused
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, present
-from parallel_lce.run.transforms import FIRST_ORDER
 
 # An operator's numbers have 64 bits.
 _LARGEST_BUDGET = 1 << 60
@@ -126,7 +125,7 @@ class _Forward:
     def __init__(self, given: Arguments, needs: Needs) -> None:
         options = given.options(given.numbers.tolist())
         self.call, inputs = prepare(options, given.tensors, given.process_group, needs)
-        self.needs, self.function = needs, function_of(self.call)
+        self.function = function_of(self.call)
         with torch.no_grad():
             self.results = self.function.forward(self, *inputs, self.call)
 
@@ -214,11 +213,11 @@ _forward.register_autograd(_differentiate, setup_context=_save)
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward(*arguments):
-    """Those of dX, dW and dbias that are ``wanted``. The forward runs again if the handle is a copy, if an earlier
-    backward has used it, or if the forward did not prepare all wanted gradients."""
+    """Those of dX, dW and dbias that are ``wanted``. The forward runs again if the handle is a copy, or if an earlier
+    backward has used it."""
     given, (handle, *upstream, wanted) = _split(arguments)
     forward = take_from(handle)
-    if forward is None or any(each and not there for each, there in zip(wanted, forward.needs)):
+    if forward is None:
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.tensors.input.device.type, enabled=False):
             forward = _Forward(given, Needs(*wanted))

@@ -1,4 +1,4 @@
-"""The logits of picked entries alone, or their log-softmax over each token's entries.
+"""The log-softmax over each token's picked entries alone.
 
 No logit of another entry is computed, so there is no plan and no schedule.
 """
@@ -11,64 +11,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.backends.interface import PickedGradient
-from parallel_lce.call.call import Call, Inputs, flattened
-from parallel_lce.call.prepare import autocasted, check, prepare
+from parallel_lce.call.call import Call, flattened
+from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import TRAILER, accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.transforms import without_values
 
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
     """Log-softmax over each token's picked entries, in their shape, and V."""
-    options, weight = options._replace(logits_budget=0), tensors.linear_weight
-    if isinstance(weight, Tensor) and is_meta_or_fake(weight):
-        check(options, autocasted(tensors), group)
-        return without_values(tensors.picked.shape, tensors.input, weight, tensors.linear_bias), len(weight)
-    call, inputs = prepare(options, tensors, group, planned=False)
-    log_probs, vocab_size = _Picked.apply(*inputs, call, True, None)
+    call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
+    log_probs, vocab_size = _Picked.apply(*inputs, call)
     return log_probs.view(tensors.picked.shape), vocab_size
 
 
-def logits_of(call: Call, inputs: Inputs, more_ids: Tensor) -> tuple[Tensor, Tensor | int]:
-    """The logits ``[E]`` of the call's picked entries, 0 for ids outside the vocabulary, and V. The logits are NaN if
-    shards are invalid, or the ranks' ids or ``more_ids`` differ."""
-    return _Picked.apply(*inputs, call, False, more_ids)
-
-
 class _Picked(torch.autograd.Function):
-    """Log-softmax, or else logits, and V."""
+    """Log-softmax ``[E]``, and V."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        normalized: bool,
-        more_ids: Tensor | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | int]:
-        picked, log_probs = call.picked, None
+        picked = call.picked
         assert picked is not None
-        packed, broken, vocab_size = _gathered_logits(call, hidden, weight, bias, more_ids)
+        packed, broken, vocab_size = _gathered_logits(call, hidden, weight, bias)
         with device_without_autocast(weight):
-            if normalized:
-                log_probs, logits = call.backend.log_softmax_of_sets(packed, picked, broken, vocab_size)
-            else:
-                logits = packed[:, : picked.count].sum(0)
-                logits = logits if broken is None else logits.masked_fill_(broken, torch.nan)
+            log_probs, logits = call.backend.log_softmax_of_sets(packed, picked, broken, vocab_size)
         ctx.call = call
         picked.forget()
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
         if isinstance(vocab_size, Tensor):
             ctx.mark_non_differentiable(vocab_size)
-        return logits if log_probs is None else log_probs, vocab_size
+        return log_probs, vocab_size
 
     @staticmethod
     @first_order_only
@@ -76,10 +54,9 @@ class _Picked(torch.autograd.Function):
         hidden, weight, bias, *tensors, log_probs, logits = saved
         (call, _), gradient = ctx.call.with_saved(tensors), in_memory(upstream).contiguous()
         with device_without_autocast(weight):
-            if log_probs is not None:
-                gradient = call.backend.gradient_of_sets(log_probs, gradient, call.picked)
+            gradient = call.backend.gradient_of_sets(log_probs, gradient, call.picked)
             values = call.logit_map.each(call.picked.spread).before(gradient, logits)
-        return *_gradients(call, hidden, weight, bias, values, ctx.needs_input_grad), None, None, None
+        return *_gradients(call, hidden, weight, bias, values, ctx.needs_input_grad), None
 
 
 def _whole(call: Call) -> Block:
@@ -87,10 +64,10 @@ def _whole(call: Call) -> Block:
 
 
 def _gathered_logits(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, more_ids: Tensor | None
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | int]:
     """All ranks' logits of the picked entries ``[P, >= E]``, 0 for other ranks' ids; a 0-dimensional flag, or None,
-    that is true if shards or offsets are invalid, or if the ranks' ids, offsets or ``more_ids`` differ; and V."""
+    that is true if shards or offsets are invalid, or if the ranks' ids or offsets differ; and V."""
     layout, shard, picked, whole = call.layout, call.shard, call.picked, _whole(call)
     assert picked is not None
     count, dtype = picked.count, accumulation_dtype(weight.dtype)
@@ -101,7 +78,7 @@ def _gathered_logits(
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)
         call.backend.picked_logits(projection, x, picked.of_block(layout, whole, shard.start), own[:count])
-        vocab_size, wrong = gather_with_trailer(packed, shard, layout, (*picked.tensors, more_ids))
+        vocab_size, wrong = gather_with_trailer(packed, shard, layout, picked.tensors)
         broken = picked.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong

@@ -12,7 +12,7 @@ Gathers of hidden states are started one block ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial as partial_of
 from typing import NamedTuple
 
@@ -31,7 +31,6 @@ from parallel_lce.backends.interface import (
     differences_recovered,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
-from parallel_lce.call.seam import ForwardPass
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, checksum_of, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
@@ -81,7 +80,7 @@ def forward(
     plan saves them, and the backend's saved tensors of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
-    one all-gather of the partials and the features' numbers; then those of :meth:`Feature.merged`.
+    one all-gather of the partials and the features' numbers.
     """
     layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
     with device_without_autocast(weight):
@@ -119,15 +118,9 @@ def forward(
             partials.start(0 if call.picked is None else checksum_of(*call.picked.tensors))
             merged = Merged(*partials.finish(backend.merge_ranks))
         if features:
-
-            def blocks_again() -> Iterator[tuple[Block, Tensor, Projection]]:
-                gathers = Gathers(hidden, blocks, layout) if len(blocks) > 1 else None
-                for block in blocks:
-                    yield block, x if gathers is None else gathers.ready().tensor, call.of_block(projection, block)
-
             messages = partials.extras.split(sizes, 1)
             for feature, of_ranks in zip(features, messages):
-                feature.merged(ForwardPass(call, partials, blocks_again), of_ranks)
+                feature.merged(of_ranks)
         return merged, gathered, saved
 
 

@@ -59,9 +59,6 @@ class TokenStatistics:
     top_logits: Tensor | None = field(metadata=FEATURE)
     # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
     top_ids: Tensor | None = field(metadata=FEATURE)
-    # int64 global id, drawn from the softmax; -1 if a logit of the token is NaN or +inf, if all are -inf, or if the
-    # shards are no partition.
-    sampled_id: Tensor | None = field(metadata=FEATURE)
     # V, 0-dimensional int64.
     vocab_size: Tensor
 

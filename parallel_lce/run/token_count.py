@@ -8,16 +8,14 @@ are known, and read when the loss is reached: the device has passed the copy by 
 from __future__ import annotations
 
 import copy
-import os
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel_lce.backends import is_meta_or_fake
 from parallel_lce.core.host_number import HostNumber
-from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64, as_number
-from parallel_lce.core.private import get_proxy_mode, transforming, version
+from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64
+from parallel_lce.core.private import transforming, version
 
 # Of labels: the number of those that count, the labels' version, and whether the first of each row were left out.
 _counts = WeakTensorKeyDictionary()
@@ -35,12 +33,6 @@ class TokenCount:
     def unknown(self) -> bool:
         """Whether nobody could read the mask."""
         return self._total is None
-
-    def unread(self) -> TokenCount:
-        """One that nobody can read: the loss works on all tokens."""
-        other = copy.copy(self)
-        other._total = None
-        return other
 
     def plus(self, more: int) -> TokenCount:
         """The same number, as a bound: up to ``more`` further tokens may count."""
@@ -63,9 +55,9 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
     that the device has not passed long ago.
 
     On a CUDA device the number is copied to pinned memory, on a stream of its own, behind what the current stream has
-    to do by now; the loss waits for that copy alone. On a CPU the number is read. In a trace (``torch.compile``,
-    ``torch.export``, ``torch.func``), in a captured CUDA graph, and for tensors of other kinds (other devices, fake
-    tensors, DTensors), nothing is read: the loss then works on all tokens, with the same result.
+    to do by now; the loss waits for that copy alone. On a CPU the number is read. In a trace of
+    ``torch.compile``, in a captured CUDA graph, and for tensors of other kinds (other devices, DTensors), nothing is
+    read: the loss then works on all tokens, with the same result.
 
     Args:
         target: the very targets that the loss will get, so already shifted: ids ``[...]`` of any integer dtype. Or a
@@ -82,7 +74,7 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
         raise ValueError(f"target must be a tensor of ids or a mask of bool, got {given}")
     if target.dtype is torch.bool:
         return TokenCount(target)
-    return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else as_number(ignore_index)))
+    return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else ignore_index))
 
 
 def count_labels(labels: Tensor, mask: Tensor | None = None, shifted: bool = False) -> TokenCount | None:
@@ -111,24 +103,15 @@ def count_of_labels(labels: object, shifted: bool = False) -> TokenCount | None:
     return count if was_shifted == shifted and (before is None or version(labels) == before) else None
 
 
-def skips_by_environment() -> bool:
-    """Whether ``PARALLEL_LCE_SKIP_MASKED`` is 1. Raises ``ValueError`` if it is neither 0 nor 1."""
-    skip = os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0"
-    if skip not in ("0", "1"):
-        raise ValueError(f"PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got {skip!r}")
-    return skip == "1"
-
-
 def _in_trace() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         or transforming()
-        or get_proxy_mode() is not None
     )
 
 
 def _can_be_read(mask: Tensor) -> bool:
-    if _in_trace() or type(mask) is not Tensor or is_meta_or_fake(mask) or mask.device.type not in ("cpu", "cuda"):
+    if _in_trace() or type(mask) is not Tensor or mask.device.type not in ("cpu", "cuda"):
         return False
     return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -20,8 +20,8 @@ _WALKS = (
 _ASKED_BY = {
     "mean_logit": "mean_logit",
     "mean_log_prob": "mean_logit",
-    "expected_logit": "expected_logit",
-    "entropy": "expected_logit",
+    "expected_logit": "entropy",
+    "entropy": "entropy",
     "sum_p_squared": "sum_p_squared",
 }
 """The option that asks for a statistic."""
@@ -104,7 +104,6 @@ class Configuration:
     upstream: str = "random"
     frozen: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("plain",) * len(LAID)
-    numpy: bool = False
     mode: str = "train"
     walk: str = "backward"
     debug: bool = False
@@ -115,11 +114,6 @@ class Configuration:
         """1 for half of the calls that can split the sequence along the second dimension."""
         splits = self.sequence_parallel and self.ranks > 1 and len(self.shape) > 1 and self.selected != "sets"
         return int(splits and self.shape[1] % self.ranks == 0 and self.values % 2)
-
-    @property
-    def sample_seed(self) -> int | None:
-        """For a third of the calls for statistics."""
-        return self.values if self.kind == "statistics" and self.values % 3 == 0 else None
 
     @property
     def own(self) -> bool:
@@ -214,7 +208,6 @@ def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
         random,
         sharpness=(0.0, 0.01, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0),
         offset=(0.0, 0.0, 0.0, 0.0, 100.0, -300.0),
-        numpy=(True, False, False, False, False),
         debug=(True,) + (False,) * 9,
         repeat=(True, True, False, False, False),
     )
@@ -397,7 +390,7 @@ def _selected(random: Random, d: dict) -> dict:
 
 
 def _statistics(random: Random, d: dict) -> dict:
-    asked = tuple(name for name in ("mean_logit", "expected_logit", "argmax", "sum_p_squared") if random.random() < 0.5)
+    asked = tuple(name for name in ("mean_logit", "entropy", "argmax", "sum_p_squared") if random.random() < 0.5)
     found = _selected(random, d) if random.random() < 0.5 else {"selected": ""}
     found["counted"] = "" if found["selected"] == "sets" else random.choice(_counted(d))
     there = ["lse"] if d["no_target"] else ["lse", "target_logit", "target_log_prob"]

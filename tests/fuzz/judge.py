@@ -23,11 +23,10 @@ from fuzz.run import assemble, require
 from fuzz.truth import Rounding, bounds, dense, half_spacing, of_product
 from fuzz.values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.features.draws import uniforms
 
 _SUMMED = ("dweight", "dbias")
 """Gradients that are sums over all tokens."""
-_OF_IDS = ("argmax", "top_logits", "top_ids", "sampled_id")
+_OF_IDS = ("argmax", "top_logits", "top_ids")
 _FEWEST = 8
 """Tokens of a group. With fewer of them torch may be right by luck."""
 _FLAT = 1.0
@@ -111,7 +110,7 @@ def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> Non
         shape = whole.tensors["selected"].shape
     elif name in ("top_logits", "top_ids"):
         shape = (*shape, c.top_k)
-    dtype = torch.int64 if name in ("argmax", "top_ids", "sampled_id") else dtype
+    dtype = torch.int64 if name in ("argmax", "top_ids") else dtype
     require((*value.shape,) == (*shape,) and value.dtype == dtype, f"{name} is {value.dtype} {list(value.shape)}")
 
 
@@ -133,7 +132,7 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict
     z, error = truth["z"][counts], truth["error"][counts]
     most = error.amax(1, keepdim=True)
     for name in {*_OF_IDS} & {*found}:
-        value = found[name].reshape(c.N, 1 if name in ("argmax", "sampled_id") else c.top_k)
+        value = found[name].reshape(c.N, 1 if name == "argmax" else c.top_k)
         nothing = 0 if value.is_floating_point() else -1
         require((value[o.quiet] == nothing).all(), f"{name} of a token that does not count")
         rows[name] = value = value[counts]
@@ -141,14 +140,6 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict
         require(inside, f"{name} is outside the vocabulary")
     if "argmax" in rows:
         verdicts.append(_worst("argmax", z.gather(1, rows["argmax"])[:, 0], z.amax(1), 2 * most[:, 0]))
-    if "sampled_id" in rows:
-        # The id is the entry at the token's place. Errors of logits move the entries' ends.
-        place = uniforms(c.sample_seed, torch.arange(c.N))[counts, None]
-        p, ids = truth["log_p"][counts].exp(), rows["sampled_id"]
-        ends = p.cumsum(1).gather(1, ids)
-        off = torch.maximum(place - ends, ends - p.gather(1, ids) - place).clamp(min=0)
-        off, allowed = off[:, 0], torch.expm1(2 * most[:, 0]) + 1e-6
-        verdicts.append(_worst("sampled_id", off, torch.zeros_like(off), allowed))
     if "top_ids" in rows:
         top, ids = rows["top_logits"].double(), rows["top_ids"]
         require((ids.sort(1).values.diff(dim=1) > 0).all(), "top_ids has an id twice")

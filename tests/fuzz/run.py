@@ -5,7 +5,6 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -110,31 +109,20 @@ def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     """Values of the functions' arguments but tensors."""
     wide = accumulation_dtype(DTYPES[c.computed])
     group = member.group if c.ranks > 1 or c.group_given else None
-    names = "ignore_index", "label_smoothing", "z_loss", "beta", "top_k", "sample_seed"
-    numbers = {name: getattr(c, name) for name in names}
-    numbers |= {"temperature": c.temperature, "logit_scale": c.scale, "logit_softcap": c.softcap}
-    numbers |= {"logits_budget": c.budget, "counted_tokens": whole.counted}
-    numbers["vocab_start"] = c.shards[member.rank][0] if c.starts_given else None
-    numbers["vocab_size"] = c.V if c.size_given else None
+    names = "ignore_index", "label_smoothing", "z_loss", "beta", "top_k"
+    options = {name: getattr(c, name) for name in names}
+    options |= {"temperature": c.temperature, "logit_scale": c.scale, "logit_softcap": c.softcap}
+    options |= {"logits_budget": c.budget, "counted_tokens": whole.counted}
+    options["vocab_start"] = c.shards[member.rank][0] if c.starts_given else None
+    options["vocab_size"] = c.V if c.size_given else None
     # Below every probability but those that underflow: gradients are the same.
     filter = 1e-300 if c.computed == "fp64" else 1e-38
-    numbers["gradient_filter"] = filter if c.filtered else None
-    options = {name: _number(c, value) for name, value in numbers.items()}
-    options |= {name: name in c.asked for name in ("mean_logit", "argmax", "sum_p_squared")}
-    options |= {"entropy": "expected_logit" in c.asked, "expected_logit": False}
+    options["gradient_filter"] = filter if c.filtered else None
+    options |= {name: name in c.asked for name in ("mean_logit", "entropy", "argmax", "sum_p_squared")}
     options |= {"process_group": group, "tp_group": group, "reduction": c.reduction}
     options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
     options["sequence_dim"] = c.sequence_dim
     return options | {"reduce_dtype": {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]}
-
-
-def _number(c: Configuration, value):
-    """The same number of NumPy's, in the smallest of two types that hold it."""
-    if not c.numpy or value is None:
-        return value
-    if isinstance(value, int):
-        return np.int32(value) if -(2**31) <= value < 2**31 else np.int64(value)
-    return np.float32(value) if float(np.float32(value)) == value else np.float64(value)
 
 
 def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +135,7 @@ def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[st
     function = parallel_lce.token_loss if c.own else _FUNCTIONS[c.kind]
     parameters = inspect.signature(function).parameters.values()
     given |= {"teacher_logit_scale": None, "teacher_logit_softcap": None}  # the student's
-    given |= {"max_logit_penalty": 0.0, "weight": None, "options": None}  # a feature with a test of its own; torch's
+    given |= {"weight": None, "options": None}  # torch's
     given["loss"] = partial(_written_out, c.z_loss)
     found = function(**{p.name: given[p.name] for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)})
     if c.own:

@@ -38,7 +38,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallel_lce.backends.interface import BackwardTask, ForwardTask
-from parallel_lce.call.seam import Feature, features_of
+from parallel_lce.call.seam import Feature
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.plan import Block
 
@@ -46,10 +46,7 @@ from parallel_lce.core.plan import Block
 class Filter(Feature):
     """The argument ``gradient_filter``. Gradients of the torch backend, and of dense logits, are exact with it, too."""
 
-    allows_dense = True
-    allows_accumulation = True
-
-    def __init__(self, options: Options, tensors: Tensors) -> None:
+    def __init__(self, options: Options) -> None:
         assert options.gradient_filter is not None
         self._eps = options.gradient_filter
         # See FilterForm. Copies of this feature for a backward share it.
@@ -65,9 +62,9 @@ class Filter(Feature):
         refused = {
             "label_smoothing": options.label_smoothing != 0,
             "mean_logit": options.mean_logit,
-            "entropy": options.expected_logit,
+            "entropy": options.entropy,
             "sum_p_squared": options.sum_p_squared,
-            **{feature.adds_entries: True for feature in features_of(options, tensors) if feature.adds_entries},
+            "selected": tensors.picked is not None,
         }
         for name, given in refused.items():
             if given:

@@ -216,7 +216,7 @@ def active_tile_lists(
 
 
 def find_active_tiles(
-    gradient: torch.Tensor, inverse_units: torch.Tensor, eps: float, targets: Targets | None = None, first: int = 0
+    gradient: torch.Tensor, inverse_units: torch.Tensor, eps: float, targets: Targets | None, first: int
 ) -> ActiveTiles:
     """The tiles of ``gradient [R, C]`` whose largest probability exceeds ``eps``, and the estimates of the others.
 

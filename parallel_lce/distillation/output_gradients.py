@@ -1,4 +1,4 @@
-"""The gradients of a call that holds one block's logits at a time, in memory."""
+"""The gradients of the student, of whose logits one block is in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from parallel_lce.call.call import Call, Needs
 from parallel_lce.core.plan import Block
 from parallel_lce.run.schedule import GradientSums
 
+# Largest log-ratio for which fp16 gradients of the output stay finite.
+_LARGEST_LOG_RATIO = 64.0
+
 
 class OutputGradients(GradientSums):
     """The sums, formed from the gradients of the projection's output, block by block.
 
     ``factor [N]``: of each token's gradients, which the caller multiplies by :attr:`factor` and rounds to
-    :attr:`dtype`. ``largest``: most that a factor is multiplied by. ``dtype``: as of :class:`GradientSums`."""
+    :attr:`dtype`. ``dtype``: as of :class:`GradientSums`."""
 
     def __init__(
         self,
@@ -27,7 +30,6 @@ class OutputGradients(GradientSums):
         needs: Needs,
         blocks: int,
         factor: Tensor,
-        largest: float,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(call, hidden, projection, needs, blocks, dtype)
@@ -36,12 +38,8 @@ class OutputGradients(GradientSums):
         self.factor, self._unscale = factor, None
         if self.dtype == torch.float16 and len(factor):
             # A mean's gradients, 1 / N each, would underflow.
-            fp16_scale = fp16_scale_near(factor.abs().nan_to_num(0.0, 0.0).amax() * largest)
+            fp16_scale = fp16_scale_near(factor.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
             self.factor, self._unscale = factor * fp16_scale, 1 / fp16_scale
-
-    def unscaled(self, total: Tensor) -> Tensor:
-        """``total``, in place, as it would be with the factors that the caller gave."""
-        return total if self._unscale is None else total.mul_(self._unscale)
 
     def add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
         """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
@@ -56,5 +54,6 @@ class OutputGradients(GradientSums):
             self.dweight.close(0, real, total)
         if self.dbias is not None:
             total, empty = self.dbias.open(0, real, whole=True)
-            put(total, self.unscaled(gradient.sum(0, dtype=self.projection.dtype)), empty)
+            summed = gradient.sum(0, dtype=self.projection.dtype)
+            put(total, summed if self._unscale is None else summed.mul_(self._unscale), empty)
             self.dbias.close(0, real, total)

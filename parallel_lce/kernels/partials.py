@@ -358,30 +358,18 @@ def columns_of(partial: torch.Tensor, columns) -> tuple[PartialColumns, PartialC
 NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
 
 
-def merge_windows(
-    windows: PartialColumns,
-    merged: torch.Tensor,
-    columns,
-    *,
-    target: torch.Tensor | None = None,
-    entries: int,
-    start: int,
-    rounded: RoundedSums | None = None,
-) -> None:
-    """Merge partials ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
-
-    With ``target [R]`` int64 the target's column already holds logits. A target that can only be its token's maximum
-    gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
-
-    ``entries``: of the shard. ``start``: global id of its first entry. ``rounded``: whose mass is written.
-    """
+def merge_windows(windows: PartialColumns, merged: torch.Tensor, columns, *, entries: int, start: int) -> None:
+    """Merge partials ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's. ``entries``: of the
+    shard. ``start``: global id of its first entry."""
     num_windows, rows = windows.max.shape
     bound = bound_merge_windows(rows, num_windows, entries, start)
-    bound.once(windows, NO_LOW, *columns_of(merged, columns), rounded, target, None, None)
+    bound.once(windows, NO_LOW, *columns_of(merged, columns), None, None, None, None)
 
 
 def bound_merge_windows(rows: int, windows: int, entries: int, start: int) -> Bound:
-    """The launch for ``windows`` of so many rows."""
+    """The launch for ``windows`` of so many rows. If it is given targets ``[R]`` int64, the target's column already
+    holds logits: a target that can only be its token's maximum gets the maximum as its logit
+    (:func:`parallel_lce.kernels.arithmetic.exact_logit`)."""
     numbers = rows, windows, rows, entries, start
     sizes = dict(BLOCK_R=_MERGE_ROWS, BLOCK_W=_MERGE_WINDOWS)
     return Bound(_merge_kernel, (-(-rows // _MERGE_ROWS),), numbers, RANKS=False, **sizes, num_warps=8)

@@ -9,8 +9,7 @@ from torch.func import grad, jvp, vmap
 
 import parallel_lce
 from cases import normal
-from parallel_lce import rl
-from parallel_lce.distillation import divergence, top_k_divergence
+from parallel_lce.distillation import divergence
 from tools import shrunk, small, statistics
 
 N, V, D = 6, 16, 8
@@ -22,31 +21,16 @@ def _statistics(x, w):
     return found.entropy + found.target_log_prob + found.selected_log_prob[:, 0]
 
 
-def _top_k(x, w):
-    ids = TARGET[:, None].to(x.device)
-    return top_k_divergence(x, w, ids, -1.0 - ids.to(w.dtype).abs(), reduction="none")
-
-
 def _loss(**options):
     return lambda x, w: parallel_lce.linear_cross_entropy(x, w, TARGET.to(x.device), **options)
-
-
-def _own(x, w):
-    function = lambda s, weight: -weight * s.target_log_prob  # noqa: E731
-    return parallel_lce.token_loss(x, w, TARGET.to(x.device), function, x.new_ones(N), logits_budget=0)[0]
 
 
 FUNCTIONS = {
     "none": _loss(reduction="none"),
     "accumulated": _loss(logits_budget=0),
-    "weighted": lambda x, w: _loss(token_weight=x.new_ones(N))(x, w),
-    "counted": _loss(counted_tokens=5),
     "statistics": _statistics,
-    "own": _own,
     "selected": lambda x, w: parallel_lce.selected_log_probs(x, w, TARGET[:, None].to(x.device)),
     "divergence": lambda x, w: divergence(x, w, x.new_ones(x.shape), w.new_ones(w.shape), beta=0.5),
-    "top-k": _top_k,
-    "verl": lambda x, w: torch.stack(rl.linear_cross_entropy(x, w, TARGET.to(x.device))),
     "logits": lambda x, w: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), TARGET.to(x.device)),
 }
 
@@ -113,16 +97,6 @@ def test_refused(name, asked, device, monkeypatch):
         ask(FUNCTIONS[name], x, w)
 
 
-@pytest.mark.parametrize("asked", ["a batch of gradients", "vmap of gradients"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.thinned
-def test_kernels_read_no_batch_of_gradients(name, asked, kernels, device, monkeypatch):
-    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "triton")
-    x, w = (normal(*size).bfloat16().to(device).requires_grad_() for size in ((N, D), (V, D)))
-    with pytest.raises(RuntimeError, match=r"doesn't have storage|[Bb]atching rule|requires_grad_\(\)"):
-        ASKED[asked][0](FUNCTIONS[name], x, w)
-
-
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight"])
 @pytest.mark.parametrize("name", ["none", "accumulated", "statistics"])
@@ -134,15 +108,6 @@ def test_second_derivatives_of_a_compiled_loss_are_refused(name, asked, compiler
     loss = torch.compile(lambda x, w: FUNCTIONS[name](x, w).sum(), fullgraph=True, backend=compiler)
     with shrunk(2 * V * 8), pytest.raises(RuntimeError, match="twice|double backward"):
         ASKED[asked][0](loss, x, w)
-
-
-def test_no_whole_graph_is_exported(device):
-    class Head(torch.nn.Linear):
-        def forward(self, x):
-            return _loss()(x, self.weight)
-
-    with pytest.raises(Exception, match="needs tensors with values.* torch.export"):
-        torch.export.export(Head(D, V, bias=False, device=device), (torch.ones(N, D, device=device),), strict=True)
 
 
 DUALS = {

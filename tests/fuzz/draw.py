@@ -44,6 +44,10 @@ class Configuration:
     ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
     along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
 
+    ``edge``: '', or what numbers lie at: 'cap' (logits saturate a soft-cap), 'mean' (nearly equal logits, and rows of
+    the weight that share a mean), 'window' (the same, where the bias excludes one entry of each window), 'nan' (beside
+    an infinite logit, of every token), 'cold' (some temperatures are infinite) or 'close' (student and teacher).
+
     Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's; its last shard has
     ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's."""
 
@@ -104,6 +108,7 @@ class Configuration:
     upstream: str = "random"
     frozen: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("plain",) * len(LAID)
+    edge: str = ""
     mode: str = "train"
     walk: str = "backward"
     debug: bool = False
@@ -159,8 +164,57 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     for part in _OF_KIND[kind]:
         d |= part(random, d)
     d |= _walk(random, d)
-    d |= _in_reach(random, d) if sure else _of_differences(random, d) if flat else {}
+    d |= _in_reach(random, d) if sure else _of_differences(random, d) if flat else _edge(d)
     return Configuration(**d)
+
+
+def _edge(d: dict) -> dict:
+    """Of some calls, the changes that bring the numbers to an edge. Decided as whether they are flat."""
+    number, rest = d["values"] % 17, d["values"] // 17
+    edge = ("", "cap", "mean", "window", "nan", "cold", "close", *[""] * 10)[number]
+    kinds = {"": (), "close": ("divergence",), "nan": ("statistics",)}.get(edge, ("loss", "statistics"))
+    if d["kind"] not in kinds or d["D"] == 0 or not math.prod(d["shape"]):
+        return {}
+    plain = {"edge": edge, "scale": 1.0, "scale_dtype": "", "autocast": "", "offset": 0.0, "upstream": "random"}
+    plain |= {"temperature": 1.0, "temperature_dtype": "", "softcap": None, "bias": "", "token_weight": ""}
+    plain |= {"layouts": tuple(layout if layout == "offset" else "plain" for layout in d["layouts"])}
+    if edge == "close":
+        return {"edge": edge, "E": d["D"], "teacher_dtype": d["dtype"], "teacher_equal": True, "bias": ""} | {
+            "teacher_bias": "",
+            "autocast": "",
+            "softcap": None,
+            "layouts": plain["layouts"],
+        }
+    if edge == "cold":
+        masked = d["bias"] in ("masked", "low")
+        return {} if masked or d["softcap"] is not None else {"edge": edge, "temperature_dtype": "float32"}
+    if edge == "nan":
+        few = {
+            "mixture": ("lse",),
+            "selected": "",
+            "counted": "",
+            "ignored": "none",
+            "targets": "inside",
+            "debug": False,
+        }
+        return plain | few | {"bias": "plain", "filtered": False}
+    tokens = d["ranks"] * (24 + rest % 16)
+    group = {"D": max(32, d["D"]), "shape": (tokens,), "dtype": "bf16", "filtered": False, "weight_learns": False}
+    group |= {
+        "mixture": ("target_log_prob",),
+        "no_target": False,
+        "selected": "",
+        "label_smoothing": 0.0,
+        "z_loss": 0.0,
+    }
+    group |= {"top_k": None, "K": 0}
+    if edge == "cap":
+        cap = (1.0, 3.0, 30.0)[rest % 3]
+        few = {"dtype": ("bf16", "fp16")[rest % 2]} if d["V"] >= 48 else {}
+        return plain | group | few | {"softcap": cap, "sharpness": 6 * cap} if few else {}
+    if d["V"] < 48:
+        return {}
+    return plain | group | {"sharpness": (0.02, 0.1)[rest % 2], "bias": "masked" if edge == "window" else ""}
 
 
 def _each(random: Random, **choices: tuple) -> dict:

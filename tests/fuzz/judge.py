@@ -69,6 +69,9 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     if c.counted == "wrong":
         _check_nothing(found, whole)
         return []
+    if c.edge == "nan":
+        _check_broken(found)
+        return []
     o = operands(c, whole)
     truth = dense(c, o, torch.float64, torch.float64)
     truth["coded"] *= coded
@@ -126,6 +129,15 @@ def _check_nothing(found: dict[str, Tensor], whole: Whole) -> None:
             require(nothing.any(), f"{name} has no NaN, but the count of tokens is wrong")
 
 
+def _check_broken(found: dict[str, Tensor]) -> None:
+    """Whether nothing is said of tokens that have a logit of NaN."""
+    for name, value in found.items():
+        if value.dtype == torch.int64:
+            require((value == -1).all(), f"{name} of a token with a NaN")
+        elif name != "target_logit" and not name.startswith("d"):
+            require(value.isnan().all(), f"{name} of a token with a NaN is a number")
+
+
 def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
     """On the largest logits, and on the logits of the ids that are said to be those."""
     counts, verdicts, rows = ~o.quiet, [], {}
@@ -169,6 +181,8 @@ def _of_groups(
     groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
     if not c.sure:
         groups = {"flat": counts & (truth["log_p"].amax(1) - truth["log_p"].amin(1) < _FLAT)}
+    if c.edge in ("cap", "mean", "window"):
+        groups = {"all": counts}
     for name, value in found.items():
         base = name.removesuffix(" again")
         if base in _OF_IDS or not truth[base].numel() or not truth[base].dim():

@@ -176,6 +176,9 @@ def make(c: Configuration) -> Whole:
         found |= _layer(c, r, "", c.dtype, c.D, c.bias, masked)
     if c.teacher_equal:
         found |= {f"teacher_{name}": value for name, value in found.items()}
+        if c.edge == "close":
+            distance = 10.0 ** -(1 + c.values % 4)
+            found["teacher_input"] = (found["input"] + distance * r.normal(*c.shape, c.D)).to(found["input"].dtype)
     elif c.kind == "divergence":
         found |= _layer(c, r, "teacher_", c.teacher_dtype, c.E, c.teacher_bias, masked)
     infinite = masked & (c.bias == "masked"), masked & (c.teacher_bias == "masked")
@@ -194,6 +197,8 @@ def make(c: Configuration) -> Whole:
         found["logit_scale"] = scale.to(getattr(torch, c.scale_dtype))
     if c.temperature_dtype:
         temperature = (r.normal(*c.shape).abs() + 0.1) * c.temperature
+        if c.edge == "cold":
+            temperature.view(-1)[5::7] = torch.inf
         found["temperature"] = temperature.to(getattr(torch, c.temperature_dtype))
     if c.selected:
         found |= _selected(c, r, infinite[0], found.get("target"))
@@ -218,6 +223,9 @@ def make(c: Configuration) -> Whole:
 def _masked(c: Configuration, r: _Random) -> Tensor:
     """The entries that a bias excludes: of -inf any, of a low one a range."""
     masked = torch.zeros(c.V, dtype=torch.bool)
+    if c.edge == "window":
+        masked[::256] = True
+        return masked
     kinds = {c.bias, c.teacher_bias} & {"masked", "low"}
     if kinds:
         masked = torch.rand(c.V, generator=r.generator) < 0.3
@@ -233,9 +241,14 @@ def _layer(
     c: Configuration, r: _Random, prefix: str, dtype: str, D: int, bias: str, masked: Tensor
 ) -> dict[str, Tensor]:
     x, weight = r.normal(*c.shape, D), r.normal(c.V, D) * (c.sharpness / max(1, D) ** 0.5)
+    if c.edge in ("mean", "window"):
+        mean = normalize(r.normal(1, D))
+        x, weight = x - (x @ mean.t()) * mean, weight + 4 * mean
     found = {"input": x, "weight": weight}
     if bias:
-        found["bias"] = r.normal(c.V) + c.offset
+        found["bias"] = r.normal(c.V) * (c.edge != "window") + c.offset
+    if c.edge == "nan":
+        found["bias"][c.values % c.V], found["bias"][c.values // 99 % c.V] = torch.inf, torch.nan
     if bias in ("masked", "low"):
         found["bias"][masked] = -torch.inf if bias == "masked" else -6e4 if "fp16" in (dtype, c.autocast) else LOW
     return {f"{prefix}{name}": value.to(DTYPES[dtype]) for name, value in found.items()}

@@ -60,9 +60,10 @@ def linear_cross_entropy(
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
-        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype; copied if its rows are not
-            contiguous. Shards may be uneven, or empty. Under autocast ``input``, ``linear_weight`` and ``linear_bias``
-            are cast to autocast's dtype first, unless they are fp64.
+        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. Copied if its rows are not
+            contiguous; and on a GPU, in forward and again in backward, if it has 16 bits, D is a multiple of 8, and its
+            rows do not begin at multiples of 16 bytes. Shards may be uneven, or empty. Under autocast ``input``,
+            ``linear_weight`` and ``linear_bias`` are cast to autocast's dtype first, unless they are fp64.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
             if its ``token_weight`` is 0; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary").
@@ -91,12 +92,13 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
-            forward to backward, a small problem's logits, and the working block (docs/usage.md, "Memory"). It must be
-            equal on all ranks. A smaller one allows 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits.
-            Without a reduction of dX, recomputed logits may also use as many bytes as dX: dX is allocated later. None:
-            that of the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else a thirty-second of the GPU's memory (4.25 GiB
-            on an H200), and 1 GiB on a CPU. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in
-            fp16, the gradients are formed in forward. A second backward through one graph recomputes everything.
+            forward to backward, a small problem's logits, and the working block (docs/usage.md, "Memory", which also
+            has the errors of exponentials that are saved in one byte). It must be equal on all ranks. A smaller one
+            allows 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits. Without a reduction of dX,
+            recomputed logits may also use as many bytes as dX: dX is allocated later. None: that of the environment's
+            ``PARALLEL_LCE_LOGITS_BUDGET``, else a thirty-second of the GPU's memory (4.25 GiB on an H200), and 1 GiB on
+            a CPU. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in fp16, the gradients are
+            formed in forward. A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             term is sent and added unrounded: for bf16 that is twice the bytes.
         reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
@@ -106,8 +108,9 @@ def linear_cross_entropy(
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks; or what
             :func:`parallel_lce.count_tokens` has begun to count before the model's forward. The call then works on
             these tokens alone, and the others cost nothing. If the number is wrong, the loss is NaN. Under sequence
-            parallelism every rank gathers all hidden states, and dX is all-reduced.
-        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward is exact only in
+            parallelism every rank gathers all hidden states, and dX is all-reduced. Where the host cannot read the
+            number, the call works on all tokens, on a copy of ``input`` with 0 for those that do not count.
+        gradient_filter: None: nothing is estimated. A probability in (0, 1), such as 2**-13: backward is exact only in
             the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
             larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
             unchanged, and no collective is added. Gradients are exact on the torch backend, in products below 1e12
@@ -339,11 +342,13 @@ def token_loss(
             returns losses ``[R]``, or losses and a dict of further tensors ``[R]``, the metrics, which need no
             gradient. It must be elementwise over tokens: the loss of a token must not depend on other tokens of the
             block, whose size depends on the budget. ``PARALLEL_LCE_DEBUG=1`` calls it again on halves of the block, and
-            raises if a loss differs. Pass means over a sequence, or weights that make them, as ``per_token`` values.
-            Gradients flow to ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has
-            from elsewhere. A second backward, and a checkpoint around the call, call it again.
+            raises if a loss differs. Pass means over a sequence, or weights that make them, as ``per_token`` values. It
+            must not write into its statistics, and must be the same on all ranks: debug mode compares the losses and
+            the metrics, but no gradients; without debug mode nobody notices. Gradients flow to ``input``,
+            ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has from elsewhere. A second
+            backward, and a checkpoint around the call, call it again.
         per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks; under
-            sequence parallelism of the whole sequence.
+            sequence parallelism of the whole sequence. Those made in inference mode are copied, and so is ``target``.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
             ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`.
         reduction: 'sum'; or 'mean', the sum divided by the number of tokens that are not ignored.
@@ -367,7 +372,7 @@ def token_loss(
 
     Raises:
         ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
-        else than the above. Whatever ``loss`` raises.
+        else than the above, or writes into its statistics. Whatever ``loss`` raises.
     """
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)

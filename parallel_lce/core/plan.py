@@ -3,7 +3,7 @@
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
 how many collectives a call makes. Each candidate's function states when it is possible. :func:`plan` takes the fastest
 possible one, by an estimate from its products and from what it adds to sums in memory (:func:`_time`). "Exponentials"
-are exp of the logits, which a call may save for backward.
+are what a call may save for backward: exp of the logits or, under a soft-cap, what it is applied to.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ integer is in turn nearly the bits of the fourth root of e. So with the largest 
 
 lies in (0, 1], costs two instructions, and can be inverted. Code 255 is f = 1, and so exact. The other codes are f,
 rounded to one of 255 numbers between the window's lowest f and 1. An entry nearly as large as E has a relative error of
-at most 2 %, rms .6 %; one of 1e-4 E up to 10 %; and less where the window's logits are alike.
+at most 2 %, rms .6 %; one of 1e-4 E up to 10 %, a smaller one more; and less where the window's logits are alike. A row
+of dW whose entry is far below E for all tokens may have several times the error of bf16 logits.
 
 Equal entries must not all be rounded up, or all down: their errors would not average out. So a number between 0 and 1
 that depends on the entry's row and column is added before the rounding, and subtracted after it (subtractive dither:

@@ -4,9 +4,9 @@ It forms the gradient of each target's logit, prepares the token's row of G, and
 
 A recomputed row of G is complete except at the target. A saved row of G holds exponentials ``e_ij = exp(z_ij)``. The
 products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``, with the token's maximum M and sum
-of exponentials s. With alpha alone, this is ``c_i e_ij`` with one factor per token, ``c_i = alpha_i exp(-M_i) / s_i``.
-The saved row then stays, and the products apply ``c_i``: to the rows of the result of ``G @ weight``, and to the rows
-of ``x`` in ``G.T @ x``.
+of exponentials s. With alpha alone, this is ``c_i e_ij`` with one factor per token, ``c_i = alpha_i exp(-M_i) / s_i``,
+times ``RoundedSums.mass`` for bf16. The saved row then stays, and the products apply ``c_i``: to the rows of the result
+of ``G @ weight``, and to the rows of ``x`` in ``G.T @ x``.
 
 Saved rows are rewritten, with ``c_i = 1``, for
 - tokens of nearly equal logits, whose saved numbers are ``e_ij - 1`` if a gradient may be a small difference;
@@ -15,15 +15,16 @@ Saved rows are rewritten, with ``c_i = 1``, for
   ``c_i`` and the target's gradient are 0;
 - confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
   ``p_ij`` is almost 1;
-- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are picked entries, if
-  the bias needs a gradient, or in fp16.
+- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are picked entries, or in
+  fp16.
 
 A rewritten row holds the gradient of the logits except at the target, computed from
 
     p = e exp(-M) / s           z - M = log e - M
 
 and, in windows far from 0, from e and their reference (``arithmetic.scale_of``). Where e underflowed, p is 0, and the
-gradient is -gamma. The rounding of e gives p a relative error, and z an absolute error of the same size.
+gradient is -gamma. The rounding of e gives p a relative error, and z an absolute error of the same size. Under a
+soft-cap the saved numbers are what it is applied to, and give z, p and the slope.
 
 ``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. Rounded to the low precision
 of G, this large number would dominate the errors of dX and dW. If no other token of G's rows has the target, ``G_iy``

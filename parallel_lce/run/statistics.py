@@ -51,9 +51,9 @@ class TokenStatistics:
     # log p of the selected entries, [..., K], or [E] for sets given with offsets. -inf for an id outside [0, V).
     selected_log_prob: Tensor | None = field(metadata=FEATURE)
     max_logit: Tensor
-    # int64 global id, the lowest among equals. If a logit of the token is NaN, or the shards are no partition, ids are
-    # -1, and all fields but ``target_logit`` are NaN, except where the target is -100. (``torch.argmax`` and
-    # ``torch.topk`` take NaN for the largest.)
+    # int64 global id, the lowest among equals. If a logit of the token is NaN, even beside inf, or the shards are no
+    # partition, ids are -1, and all fields but ``target_logit`` are NaN, except where the target is -100.
+    # (``torch.argmax`` and ``torch.topk`` take NaN for the largest.)
     argmax: Tensor | None = field(metadata={"column": "argmax"})
     # [..., K], the largest first; all NaN if a logit of the token is NaN.
     top_logits: Tensor | None = field(metadata=FEATURE)

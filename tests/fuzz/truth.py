@@ -394,6 +394,9 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
         if c.kind == "divergence" and c.reduction != "none":
             # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
             found[name] += r.delivered * truth[name].abs()
+        if name == "dbias":
+            # A target's gradient is exact where another token's equal entry, which may cancel it, is rounded.
+            found[name] += r.low * size
         if r.any_fp16:
             found[name] = (found[name] + _FP16_SMALLEST).masked_fill(terms > _FP16_REACH, torch.inf)
     if c.token_weight:

@@ -153,7 +153,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     def backward(ctx, saved, upstream: Tensor):
         logits, target, merged = saved
         of_others = upstream * (ctx.smoothing / logits.shape[1])
-        coefficients = torch.stack([upstream, upstream * ctx.smoothing, of_others])
+        coefficients = torch.stack([upstream, upstream * (1 - ctx.smoothing), of_others])
         with on_device_of(logits):
             gradient = ctx.backend.logits_gradient(logits, target, merged.contiguous(), coefficients)
         return gradient, None, None, None, None, None

@@ -18,8 +18,7 @@ def fp16_scale_of(
     affect the others. ``coefficients``: without a factor. Gradients that are differences may be far smaller than their
     coefficients: with them, no p counts as more than ``1 / sum_exp [R]``.
     """
-    logit_map, (alpha, excess, gamma, delta, epsilon, _) = projection.logit_map, coefficients
-    beta = None if excess is None else alpha - excess
+    logit_map, (alpha, beta, gamma, delta, epsilon, *_) = projection.logit_map, coefficients
     if any(c is not None for c in (gamma, delta, epsilon)):
         alpha, delta, epsilon = (c if c is None else c / sum_exp for c in (alpha, delta, epsilon))
         epsilon = epsilon if epsilon is None else epsilon / sum_exp

@@ -197,7 +197,7 @@ class ForwardTask(NamedTuple):
     save_window_partials: bool = False
     # Picked entries, and memory for their logits.
     picked: PickedLogits | None = None
-    # Exponentials are saved as codes of one byte: only for gradients of alpha and the targets alone.
+    # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
     codes: bool = False
 
 

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from parallel_lce.core.options import Options
-from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET
+from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Coefficients
 
 
 def token_losses(
     partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Per-token losses ``[R]`` and the coefficients alpha, excess and gamma ``[R]`` of their gradient.
+) -> tuple[Tensor, Coefficients]:
+    """Per-token losses ``[R]`` and the coefficients of their gradient.
 
     The loss is ``w (-(1 - eps) log p_y - eps mean_j log p_j + z_loss lse^2)``; its gradient by the logits is
-    ``alpha p_j - (alpha - excess) [j = y] - gamma``. Label smoothing eps as in ``torch.nn.functional.cross_entropy``
+    ``alpha p_j - beta [j = y] - gamma``. Label smoothing eps as in ``torch.nn.functional.cross_entropy``
     (Szegedy et al. 2015, arXiv:1512.00567), over all real entries. z-loss of PaLM (Chowdhery et al. 2022,
     arXiv:2204.02311).
 
@@ -33,28 +33,29 @@ def token_losses(
     loss = log_sum - (partial[TARGET] - top)
     outside = (target < 0) | (target >= vocab_size)
     weight = torch.ones_like(top) if token_weight is None else token_weight
-    excess = torch.full_like(top, label_smoothing)
+    target_coefficient = 1 - label_smoothing
     if options.outside_is_nan:
         # NaN in the weight makes the loss and its gradient NaN.
         weight = weight.masked_fill(outside, torch.nan)
     else:
         loss = torch.where(outside, log_sum, loss)
-        excess = excess.masked_fill(outside, 1.0)
+        target_coefficient = target_coefficient * ~outside
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)
-    lse_factor = None
+    lse_factor = excess = None
     if z_loss:
         lse = top + log_sum
         loss = loss + z_loss * lse.square()
         lse_factor = 2 * z_loss * lse
-        excess = excess + lse_factor
     loss = loss * weight
     if ignore_index is not None:
         ignored = target == ignore_index
         loss, weight = loss.masked_fill(ignored, 0.0), weight.masked_fill(ignored, 0.0)
     alpha = weight if lse_factor is None else (weight * (1 + lse_factor)).masked_fill_(weight == 0, 0.0)
+    if lse_factor is not None:
+        excess = (weight * (1 - target_coefficient + lse_factor)).masked_fill_(weight == 0, 0.0)
     gamma = weight * label_smoothing / vocab_size if label_smoothing else None
-    return loss, alpha, (weight * excess).masked_fill_(weight == 0, 0.0), gamma
+    return loss, Coefficients(alpha, weight * target_coefficient, gamma, excess=excess)
 
 
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ class Backend(Protocol):
 
     def token_losses(
         self, partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Coefficients]:
         """:func:`parallel_lce.backends.loss_formula.token_losses`"""
         ...
 
@@ -145,6 +145,6 @@ class Backend(Protocol):
         [N]``: relative to the shard."""
 
     def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-        """The gradient of the user's ``logits``, in their dtype. ``partial``: merged over all ranks. ``coefficients
-        [3, N]``: alpha, excess and gamma of :class:`parallel_lce.core.partials.Coefficients`."""
+        """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
+        merged over all ranks. ``coefficients [3, N]``."""
         ...

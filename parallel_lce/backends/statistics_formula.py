@@ -117,5 +117,6 @@ def statistics_gradient(
         rest = rest - epsilon * (partial[columns["squared"]] / partial[SUM_EXP].square())
     of_target, of_logit = given.get("target_log_prob"), given.get("target_logit")
     alpha = rest if of_target is None else rest - of_target
-    excess = None if of_target is None and of_logit is None else rest if of_logit is None else rest + of_logit
-    return Coefficients(alpha, excess, None if gamma is None else gamma / vocab_size, delta, epsilon)
+    beta = total((-1, "target_logit"), (-1, "target_log_prob"))
+    excess = None if of_target is None else rest if of_logit is None else rest + of_logit
+    return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta, epsilon, excess)

@@ -207,7 +207,7 @@ class BlockBackward:
             self._save = saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // saved.maxima.shape[0])
         coefficients = task.coefficients.with_factor()
-        alpha, _, *others, _ = coefficients
+        alpha, _, *others, _, _ = coefficients
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None or self._has_logits
@@ -242,7 +242,7 @@ class BlockBackward:
         self._picked = picked
         # [R]: of each target's logit.
         self._of_target: Tensor | None = None
-        if coefficients.excess is not None and self._target is not None:
+        if coefficients.beta is not None and self._target is not None:
             self._of_target = target_gradient(partial, coefficients) * factor
             slope = projection.logit_map.slope(partial[TARGET])
             self._of_target = self._of_target if slope is None else self._of_target * slope

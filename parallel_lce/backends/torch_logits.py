@@ -109,27 +109,27 @@ def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tenso
 def target_gradient(partial: Tensor, coefficients: Coefficients) -> Tensor:
     """The gradient ``[R]`` of each target's logit, from the fp32 logit. ``partial [>= 3, R]``: merged.
     ``coefficients``: without a factor."""
-    alpha, excess, gamma, delta, epsilon, _ = coefficients
-    assert excess is not None  # there are targets
+    alpha, beta, gamma, delta, epsilon, excess, _ = coefficients
+    assert beta is not None  # there are targets
     top = partial[MAX]
     below_max = (partial[TARGET] - top.masked_fill(top == -torch.inf, 0.0)).clamp_(LOWEST_SHIFT, 0.0)
     p = below_max.exp() / partial[SUM_EXP]
     # Where p is near 1, alpha p - beta would lose what is left: both terms of this sum are small.
-    of_p = excess if delta is None else excess + delta * below_max
+    of_p = alpha - beta if excess is None else excess
+    of_p = of_p if delta is None else of_p + delta * below_max
     of_p = of_p if epsilon is None else of_p + epsilon * p
-    gradient = p * of_p + (alpha - excess) * (p - 1)
+    gradient = p * of_p + beta * (p - 1)
     return gradient if gamma is None else gradient - gamma
 
 
 def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    alpha, excess, gamma = coefficients
+    alpha, beta, gamma = coefficients
     for block in _row_blocks(logits):
         z = logits[block].contiguous().to(partial.dtype) - partial[MAX, block].unsqueeze(1)
         z.exp_().mul_((alpha[block] / partial[SUM_EXP, block]).unsqueeze(1)).sub_(gamma[block].unsqueeze(1))
         position, hit = _target_positions(target[block], logits.shape[1])
-        of_targets = target_gradient(partial[:, block], Coefficients(alpha[block], excess[block], gamma[block]))
-        z.view(-1).scatter_(0, position, torch.where(hit, of_targets, z.view(-1)[position]))
+        z.view(-1).scatter_add_(0, position, beta[block] * -hit.to(z.dtype))
         gradient[block] = z
     return gradient
 

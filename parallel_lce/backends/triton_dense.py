@@ -51,7 +51,7 @@ class Dense:
 
     def losses(self, products: Tensor, per_token: tuple[Tensor | LogitMap | None, ...]) -> tuple[Tensor, Tensor]:
         """The losses ``[N]``, if the shard is the whole vocabulary. Also, stacked, the rows of the partial ``[C, N]``,
-        alpha, excess and, if labels are smoothed, gamma."""
+        alpha, beta and, if labels are smoothed, gamma."""
         # The losses have memory of their own, since users may change them in place.
         losses, stacked = products.new_empty(self._tokens), products.new_empty(2 * self._number + 1, self._tokens)
         self._forward(products, stacked, losses, *per_token)

@@ -128,8 +128,8 @@ class Piece:
         self._codes: Saved | None = None
         if is_coded(saved):
             self._codes, self._saved = saved, None
-            if coefficients.excess is None:  # the target has no code: its entry is written in any case
-                coefficients = coefficients._replace(excess=coefficients.alpha)
+            if coefficients.beta is None:  # the target has no code: its entry is written in any case
+                coefficients = coefficients._replace(beta=torch.zeros_like(coefficients.alpha))
         # Rewrite every row of saved exponentials: picked entries can be added to no others.
         self._rewrite = task.picked is not None
         self._find_shared = grads.dweight is not None or grads.dbias is not None
@@ -138,7 +138,7 @@ class Piece:
         self.fp16_unscale: Tensor | None = None
         # Per-token factors and target gradients, computed with the first slice. None before.
         self._tokens: TokenGradients | None = None
-        self.has_targets = task.target is not None and coefficients.excess is not None
+        self.has_targets = task.target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # The projection and the fp16 scale take coefficients without a factor.
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:

@@ -134,28 +134,28 @@ class Merged(NamedTuple):
 class Coefficients(NamedTuple):
     """Per-token coefficients of the gradient of the logits, ``[R]`` in the statistics' dtype; None is 0.
 
-    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma), beta = alpha - excess.
-    Where a target's p is near 1, its gradient is little more than the excess. As a difference of alpha and beta that
-    would have their roundings.
+    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
     """
 
     alpha: Tensor
-    # alpha - beta, formed apart. None: beta is 0.
-    excess: Tensor | None
+    beta: Tensor | None
     gamma: Tensor | None
     delta: Tensor | None = None
     epsilon: Tensor | None = None
+    # alpha - beta, formed apart: where a target's p is near 1, its gradient is little more than that, and a difference
+    # of both would have their roundings. None: they are not that near to each other, or equal.
+    excess: Tensor | None = None
     # [R], or one number for all tokens, 0-dimensional; None is 1
     factor: Tensor | None = None
 
     @property
     def present(self) -> list[Tensor]:
         """The coefficients that are not 0, without the factor."""
-        return [c for c in self[:5] if c is not None]
+        return [c for c in self[:6] if c is not None]
 
     def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
         """``values`` in place of :attr:`present`."""
-        remaining, coefficients = iter(values), list(self[:5])
+        remaining, coefficients = iter(values), list(self[:6])
         for number, coefficient in enumerate(coefficients):
             if coefficient is not None:
                 coefficients[number] = next(remaining)

@@ -92,15 +92,20 @@ class Selected(Feature):
     def coefficients(
         self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients
     ) -> Coefficients:
-        """The term of a selected target is moved to the excess, because gradients of targets are never rounded."""
+        """The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""
         given, picked = upstream[self.results[0]], call.picked
         if given is None:
             return coefficients
         given = given.reshape(-1).where(picked.inside(merged.vocab_size), 0.0)
         coefficients = coefficients._replace(alpha=coefficients.alpha - picked.sums(given))
-        if call.target is not None and coefficients.excess is not None:
-            given = given.masked_fill(picked.ids == picked.spread(call.target), 0.0)
-            coefficients = coefficients._replace(excess=coefficients.excess - picked.sums(given))
+        if call.target is not None and coefficients.beta is not None:
+            of_target, excess = picked.ids == picked.spread(call.target), coefficients.excess
+            beta, given = (
+                coefficients.beta - picked.sums(given.where(of_target, 0.0)),
+                given.masked_fill(of_target, 0.0),
+            )
+            excess = excess if excess is None else excess - picked.sums(given)
+            coefficients = coefficients._replace(beta=beta, excess=excess)
         assert self.logits is not None
         self.logits = self.logits.contiguous()
         self._gradient = call.logit_map.each(picked.spread).before(given, self.logits)

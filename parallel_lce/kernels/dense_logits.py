@@ -54,7 +54,7 @@ def lce_forward_dense(
     BLOCK: tl.constexpr,
 ):
     """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``: only if ``entries`` is the whole vocabulary. Alpha,
-    excess and, with ``SHIFTED``, gamma then follow the partial. ``target``: relative to the first entry."""
+    beta and, with ``SHIFTED``, gamma then follow the partial. ``target``: relative to the first entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     scale, cap = scales_of(logit_map, row, True), caps_of(logit_map, row, True)
@@ -104,13 +104,13 @@ def lce_forward_dense(
         weight = tl.full((), 1.0, tl.float32)
         if token_weight is not None:
             weight = tl.load(token_weight + row)
-        loss, alpha, excess, gamma = loss_of(
+        loss, alpha, beta, gamma, _ = loss_of(
             top, tl.log(sum_exp), logit, of_shift, target_id, weight, entries, terms, SHIFTED, OUTSIDE_NAN
         )
         tl.store(losses + row, loss)
         coefficients = partial + (3 + SHIFTED) * rows
         tl.store(coefficients + row, alpha)
-        tl.store(coefficients + rows + row, excess)
+        tl.store(coefficients + rows + row, beta)
         if SHIFTED:
             tl.store(coefficients + 2 * rows + row, gamma)
 
@@ -152,7 +152,7 @@ def lce_backward_dense(
     over_sum = 1.0 / tl.load(partial + rows + row)
     coefficients = partial + (3 + SHIFTED) * rows
     alpha = tl.load(coefficients + row)
-    excess = tl.load(coefficients + rows + row)
+    beta = tl.load(coefficients + rows + row)
     target_id = tl.load(target + row)
     begin = tl.program_id(1) * SPAN
     end = entries
@@ -167,7 +167,7 @@ def lce_backward_dense(
             tl.debug_barrier()
         # A huge logit may exceed the maximum by a rounding.
         p = exponential(tl.minimum(z - base, 0.0)) * over_sum
-        g = tl.where(column == target_id, p * excess + (alpha - excess) * (p - 1.0), p * alpha)
+        g = p * alpha - tl.where(column == target_id, beta, 0.0)
         if SHIFTED:
             g -= tl.load(coefficients + 2 * rows + row)
         if logit_map.softcap is not None:
@@ -191,7 +191,7 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
 def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.Tensor, gradient: torch.Tensor) -> None:
     """Write the ``gradient [N, V]`` of ``logits``, in its own dtype, contiguous in V.
 
-    ``partial [7, N]`` fp32, contiguous: merged over all ranks, 4 columns, and alpha, excess and gamma.
+    ``partial [7, N]`` fp32, contiguous: merged over all ranks, 4 columns, and alpha, beta and gamma.
     """
     rows, entries = logits.shape
     if rows and entries:

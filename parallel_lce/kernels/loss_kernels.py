@@ -14,6 +14,7 @@ import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
 from parallel_lce.core.options import Options
+from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels.relaunch import Bound, Relaunched, kept
 
 # Tokens per program; tokens per step of the mean's only program.
@@ -36,16 +37,16 @@ class LossTerms(NamedTuple):
 def loss_of(
     top, log_sum, logit, shifted, target_id, weight, entries, terms, SMOOTHED: tl.constexpr, OUTSIDE_NAN: tl.constexpr
 ):
-    """Losses, alpha, excess and gamma of tokens from the columns of their merged partials. ``target_id``: the targets,
-    relative to the first of the ``entries``."""
+    """Losses, alpha, beta, gamma and excess of tokens from the columns of their merged partials. ``target_id``: the
+    targets, relative to the first of the ``entries``."""
     inside = (target_id >= 0) & (target_id < entries)
     log_prob = (logit - top) - log_sum
-    smoothing, of_others = terms.smoothing, terms.smoothing
+    smoothing, of_target = terms.smoothing, 1.0 - terms.smoothing
     if OUTSIDE_NAN:
         weight = tl.where(inside, weight, float("nan"))
     else:
         log_prob = tl.where(inside, log_prob, -log_sum)
-        of_others = tl.where(inside, smoothing, 1.0)
+        of_target = tl.where(inside, of_target, 0.0)
     loss = -(1.0 - smoothing) * log_prob
     if SMOOTHED:
         loss -= smoothing * (shifted / (entries + 0.0) - log_sum)
@@ -60,14 +61,15 @@ def loss_of(
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
     alpha = tl.where(weight == 0.0, 0.0, weight * (1.0 + of_lse))
-    excess = tl.where(weight == 0.0, 0.0, weight * (of_others + of_lse))
-    return loss, alpha, excess, weight * (smoothing / (entries + 0.0))
+    excess = tl.where(weight == 0.0, 0.0, weight * ((1.0 - of_target) + of_lse))
+    return loss, alpha, weight * of_target, weight * (smoothing / (entries + 0.0)), excess
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "entries"])
-def lce_forward_losses(partial, vocab_size, target, token_weight, out, entries, rows, terms, OUTSIDE_NAN: tl.constexpr):
-    losses, alpha, excess, gamma = out
+def lce_forward_losses(
+    partial, vocab_size, target, token_weight, losses, out, entries, rows, terms, OUTSIDE_NAN: tl.constexpr
+):
     row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = row < rows
     top = tl.load(partial + row, mask=valid, other=0.0)
@@ -78,19 +80,21 @@ def lce_forward_losses(partial, vocab_size, target, token_weight, out, entries, 
     weight = tl.full((_TOKENS,), 1.0, tl.float32)
     if token_weight is not None:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
-    SMOOTHED: tl.constexpr = gamma is not None
+    SMOOTHED: tl.constexpr = out.gamma is not None
     shifted = top  # Not read without smoothing.
     if SMOOTHED:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
     target_id = tl.load(target + row, mask=valid, other=0)
-    loss, of_all, beyond, of_each = loss_of(
+    loss, of_all, of_target, of_others, beyond = loss_of(
         top, log_sum, logit, shifted, target_id, weight, entries, terms, SMOOTHED, OUTSIDE_NAN
     )
     tl.store(losses + row, loss, mask=valid)
-    tl.store(alpha + row, of_all, mask=valid)
-    tl.store(excess + row, beyond, mask=valid)
+    tl.store(out.alpha + row, of_all, mask=valid)
+    tl.store(out.beta + row, of_target, mask=valid)
     if SMOOTHED:
-        tl.store(gamma + row, of_each, mask=valid)
+        tl.store(out.gamma + row, of_others, mask=valid)
+    if out.excess is not None:
+        tl.store(out.excess + row, beyond, mask=valid)
 
 
 def token_losses(
@@ -99,19 +103,19 @@ def token_losses(
     target: torch.Tensor,
     token_weight: torch.Tensor | None,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, Coefficients]:
     """:func:`parallel_lce.backends.loss_formula.token_losses` in one launch. ``partial``: contiguous."""
     rows, smoothed = target.shape[0], options.label_smoothing > 0
     # A separate allocation: users may change the losses in place.
-    losses, (alpha, excess, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)
-    gamma = others[0] if others else None
+    losses, (alpha, beta, gamma, excess) = partial.new_empty(rows), partial.new_empty(4, rows).unbind()
+    coefficients = Coefficients(alpha, beta, gamma if smoothed else None, excess=excess if options.z_loss else None)
     size, entries = (None, vocab_size) if isinstance(vocab_size, int) else (vocab_size, 0)
     terms, weight = LossTerms.of(options), None if token_weight is None else token_weight.dtype
     traits = rows, partial.get_device(), size is None, entries, weight, terms, options.outside_is_nan
     launch = kept(_LOSSES, traits, lambda: _bound_losses(rows, entries, terms, options.outside_is_nan))
     with on_device_of(partial):
-        launch(partial, size, target, token_weight, (losses, alpha, excess, gamma))
-    return losses, alpha, excess, gamma
+        launch(partial, size, target, token_weight, losses, coefficients)
+    return losses, coefficients
 
 
 _LOSSES: dict[tuple, Bound] = {}

@@ -177,7 +177,7 @@ def lce_backward_statistics(
             target_id = tl.load(target + row, mask=valid, other=0)
             inside = (target_id >= 0) & (target_id < entries)
             elsewhere = _elsewhere(target_id, ignore_index)
-    # alpha without the target's log-probability, and what the excess has beside it.
+    # alpha without the target's log-probability
     rest, of_target = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
     of_logit, gamma = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
     delta = tl.zeros((_TOKENS,), tl.float32)
@@ -214,6 +214,8 @@ def lce_backward_statistics(
         rest -= epsilon * tl.div_rn(squared, sum_exp * sum_exp)
         tl.store(out.epsilon + row, epsilon, mask=valid)
     tl.store(out.alpha + row, rest - of_target, mask=valid)
+    if out.beta is not None:
+        tl.store(out.beta + row, -(of_target + of_logit), mask=valid)
     if out.excess is not None:
         tl.store(out.excess + row, rest + of_logit, mask=valid)
     if out.gamma is not None:
@@ -236,9 +238,10 @@ def statistics_gradient(
     of_target = given.target_logit is not None or given.target_log_prob is not None
     of_mean = given.mean_logit is not None or given.mean_log_prob is not None
     of_entropy = given.expected_logit is not None or given.entropy is not None
-    # One allocation takes the host less time than five. Each vector begins on a boundary of 16 bytes.
-    vectors = partial.new_empty(5, -(-rows // 4) * 4)[:, :rows].unbind()
-    present = True, of_target, of_mean, of_entropy, given.sum_p_squared is not None
+    # One allocation takes the host less time than six. Each vector begins on a boundary of 16 bytes.
+    vectors = partial.new_empty(6, -(-rows // 4) * 4)[:, :rows].unbind()
+    of_log_prob = given.target_log_prob is not None
+    present = True, of_target, of_mean, of_entropy, given.sum_p_squared is not None, of_log_prob
     coefficients = Coefficients(*[v if there else None for v, there in zip(vectors, present)])  # pyright: ignore[reportArgumentType]
     with on_device_of(partial):
         lce_backward_statistics.launch(

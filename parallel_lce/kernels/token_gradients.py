@@ -415,8 +415,11 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
     base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
-    excess = tl.load(terms.coefficients.excess + row, mask=hit, other=0.0) * upstream
-    g = gradient_of_entry(logit, base, sum_exp, excess, alpha - excess, terms.coefficients, row, hit, upstream)
+    beta = tl.load(terms.coefficients.beta + row, mask=hit, other=0.0) * upstream
+    excess = alpha - beta
+    if terms.coefficients.excess is not None:
+        excess = tl.load(terms.coefficients.excess + row, mask=hit, other=0.0) * upstream
+    g = gradient_of_entry(logit, base, sum_exp, excess, beta, terms.coefficients, row, hit, upstream)
     return tl.where(hit, g * scale * slope_of(logit, terms.logit_map, row, hit), 0.0)
 
 
@@ -559,12 +562,12 @@ def token_gradients(
     maxima = mass = flat = None
     if saved is not None:
         _, maxima, mass, _, flat, *_ = saved
-        _, _, *beside_alpha, _ = coefficients
+        _, _, *beside_alpha, _, _ = coefficients
         every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
         if every or mass is None:
             rewrite_rows(gradient, saved, terms, window)
             maxima = mass = flat = None
-    keeps_rows, target = maxima is not None, target if coefficients.excess is not None else None
+    keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
     # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.

@@ -58,10 +58,11 @@ class _Kept(NamedTuple):
     gathered: Tensor | None
     # Residuals
     alpha: Tensor | None
-    excess: Tensor | None
+    beta: Tensor | None
     gamma: Tensor | None
     delta: Tensor | None
     epsilon: Tensor | None
+    excess: Tensor | None
     divisor: Tensor | None
     vocab_size: Tensor | None
 
@@ -166,8 +167,9 @@ class DenseLoss(torch.autograd.Function):
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
                 assert target is not None
-                value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
-                stacked = torch.cat([partial, *[c[None] for c in each if c is not None]]) if any(call.needs) else None
+                value, coefficients = backend.token_losses(partial, vocab_size, target, weights, options)
+                each = [c[None] for c in coefficients[:3] if c is not None]
+                stacked = torch.cat([partial, *each]) if any(call.needs) else None
             if options.reduction == "mean":
                 value, divisor = dense.mean(value, target, weights)
             elif options.reduction == "sum":

@@ -34,10 +34,10 @@ def of_tokens(call: Call, merged: Merged) -> tuple[Tensor, Coefficients, dict[st
         return _of_function(call, call.loss_function, merged)
     target = call.target
     assert target is not None  # check_tensors refuses a loss without targets
-    losses, alpha, excess, gamma = call.backend.token_losses(
+    losses, coefficients = call.backend.token_losses(
         merged.partial, merged.vocab_size, target, call.token_weight, call.options
     )
-    return losses, Coefficients(alpha, excess, gamma), {}
+    return losses, coefficients, {}
 
 
 def _of_function(call: Call, function: LossFunction, merged: Merged) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
@@ -149,7 +149,7 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     losses, coefficients, metrics = of_tokens(call, merged)
     if call.loss_function is not None:
         finish(call, call.loss_function, losses, metrics)
-    residuals = Residuals(*coefficients[:5])
+    residuals = Residuals(*coefficients[:6])
     if reduction == "none":
         return [losses], residuals
     if reduction == "sum":
@@ -170,9 +170,9 @@ def of_counted(upstream: Tensor, target: Tensor | None, options: Options) -> Ten
 def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:
     """Coefficients of the gradient of the logits. ``upstream``: the gradient of the loss, ``[N]`` or 0-dimensional."""
     factor = upstream if residuals.divisor is None else upstream / residuals.divisor
-    alpha, excess, gamma, delta, epsilon, *_ = residuals
+    alpha, *others, _, _ = residuals
     assert alpha is not None
-    return Coefficients(alpha, excess, gamma, delta, epsilon, factor)
+    return Coefficients(alpha, *others, factor)
 
 
 def divisor_of(call: Call) -> Tensor | None:

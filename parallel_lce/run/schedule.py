@@ -235,7 +235,7 @@ def backward(
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
-        _, _, gamma, delta, epsilon, _ = coefficients
+        _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
         if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
             sums.scratch.adopt(exponentials)

@@ -85,10 +85,11 @@ class Residuals(NamedTuple):
 
     # For a loss, [N] each: coefficients of the gradient of the logits.
     alpha: Tensor | None = None
-    excess: Tensor | None = None
+    beta: Tensor | None = None
     gamma: Tensor | None = None
     delta: Tensor | None = None
     epsilon: Tensor | None = None
+    excess: Tensor | None = None
     # For a mean, 0-dimensional: divisor of the sum of the losses.
     divisor: Tensor | None = None
     # For statistics: V, 0-dimensional int64.

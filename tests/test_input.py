@@ -105,7 +105,8 @@ def test_ids_outside_the_vocabulary(member, backend):
 
     def gradients(found, *upstream):
         results = found.target_log_prob, found.target_logit, found.selected_log_prob
-        return torch.autograd.grad(results, [x, w], upstream, retain_graph=True)
+        with shrunk(tile=(2, 3)):  # in which the forward saved
+            return torch.autograd.grad(results, [x, w], upstream, retain_graph=True)
 
     counts = (torch.arange(N, device=member.device) >= 4).float()
     # Of selected ids that do not exist, and of the token without a label, not even NaN flows back.

@@ -96,10 +96,11 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
     growth = peak(2 * N) - peak(N)
     logits = N * V // ranks * itemsize
     by_torch = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)) is torch_backend
-    # Numbers per token and window of 2048 columns, or 128.
-    partials = V // ranks * 3 // 2048 if by_torch else V // ranks * 3 // 128
+    # Numbers per token and window of 2048 columns, or 128; one more of saved bf16 exponentials.
+    of_window = 3 + (strategy == "save" and dtype == "bf16" and not by_torch)
+    partials = V // ranks * of_window // (2048 if by_torch else 128)
     # Per token: hidden states and their gradient, statistics, and partials of windows.
-    assert growth < N * (4 * D + 40 + partials) * 4 < 0.061 * logits, (
+    assert growth < N * (4 * D + 40 + partials) * 4 < 0.02 * of_window * logits, (
         f"{growth} bytes for {N} more tokens, whose logits are {logits}"
     )
 

@@ -100,7 +100,7 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
     of_window = 3 + (strategy == "save" and dtype == "bf16" and not by_torch)
     partials = V // ranks * of_window // (2048 if by_torch else 128)
     # Per token: hidden states and their gradient, statistics, and partials of windows.
-    assert growth < N * (4 * D + 40 + partials) * 4 < 0.02 * of_window * logits, (
+    assert growth < N * (4 * D + 40 + partials) * 4 < 0.0205 * of_window * logits, (
         f"{growth} bytes for {N} more tokens, whose logits are {logits}"
     )
 

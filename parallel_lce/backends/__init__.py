@@ -30,9 +30,11 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
     is compiled. Raises ``ValueError`` for a tensor without values, and under torch.export."""
-    # In a graph of torch.compile every tensor is fake.
-    fake = not torch.compiler.is_compiling() and isinstance(matrix, FakeTensor)
-    if matrix.is_meta or fake or torch.compiler.is_exporting():
+    # For Dynamo every tensor is fake, and with PyTorch 2.11 every graph is exported.
+    traced = not torch.compiler.is_dynamo_compiling() and (
+        isinstance(matrix, FakeTensor) or torch.compiler.is_exporting()
+    )
+    if matrix.is_meta or traced:
         raise ValueError("parallel_lce needs tensors with values: not on the meta device, fake, or in torch.export")
     # Kernels cannot run with D = 0.
     return named("torch" if matrix.shape[1] == 0 else _name(matrix.device, matrix.dtype, suitable))

@@ -126,12 +126,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
     if rows == 0 or projection.real_rows == 0:
         return partial, ()
-    x, tiles, memory, softcap = (
-        operand(task.x),
-        row_tiles(rows),
-        Scratch(0, task.x.device),
-        projection.logit_map.softcap,
-    )
+    x, tiles, memory = operand(task.x), row_tiles(rows), Scratch(0, task.x.device)
+    softcap = projection.logit_map.softcap
     width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
     saved_windows = even_slices(0, save, width)
     windows = saved_windows
@@ -207,7 +203,7 @@ class BlockBackward:
             self._save = saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // saved.maxima.shape[0])
         coefficients = task.coefficients.with_factor()
-        alpha, _, *others, _, _ = coefficients
+        alpha, others = coefficients.alpha, (coefficients.gamma, coefficients.delta, coefficients.epsilon)
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None or self._has_logits

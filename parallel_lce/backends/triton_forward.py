@@ -48,8 +48,9 @@ class _Program:
         assert width % ALIGNED == 0
         self.save = real if task.save >= real else task.save // width * width
         self.stride = stride_of(self.save)
-        # Rows of exponentials, which are multiplied where they are; fp16 and codes are rewritten in any case.
         self.capped = self.save > 0 and product.logit_map.softcap is not None
+        # Rows of exponentials, which are multiplied where they are. Rows under a soft-cap, in fp16 and of codes are
+        # rewritten in any case.
         self.kept = self.save > 0 and not (task.codes or self.capped) and product.x.dtype != torch.float16
         self.flat = self.kept and task.columns.differ
         # The common rounding of exponentials matters where they are nearly equal. In fp32 it never does.

@@ -21,8 +21,8 @@ def shard_of(options: Options, weight: Tensor, layout: Layout) -> Shard:
 
 
 def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
-    """Digest of the arguments that must be equal on all ranks. Not in it: the budget, which may depend on
-    a rank's memory, and options of gradients, which a rank may not form."""
+    """Digest of the arguments that must be equal on all ranks. Not in it: the budget, which may depend on a
+    rank's memory, and options of gradients, which a rank may not form."""
     start = options.vocab_start if options.vocab_size is None else None
     others = dict(logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
     values = agreed(options._replace(vocab_start=start, **others))

@@ -99,12 +99,12 @@ class Selected(Feature):
         given = given.reshape(-1).where(picked.inside(merged.vocab_size), 0.0)
         coefficients = coefficients._replace(alpha=coefficients.alpha - picked.sums(given))
         if call.target is not None and coefficients.beta is not None:
-            of_target, excess = picked.ids == picked.spread(call.target), coefficients.excess
-            beta, given = (
-                coefficients.beta - picked.sums(given.where(of_target, 0.0)),
-                given.masked_fill(of_target, 0.0),
-            )
-            excess = excess if excess is None else excess - picked.sums(given)
+            of_target = picked.ids == picked.spread(call.target)
+            beta = coefficients.beta - picked.sums(given.where(of_target, 0.0))
+            given = given.masked_fill(of_target, 0.0)
+            excess = coefficients.excess
+            if excess is not None:
+                excess = excess - picked.sums(given)
             coefficients = coefficients._replace(beta=beta, excess=excess)
         assert self.logits is not None
         self.logits = self.logits.contiguous()

@@ -155,8 +155,7 @@ def decode(
     without the targets' terms.
 
     ``codes [R, saved]`` uint8, of windows of ``window`` entries, and of the block's rows from ``first_row`` on.
-    ``windows [windows, R]``: their largest logits, and
-    ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
+    ``windows [windows, R]``: their largest logits, and ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
     :class:`parallel_lce.kernels.token_gradients.GradientTerms`, of alpha and beta without a factor.
     """
     rows, entries = gradient.shape

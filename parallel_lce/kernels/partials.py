@@ -229,8 +229,8 @@ def _merge_kernel(
 
     ``stride``: elements between the columns of neighbouring slices. ``low``, ``merged_low``: second rows of the sums.
     Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``; ``rounded``:
-    a ``RoundedSums``, or None. Ranks:
-    ``entries`` is V, or None; ``vocab_size`` is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
+    a ``RoundedSums``, or None. Ranks: ``entries`` is V, or None; ``vocab_size`` is an output; all ranks fit one tile
+    (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows

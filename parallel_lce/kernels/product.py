@@ -122,8 +122,8 @@ def logits_gradient(
     """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
-    beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a
-    row's last entry is overwritten up to the next boundary. ``tile_list``: as for :meth:`Product.launch`.
+    beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
+    last entry is overwritten up to the next boundary. ``tile_list``: as for :meth:`Product.launch`.
     """
     alpha, _, gamma, delta, epsilon, _, factor = coefficients
     assert factor is None

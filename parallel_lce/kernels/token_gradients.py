@@ -562,7 +562,7 @@ def token_gradients(
     maxima = mass = flat = None
     if saved is not None:
         _, maxima, mass, _, flat, *_ = saved
-        _, _, *beside_alpha, _, _ = coefficients
+        beside_alpha = coefficients.gamma, coefficients.delta, coefficients.epsilon
         every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
         if every or mass is None:
             rewrite_rows(gradient, saved, terms, window)

@@ -1,59 +1,52 @@
-"""How the doors change other projects' code: replace attributes and restore them, wait for an import, run a module
-with another forward. :func:`is_own` tells a project's own code from what a program has put in its place."""
+"""How the doors change other projects' code: replace attributes and restore them, warn, and wait for an import.
+:func:`is_own` tells a project's own code from what a program has put in its place."""
 
 from __future__ import annotations
 
 import functools
 import importlib.abc
 import inspect
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import torch
 
-class Replacements(dict[tuple[Any, str], list[tuple[Any, Any]]]):
-    """The attributes that a door has replaced, by owner (a module or a class) and name: pairs of our attribute and the
-    owner's own before it, None if it had none of its own. The last pair is the outermost."""
+_SKIPPED = os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any], again: bool = False) -> None:
-        """Replace an attribute by ``make(own)``, once. ``again``: also if other code has replaced ours since."""
-        pairs, now = self.get((owner, name), []), vars(owner).get(name)
-        if not pairs or (again and not any(ours is now for ours, _ in pairs)):
-            own = self.own(now)
-            ours = make(own)
-            self[owner, name] = [*pairs, (ours, own)]
-            setattr(owner, name, ours)
 
-    def own(self, attribute: Any) -> Any:
-        """What one of our attributes, which other modules may have imported, replaces; another attribute as it is."""
-        return next((own for pairs in self.values() for ours, own in pairs if ours is attribute), attribute)
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn of the first line outside of this package and of PyTorch, where Python can find it."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(message, category, skip_file_prefixes=_SKIPPED)
+    else:
+        warnings.warn(message, category, stacklevel=3)
+
+
+class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
+    """The attributes that a door has replaced, by owner (a module or a class) and name: ours, and the owner's own
+    before it, None if it had none of its own."""
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by ``make(own)``, once."""
+        if (owner, name) not in self:
+            own = vars(owner).get(name)
+            self[owner, name] = make(own), own
+            setattr(owner, name, self[owner, name][0])
 
     def restore(self) -> None:
-        """Undo all replacements. What other code has replaced since stays, with a warning, until that is undone."""
-        for (owner, name), pairs in [*self.items()]:
-            for ours, own in reversed(pairs):
-                if vars(owner).get(name) is ours:
-                    delattr(owner, name) if own is None else setattr(owner, name, own)
-            if vars(owner).get(name) is pairs[0][1]:
-                del self[owner, name]
-            else:
-                said = f"{owner.__name__}.{name} has been replaced since patch() and stays: undo that first"
+        """Undo all replacements. What other code has replaced since stays, with a warning."""
+        for (owner, name), (ours, own) in [*self.items()]:
+            now = vars(owner).get(name)
+            if now is ours:
+                delattr(owner, name) if own is None else setattr(owner, name, own)
+            elif now is not own:
+                said = f"{owner.__name__}.{name} has been replaced since patch(), and stays"
                 warnings.warn(f"parallel_lce: {said}", RuntimeWarning, stacklevel=3)
-
-
-@contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """A context in which attributes of ``owner`` itself have these values."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in values:
-            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+                continue
+            del self[owner, name]
 
 
 def named_as(own: Callable[..., Any], forward: Any) -> Any:
@@ -72,32 +65,23 @@ def is_own(function: Any, module: str, name: str | None = None) -> bool:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``action(module)`` once for each of these modules: now if it is imported, else right after its import."""
+    """Calls ``action()`` once, right after the import of a module."""
 
-    def __init__(self, names: Iterable[str], action: Callable[[Any], None]) -> None:
-        self.waiting, self.action = {*names}, action
+    def __init__(self, module: str, action: Callable[[], None]) -> None:
+        self.module, self.action = module, action
         sys.meta_path.insert(0, self)
-        for module in [sys.modules[name] for name in names if name in sys.modules]:
-            self._imported(module)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if fullname in self.waiting else ()
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in behind)), None)
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_act(module: Any) -> None:
                 execute(module)
-                self._imported(module)
+                self.action()
 
             spec.loader.exec_module = execute_and_act
         return spec
-
-    def _imported(self, module: Any) -> None:
-        if module.__name__ in self.waiting:
-            self.waiting.remove(module.__name__)
-            self.action(module)
-
-    def cancel(self) -> None:
-        self.waiting.clear()
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]

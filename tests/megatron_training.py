@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from measures import assert_close, largest_error
-from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
+from megatron_models import BATCH, SEQUENCE, Model, batch, build, build_chunks, losses_of
 from parallel_lce.megatron import patch
 from training.megatron_cpu import pass_as_cuda
 from world import Member
@@ -165,25 +165,17 @@ def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 
-def train_quietly(
-    member: Member, spec: Model, options: dict | None = None, forward_step: Callable | None = None
-) -> Trained:
-    """Trained with these options, by default those of the switch. No real logits may appear."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="parallel_lce")
-        return train(member, spec, switched(spec) if options is None else options, forward_step)
-
-
 def compare(
-    member: Member, spec: Model, cross_entropy: str | None = "output_layer", forward_steps: tuple = (None, None)
+    member: Member, spec: Model, cross_entropy: str = "output_layer", forward_step: Callable | None = None
 ) -> None:
-    """Training with the switch, or without where ``cross_entropy`` is None, equals stock's. ``forward_steps``: stock's
-    and ours. Errors of losses are absolute, those of gradients and parameters relative to their norm."""
+    """Training with the switch equals stock's. Errors of losses are absolute, those of gradients and parameters
+    relative to their norm."""
     # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
     drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
-    stock = train(member, replace(spec, fusion=False) if drops else spec, {}, forward_steps[0])
-    options = switched(spec, cross_entropy) if cross_entropy else {}
-    ours, tolerance = train_quietly(member, spec, options, forward_steps[1]), tolerance_of(spec)
+    stock = train(member, replace(spec, fusion=False) if drops else spec, {}, forward_step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="parallel_lce")  # no real logits may appear
+        ours, tolerance = train(member, spec, switched(spec, cross_entropy), forward_step), tolerance_of(spec)
     assert ours.sharded == stock.sharded
     for a, b in zip(ours.losses, stock.losses, strict=True):
         assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
@@ -214,14 +206,6 @@ def side_by_side(
     for number, (truth, mine) in enumerate(zip(*found, strict=True)):
         assert_close(mine, truth, tolerance, name=number)
     return found
-
-
-def output_layers(member: Member, spec: Model) -> tuple:
-    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]`` and a batch."""
-    stock, ours = build(member, spec, {}), build(member, spec, switched(spec))
-    parts = spec.tensor if spec.sequence_parallel else 1
-    hidden = torch.randn(SEQUENCE // parts, BATCH, HIDDEN).to(member.device)
-    return stock, ours, hidden, batch(0, spec, member.device)
 
 
 def words_of(run: Callable) -> list[str]:

@@ -16,7 +16,7 @@ LAYERS = [
     ["dtensor"],
     ["selected_log_probs", "vocab_parallel", "functional"],
     ["distillation", "modules", "rl"],
-    ["style", "lazy_logits", "output_metrics", "patching", "gathered"],
+    ["style", "patching", "neighbours", "heads", "deferred"],
     ["torchtitan", "transformers", "trl", "verl", "megatron"],
 ]
 PACKAGE = ROOT / "parallel_lce"
@@ -64,3 +64,17 @@ def test_no_arrow_up():
         if name != "parallel_lce" and other != "parallel_lce" and layer_of(other) > layer_of(name)
     ]
     assert not up
+
+
+# What the doors never do: look at their callers, parse sources, rebuild functions, replace what others use.
+GUESSES = "_getframe f_back f_locals inspect.stack walk_stack FunctionType( co_filename getsource".split()
+
+
+def test_no_door_guesses_at_its_neighbours():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert not [word for word in (*GUESSES, "import ast", "argparse._") if word in text], path
+        for function in ast.walk(ast.parse(text)):
+            if isinstance(function, ast.FunctionDef) and function.name in ("forward", "__call__"):
+                assigned = [t.attr for n in ast.walk(function) for t in getattr(n, "targets", ()) if hasattr(t, "attr")]
+                assert "__class__" not in assigned, (path, function.name)

@@ -2,11 +2,15 @@
 is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. patch() and unpatch(), refusals,
 and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
+import importlib
+import inspect
 import os
 import runpy
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -17,17 +21,16 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import megatron.core
-from megatron.core import tensor_parallel
-from megatron.core.fusions import fused_cross_entropy
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.models.gpt import gpt_model
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
 
 import parallel_lce.megatron
+from measures import assert_close
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
-from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
+from megatron_training import compare, in_ddp, side_by_side, switched
 from parallel_lce.megatron import __main__ as launcher
-from parallel_lce.megatron import cross_entropy as taken_over
-from parallel_lce.megatron import output_layer, patch, token_log_probs, unpatch
+from parallel_lce.megatron import explain, fuse, heads, loss, patch, token_log_probs, unpatch
 from tools import arguments_to, on_ranks, words_of_error
 from world import Member, forget, launched
 
@@ -55,18 +58,6 @@ def _compare_on(member: Member, release: str, spec: Model) -> None:
 @pytest.mark.parametrize(("release", "spec"), of_other_releases([(s,) for s in specs(2, tp_of_pairs=1)]), ids=str)
 def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks()
-def test_deterministic_mode_repeats_every_bit(member):
-    several = member.ranks > 1
-    spec = Model(ranks=member.ranks, sequence_parallel=several, deterministic=True, ddp="fp32", dtype=torch.bfloat16)
-    first, second = (train_quietly(member, spec) for _ in range(2))
-    for a, b in zip(first.losses, second.losses, strict=True):
-        assert torch.equal(a, b)
-    for name, value in first.parameters.items():
-        assert torch.equal(value, second.parameters[name]), name
 
 
 UNITS = [(unit, {}) for unit in ("model", "layer", "layer, kept whole", "layer, in shards", "tied")]
@@ -108,52 +99,26 @@ def test_fully_sharded_weights(member, unit, settings):
                 found.append(logits[...])
         return [*found, *(p.full_tensor() for p in parameters)]
 
-    with mock.patch.object(output_layer, "_called", wraps=output_layer._called) as fused:
+    with mock.patch.object(loss, "_run", wraps=loss._run) as fused:
         side_by_side(member, spec, results)
     assert fused.call_count >= 3
 
 
-@pytest.mark.parametrize("sharded", [False, True])
 @on_ranks(2)
-def test_detached_weights(member, sharded):
-    """As of mtp_detach_heads from 0.18 on: no dW, and none in main_grad."""
-
-    def gradients(model, data, ours):
-        layer = model.output_layer
-        layer.weight.main_grad = torch.zeros_like(layer.weight)
-        layer.weight.grad_added_to_main_grad = False
-        if sharded:  # the layer's weight is, whatever is passed
-            layer.weight.__fsdp_param__ = True
-        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
-        hidden = hidden.to(member.device).requires_grad_()
-        logits, _ = layer(hidden, weight=layer.weight.detach())
-        assert isinstance(logits, torch.Tensor) == (sharded or not ours)
-        model.compute_language_model_loss(data.labels, logits).mean().backward()
-        assert not layer.weight.main_grad.any() and layer.weight.grad is None
-        return [hidden.grad]
-
-    side_by_side(member, Model(ranks=member.ranks), gradients)
-
-
-@pytest.mark.parametrize("use", ["weight", "logits"])
-@on_ranks(2)
-def test_other_uses_of_the_weight(member, use):
-    """Beside the fused loss they lose no gradient under DDP."""
-    spec = Model(ranks=member.ranks)
+def test_real_logits_beside_the_loss(member):
+    """They lose no gradient under DDP. With fused accumulation they alone mark the weight."""
 
     def gradient(model, data, ours):
         ddp, layer = in_ddp(model.config, model), model.output_layer
         hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(member.device)
-        # With fused accumulation, which stock has through Apex alone, only real logits mark the weight.
-        model.config.gradient_accumulation_fusion = ours and use == "logits"
-        loss = losses_of(model, spec, data).mean()
+        model.config.gradient_accumulation_fusion = ours  # stock has it through Apex alone
+        loss = losses_of(model, Model(ranks=member.ranks), data).mean()
         model.config.gradient_accumulation_fusion = False
-        other = layer.weight.square().sum() if use == "weight" else layer(hidden)[0][0].square().mean()
-        (loss + other).backward()
+        (loss + layer(hidden)[0][0].square().mean()).backward()
         ddp.finish_grad_sync()
         return [layer.weight.main_grad]
 
-    side_by_side(member, spec, gradient)
+    side_by_side(member, Model(ranks=member.ranks), gradient)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -191,27 +156,8 @@ def _unpatched():
 
 
 def _methods() -> tuple:
-    return (
-        LanguageModule.compute_language_model_loss,
-        LanguageModule.setup_embeddings_and_output_layer,
-        cross_entropy._VocabParallelCrossEntropy.apply,
-        fused_cross_entropy._VocabParallelCrossEntropy.apply,
-    )
-
-
-def test_logits_of_all_callers():
-    """With cross_entropy="logits" those of the function itself too, imported before or after."""
-    logits, target = torch.randn(4, 3, 7, dtype=torch.float64), torch.tensor([[0, 1, -100]] * 4)
-    calls = (tensor_parallel.vocab_parallel_cross_entropy, cross_entropy.vocab_parallel_cross_entropy)
-    ours = parallel_lce.vocab_parallel_cross_entropy(logits, target)
-    patch(cross_entropy="logits")
-    for call in calls:
-        with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", return_value=ours) as called:
-            assert call(logits.clone(), target) is ours and called.call_count == 1
-    patch(cross_entropy="output_layer")
-    with mock.patch.object(taken_over, "vocab_parallel_cross_entropy", side_effect=AssertionError):
-        with pytest.raises(AssertionError, match="parallel group is not initialized"):
-            calls[0](logits.clone(), target)
+    names = "__init__", "setup_embeddings_and_output_layer", "compute_language_model_loss"
+    return tuple(getattr(LanguageModule, name) for name in names)
 
 
 def test_patch_is_idempotent_and_undone():
@@ -227,19 +173,6 @@ def test_patch_is_idempotent_and_undone():
     assert _methods() == before
 
 
-def test_others_may_wrap_it_too(monkeypatch):
-    """What somebody put around the switch is not taken away with it."""
-    original = LanguageModule.compute_language_model_loss
-    monkeypatch.setattr(LanguageModule, "compute_language_model_loss", original)  # what it is in the end
-    patch()
-    around = LanguageModule.compute_language_model_loss = lambda self, labels, logits: None
-    patch(cross_entropy="logits")
-    assert LanguageModule.compute_language_model_loss is around
-    with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
-        unpatch()
-    assert LanguageModule.compute_language_model_loss is around
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -249,17 +182,14 @@ def test_others_may_wrap_it_too(monkeypatch):
         (dict(gradient_filter="auto"), r"must be .* such as 2\*\*-13, got 'auto'"),
         (dict(skip_masked="yes"), "must be True or False, got 'yes'"),
         (dict(skip_masked=True, cross_entropy="logits"), "=True needs cross_entropy='output_layer', got 'logits'"),
+        (dict(z_loss=-1), "z_loss must be a finite Python number >= 0, got -1"),
+        (dict(vocab_size=0), "vocab_size must be None or a number of entries >= 1"),
+        (dict(gradient_filter=0.1, label_smoothing=0.1), "gradient_filter.*label_smoothing"),
     ],
 )
 def test_patch_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         patch(**options)
-
-
-def test_patch_refuses_a_budget_of_the_environment(monkeypatch):
-    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "1GiB")
-    with pytest.raises(ValueError, match="1GiB"):
-        patch()
 
 
 @on_ranks(2)
@@ -269,7 +199,7 @@ def test_settings_of_each_call(member):
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
 
     def settings(entry: str, call) -> list[tuple]:
-        with arguments_to(output_layer, entry) as found:
+        with arguments_to(loss, entry) as found:
             call()
         return [(o.logits_budget, o.reduce_dtype, o.gradient_filter) for o, *_ in found]
 
@@ -282,27 +212,102 @@ def test_settings_of_each_call(member):
     exact, filtered = (12345, torch.float32, None), (12345, torch.float32, 0.25)
     assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [filtered]
     assert of_statistics(False) == [filtered] and of_statistics(True) == [exact]
+    patch(gradient_filter=None)  # the default
+    assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [exact]
     unpatch()
     assert of_statistics(False) == [(None, None, None)]
 
 
 @on_ranks(1)
-def test_unsupported_settings(member):
-    spec = Model(ranks=member.ranks)
+def test_what_is_not_fused_is_said_once_at_construction(member):
+    spec = Model()
     switched(spec)
     with pytest.warns(RuntimeWarning, match="no effect with cross_entropy_loss_fusion=False"):
         build(member, spec, {"cross_entropy_fusion_impl": "parallel_lce"})
-    tied = Model(ranks=member.ranks, tied=True)
-    tied = build(member, tied, switched(tied))
-    for weight, message in ((None, "no weight of its own and none"), (torch.zeros(95, HIDDEN), r"\[95, 32\]")):
-        with pytest.raises(ValueError, match=rf"needs a weight \[96, 32\], got {message}"):
-            tied.output_layer(torch.randn(16, 2, HIDDEN, device=member.device), weight=weight)
-    for name in ("native", "te", "linear", "vocab_parallel", None):
-        build(member, spec, {"cross_entropy_fusion_impl": name})
+    for name in ("native", "te", None):
+        with pytest.warns(RuntimeWarning, match=f"GPTModel is not fused: .*cross_entropy_fusion_impl={name!r}"):
+            model = build(member, spec, {"cross_entropy_fusion_impl": name})
+        assert repr(name) in explain(model)[0]
+    unpatch()
+    with mock.patch.object(LanguageModule, "compute_language_model_loss", LanguageModule.forward):
+        with pytest.warns(RuntimeWarning, match="loss was replaced before patch"):
+            build(member, spec, switched(spec))
+        unpatch()
+
+
+@on_ranks(1)
+def test_fuse_and_explain(member):
+    """Of a model of any other loss. Its settings are its own, also beside another model in another thread."""
+    first, second, data = build(member, Model(), {}), build(member, Model(), {}), batch(0, Model(), member.device)
+    assert explain(first) == ["it was built before patch(), and not given to fuse()"]
+    assert (
+        fuse([first, second], z_loss=0.1) == fuse(second, z_loss=0.3) * 2 == explain([first, second]) == ["fused"] * 2
+    )
+    expected = [losses_of(model, Model(), data) for model in (first, second)]
+    assert (expected[1] > expected[0] + 0.1).all()
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            found = threads.map(lambda model: losses_of(model, Model(), data), (first, second))
+            assert all(map(torch.equal, found, expected))
+    layer, stock = first.output_layer, build(member, Model(), {}).output_layer
+    assert type(layer).__name__ == type(stock).__name__ and [*layer.state_dict()] == [*stock.state_dict()]
+    assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
+    first.output_layer = stock
+    second.output_layer = None
+    assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", NO_LAYER]
+    assert fuse([first, second]) == ["fused", NO_LAYER]
+    unpatch()
+    assert explain(first) == ["unpatch() was called; call fuse(model)"]
+    with pytest.raises(ValueError, match="zloss is no setting: take one of cross_entropy, "):
+        fuse(first, zloss=1)
+    with pytest.raises(ValueError, match="a language model of Megatron's, alone or in wrappers, got Linear"):
+        fuse(torch.nn.Linear(2, 2))
+
+
+NO_LAYER = "this pipeline stage has no output layer"
+
+
+@on_ranks(1)
+def test_a_loss_that_is_chosen_in_the_constructor(member):
+    """As on Megatron's main branch, which raises for other names."""
+    own = LanguageModule.__init__
+
+    def select_cross_entropy(self, config, pg_collection=None):
+        own(self, config, pg_collection)
+        if config.cross_entropy_fusion_impl not in ("native", "te"):
+            raise ValueError(config.cross_entropy_fusion_impl)
+
+    with mock.patch.object(LanguageModule, "__init__", select_cross_entropy):
+        with pytest.raises(ValueError, match="parallel_lce"):
+            build(member, Model(), {"cross_entropy_fusion_impl": "parallel_lce"})
+        assert explain(build(member, Model(), switched(Model()))) == ["fused"]
+        unpatch()
+
+
+@pytest.mark.parametrize("real", [False, True])
+@on_ranks(2)
+def test_an_output_layer_that_returns_losses(member, real):
+    """As of Megatron's development branch."""
+    module = ModuleType("megatron.core.transformer.linear_cross_entropy")
+    module.LinearCrossEntropyModule = type("LinearCrossEntropyModule", (ColumnParallelLinear,), {})
+    spec = Model(ranks=member.ranks, sequence_parallel=True)
+    options = switched(spec)
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        importlib.reload(heads)
+        with mock.patch.object(gpt_model.tensor_parallel, "ColumnParallelLinear", module.LinearCrossEntropyModule):
+            layer = build(member, spec, options).output_layer
+        layer.disable_grad_reduce, data = real, batch(0, spec, member.device)
+        hidden = torch.randn(SEQUENCE // member.ranks, BATCH, HIDDEN).to(member.device)
+        logits = gather_from_tensor_model_parallel_region(layer(hidden)[0][...]).permute(1, 2, 0)
+        for reduction in ("none", "sum", "mean"):
+            found = layer(hidden, output_cross_entropy_loss=True, labels=data.labels, reduction=reduction)
+            assert_close(found, torch.nn.functional.cross_entropy(logits, data.labels, reduction=reduction), 1e-5)
+    importlib.reload(heads)
 
 
 # --- the launcher -------------------------------------------------------------------------------------
 
+OPTION = "--cross-entropy-fusion-impl"
 # A script that knows nothing of this package, with Megatron's argument for the loss. Before it imports Megatron, it may
 # choose which one that is, and set its environment.
 SCRIPT = """
@@ -311,13 +316,10 @@ assert "megatron.core" not in sys.modules
 from megatron.core.models.gpt.gpt_model import GPTModel
 print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
 parser = argparse.ArgumentParser()
-group = parser.add_argument_group("training")
-group.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
-print(group.add_argument("--attention", choices=["flash"]).choices)
+parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
 print(parser.parse_args().cross_entropy_fusion_impl)
-group = argparse.ArgumentParser().add_argument_group("training")
-print(group.add_argument("--cross_entropy_fusion_impl", choices=None).choices)
-print(sys.argv, sys.modules["parallel_lce.megatron"].settings.current.logits_budget, sep="\\n")
+from parallel_lce.megatron import settings, switch
+print(sys.argv, settings.current.logits_budget, switch.fuses_native, sep="\\n")
 """
 
 
@@ -336,10 +338,12 @@ def _start(arguments: list[str]) -> None:
     runpy.run_module("parallel_lce.megatron", run_name="__main__", alter_sys=True)
 
 
-def test_an_unedited_script(script):
-    options = ["--parallel-lce-logits-budget", "7", str(script), "--cross-entropy-fusion-impl", "parallel_lce"]
-    rest = str(options[2:]), "7"
-    assert launched(1, _start, options).splitlines()[-6:] == ["True", "['flash']", "parallel_lce", "None", *rest]
+@pytest.mark.parametrize("choice", [f"{OPTION} parallel_lce", f"{OPTION}=parallel_lce", ""])
+def test_an_unedited_script(script, choice):
+    """It reads "native", and its models are fused if its arguments chose this package."""
+    options = ["--parallel-lce-logits-budget", "7", str(script), *choice.split()]
+    seen = [str(script), *(word.replace("parallel_lce", "native") for word in choice.split())]
+    assert launched(1, _start, options).splitlines()[-5:] == ["True", "native", str(seen), "7", str(bool(choice))]
 
 
 def test_options_may_stand_anywhere(script):

@@ -1,11 +1,7 @@
 """token_log_probs equals the log-softmax of a stock Megatron-core model's logits: values and all gradients."""
 
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
-from itertools import cycle
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,40 +14,27 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 
-from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases, path_of, specs
-from megatron_training import Trained, compare, in_ddp, side_by_side, tolerance_of
-from parallel_lce.megatron import TokenLogProbs, output_layer, token_log_probs, token_loss
-from parallel_lce.megatron.lazy_logits import LazyLogits
+from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases, path_of
+from megatron_training import in_ddp, side_by_side, tolerance_of
+from parallel_lce.deferred import Source
+from parallel_lce.megatron import TokenLogProbs, loss, token_log_probs, token_loss
 from test_megatron_habits import CHANGES, PATCHES, patched
 from tools import arguments_to, debug_mode, on_ranks
 from world import Member
 
 
-class Scoring(NamedTuple):
-    """What is asked of the labels. ``temperature`` "tensor": one of each token. ``switched``: whether the model is
-    built for this package's loss."""
-
-    temperature: float | str = 1.0
-    entropy: bool = True
-    switched: bool = False
-
-    def temperatures(self, labels: torch.Tensor) -> float | torch.Tensor:
-        if self.temperature != "tensor":
-            return self.temperature
-        return 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(3)).to(labels.device)
+def of_each_token(labels: torch.Tensor) -> torch.Tensor:
+    """Temperatures."""
+    return 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(3)).to(labels.device)
 
 
-def scored(ours: bool, model: torch.nn.Module, data: Batch, scoring: Scoring, **arguments):
-    """By token_log_probs, or of the model's own gathered logits in float64; of another pipeline stage its output."""
-    inner, temperature, caught = model, scoring.temperatures(data.labels), []
+def scored(ours: bool, model: torch.nn.Module, data: Batch, temperature: float | torch.Tensor = 1.0, **arguments):
+    """By token_log_probs, or of the model's own gathered logits in float64."""
+    inner, caught, given = model, [], (data.tokens, data.positions, data.mask)
     while hasattr(inner, "module"):
         inner = inner.module
-    last, given = getattr(inner, "post_process", True), (data.tokens, data.positions, data.mask)
     if ours:
-        arguments |= dict(temperature=temperature, entropy=scoring.entropy)
-        return token_log_probs(model, *given, data.labels if last else None, **arguments)
-    if not last:
-        return model(*given, labels=data.labels, **arguments)
+        return token_log_probs(model, *given, data.labels, temperature=temperature, entropy=True, **arguments)
     # Stock's loss changes its logits in place. The main head's call comes last.
     hook = inner.output_layer.register_forward_hook(lambda module, inputs, output: caught.append(output[0].clone()))
     output = model(*given, labels=data.labels, **arguments)
@@ -65,53 +48,12 @@ def scored(ours: bool, model: torch.nn.Module, data: Batch, scoring: Scoring, **
     return TokenLogProbs(of_labels + 0.0 * output, -(log_p.exp() * log_p).sum(-1))
 
 
-def policy_loss(found: TokenLogProbs, entropy: bool = True) -> torch.Tensor:
+def policy_loss(found: TokenLogProbs) -> torch.Tensor:
     """Of both, with another factor for each token. One has no label."""
     log_probs = found.log_probs
     factors = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(4)).to(log_probs.device)
     loss = (factors[0] * log_probs.exp() + 0.1 * log_probs).sum()
-    return loss - 0.3 * (factors[1] * found.entropy).sum() if entropy else loss
-
-
-def forward_step(ours: bool, scoring: Scoring, spec: Model, device, done: Trained, numbers, model):
-    data = batch(next(numbers), spec, device)
-    mask = {"loss_mask": (data.labels >= 0).float()} if spec.mtp else {}
-    output = scored(ours, model, data, scoring, **mask)
-
-    def loss_function(found: TokenLogProbs):
-        assert isinstance(found, TokenLogProbs)
-        if ours:
-            assert all(v is None or v.dtype is torch.float32 for v in found)
-            assert (found.entropy is not None) == scoring.entropy
-        done.losses += [v.detach().float().cpu() for v in found[: 1 + scoring.entropy]]
-        total = policy_loss(found, scoring.entropy).float()
-        return total, torch.tensor(data.labels.numel(), dtype=torch.int32, device=device), {"loss": total.detach()}
-
-    return output, loss_function
-
-
-def _compare(member: Member, spec: Model, scoring: Scoring) -> None:
-    steps = tuple(partial(forward_step, ours, scoring) for ours in (False, True))
-    compare(member, spec, "output_layer" if scoring.switched else None, steps)
-
-
-SCORINGS = Scoring(), Scoring(0.7, switched=True), Scoring("tensor"), Scoring("tensor", entropy=False), Scoring(2)
-
-
-def _cases(models: list[Model]) -> list[tuple]:
-    models = [m if m.optimizer else replace(m, steps=1) for m in models if m.family in ("gpt", "mamba")]
-    return [*zip(models, cycle(SCORINGS))]
-
-
-@pytest.mark.parametrize(("spec", "scoring"), _cases([*specs(1), *specs(2)]), ids=str)
-@pytest.mark.thinned
-def test_equal_to_stock_logits(spec, scoring, worlds):
-    worlds(spec.ranks).run(_compare, spec, scoring)
-
-
-@pytest.mark.parametrize(("release", "spec", "scoring"), of_other_releases(_cases(specs(2, tp_of_pairs=1))), ids=str)
-def test_other_releases(release, spec, scoring, worlds):
-    worlds(spec.ranks, path_of(release)).run(_compare, spec, scoring)
+    return loss - 0.3 * (factors[1] * found.entropy).sum()
 
 
 @on_ranks(2)
@@ -123,8 +65,8 @@ def test_without_gradients(member):
         found = []
         for training in (True, False):
             model.train(training)
-            with torch.no_grad(), arguments_to(output_layer, "fused_loss") as others:
-                found += scored(ours, model, data, Scoring(0.7))
+            with torch.no_grad(), arguments_to(loss, "fused_loss") as others:
+                found += scored(ours, model, data, 0.7)
             assert len(others) == (spec.mtp if training and ours else 0)
         assert not any(value.requires_grad for value in found)
         return found
@@ -166,7 +108,15 @@ def _compiled(member: Member, model):
     return torch.compile(model, backend="eager")
 
 
+def _plain(member: Member, model):
+    return model
+
+
 WRAPPED = {
+    "tied": (_plain, dict(tied=True, mtp=1, sequence_parallel=True)),
+    "mamba": (_plain, dict(family="mamba", sequence_parallel=True)),
+    "context": (_plain, dict(context=2, mtp=1)),
+    "frozen": (_plain, dict(frozen=True)),
     "half": (_half, dict(dtype=torch.bfloat16)),
     "sharded": (_sharded, dict(data=2)),
     "sharded layer": (_sharded_layer, dict(data=2)),
@@ -176,26 +126,42 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(spec.get("ranks", 2), how) for how, (_, spec) in WRAPPED.items()])
-@on_ranks()
-def test_models_in_wrappers(member, how):
+def _compare(member: Member, how: str, switch: bool = False) -> None:
     wrap, changes = WRAPPED[how]
     spec = Model(**dict(ranks=member.ranks) | changes)
 
     def values(model, data, ours):
         # Of a stock model that gathers, or that is compiled, the logits could not be caught.
-        wrapped = wrap(member, model) if ours or how in ("half", "sharded", "sharded layer", "scaled") else model
-        for _ in range(2):
+        wrapped = model if how in ("gathering", "compiled") and not ours else wrap(member, model)
+        mask = {"loss_mask": (data.labels >= 0).float()} if spec.mtp else {}
+        for temperature in (0.7, of_each_token(data.labels)):
             model.zero_grad()
-            output = scored(ours, wrapped, data, Scoring(0.7))
+            output = scored(ours, wrapped, data, temperature, **mask)
             policy_loss(output).backward()
         assert not ours or all(value.dtype is torch.float32 for value in output)
-        found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
-        return *output, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in found)
+        return *output, *gradients(model)
 
-    side_by_side(member, spec, values, tolerance_of(spec), options={})
+    side_by_side(member, spec, values, tolerance_of(spec), options=None if switch else {})
     if how == "compiled":
         torch._dynamo.reset()
+
+
+def gradients(model) -> list[torch.Tensor]:
+    found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found if g is not None]
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize(("ranks", "how"), [(spec.get("ranks", 2), how) for how, (_, spec) in WRAPPED.items()])
+@pytest.mark.thinned
+@on_ranks()
+def test_equal_to_stock_logits(member, how, switch):
+    _compare(member, how, switch)
+
+
+@pytest.mark.parametrize(("release", "how"), of_other_releases([("tied",), ("mamba",), ("half",), ("context",)]))
+def test_other_releases(release, how, worlds):
+    worlds(2, path_of(release)).run(_compare, how)
 
 
 def _ppo(statistics, old, advantage):
@@ -208,25 +174,23 @@ def _ppo(statistics, old, advantage):
 @on_ranks(2)
 def test_a_loss_of_ones_own(member, how):
     """Of Megatron's DistributedDataParallel the gradients are those in main_grad."""
-    wrap, changes = WRAPPED.get(how, (lambda member, model: model, {}))
-    spec = Model(ranks=member.ranks, sequence_parallel="data" not in changes, **changes)
+    wrap, changes = WRAPPED.get(how, (_plain, dict(sequence_parallel=True)))
+    spec = Model(ranks=member.ranks, **changes)
 
     def values(model, data, ours):
-        wrapped, scoring = wrap(member, model), Scoring("tensor")
+        wrapped, temperature = wrap(member, model), of_each_token(data.labels)
         per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
         per_token[0] -= 4
         if ours:
             given = data.tokens, data.positions, data.mask, data.labels, _ppo, *per_token
-            total, metrics = token_loss(wrapped, *given, temperature=scoring.temperatures(data.labels), entropy=True)
+            total, metrics = token_loss(wrapped, *given, temperature=temperature, entropy=True)
         else:
-            found = scored(False, wrapped, data, scoring)
+            found = scored(False, wrapped, data, temperature)
             losses, metrics = _ppo(SimpleNamespace(target_log_prob=found.log_probs, entropy=found.entropy), *per_token)
             total = losses.where(data.labels != -100, 0.0).sum()
             metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
         (0.5 * total).backward()
-        found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
-        found = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
-        return total, metrics["ratio"], metrics["clipped"].float(), *found
+        return total, metrics["ratio"], metrics["clipped"].float(), *gradients(model)
 
     side_by_side(member, spec, values, tolerance_of(spec), options={})
 
@@ -275,6 +239,7 @@ def test_refusals(member):
         bert = build(member, Model(ranks=member.ranks, family="bert"), {})
         refused("HybridModel, alone or in wrappers, got BertModel", model=bert)
     token_log_probs(**given, labels=data.labels)
+    before = type(layer), {*vars(layer)}, {*vars(model)}
     refused("unexpected keyword argument 'unknown'", TypeError, unknown=1)
     model.register_forward_hook(lambda module, inputs, output: output[0])
     refused("GPTModel's forward must return compute_language_model_loss", RuntimeError)
@@ -304,16 +269,16 @@ def _hook(hook):
     return lambda model: model.output_layer.register_forward_hook(hook)
 
 
-# Changes of test_megatron_habits.py and other hooks, and what the refusal says: of the first three without a call.
+# Changes of test_megatron_habits.py and other hooks, and what the refusal says: of the first without a call.
 MAKES = "token_log_probs makes no logits: "
 WOULD_MAKE_LOGITS = [
     ("adapter", MAKES + "the output layer is a _Adapter"),
-    ("forward", MAKES + "the output layer's forward was replaced"),
     ("deferred", MAKES + "defer_embedding_wgrad_compute keeps"),
-    ("backward hook", MAKES + "the output layer has backward hooks"),
+    ("forward", MAKES + "something has replaced the output layer's result, by one of type Tensor"),
+    ("parametrization", MAKES + "the output layer's parametrizations"),
     ("sharded", MAKES + "the output weight is fully sharded"),
-    (_hook(lambda module, inputs, output: (output[0].mean(), None)[1]), MAKES + "attribute 'mean'"),
-    (_hook(lambda *_: (torch.zeros(1), None)), "replaced the output layer's result, by one of type Tensor"),
+    (_hook(lambda module, inputs, output: (output[0].mean(), None)[1]), MAKES + "'mean' of the output layer's result"),
+    (_hook(lambda module, inputs, output: (output[0] + 1, None)), MAKES + "'add' of the output layer's result"),
 ]
 
 
@@ -325,14 +290,13 @@ def test_what_would_make_logits_is_refused(member, training):
     for number, (change, message) in enumerate(WOULD_MAKE_LOGITS):
         model = build(member, spec, {}).train(training)
         (CHANGES[change][0] if isinstance(change, str) else change)(model)
-        with mock.patch.object(LazyLogits, "_make", side_effect=AssertionError("the logits were made")):
+        with mock.patch.object(Source, "make", side_effect=AssertionError("the logits were made"), create=True):
             with (
-                uncalled(model) if number < 3 else nullcontext(),
+                uncalled(model) if number < 1 else nullcontext(),
                 pytest.raises((RuntimeError, ValueError), match=message),
             ):
-                scored(True, model, batch(0, spec, member.device), Scoring())
-    with (
-        patched(*PATCHES["forward"]),
-        pytest.raises(ValueError, match="ColumnParallelLinear.forward is not Megatron's own"),
-    ):
-        scored(True, build(member, spec, {}), batch(0, spec, member.device), Scoring())
+                scored(True, model, batch(0, spec, member.device))
+    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    with patched(*PATCHES["forward"]), pytest.raises(RuntimeError, match="ColumnParallelLinear.forward is not Megatr"):
+        scored(True, model, data)
+    assert torch.isfinite(scored(True, model, data).log_probs).all()

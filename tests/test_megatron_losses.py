@@ -1,9 +1,7 @@
 """Losses that Megatron's configuration does not have, z-loss, label smoothing and the true vocabulary, and metrics of
-their tokens, against float64; of lazy and of real logits."""
+their tokens, against float64; of deferred logits, also beside a use of them."""
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 import torch
@@ -14,10 +12,9 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from measures import assert_close
-from megatron_models import VOCAB, Model, batch, build, losses_of
-from megatron_training import in_ddp, side_by_side, switched
-from parallel_lce.megatron import TokenMetrics, patch, settings, token_log_probs, token_metrics, unpatch
-from parallel_lce.megatron import __main__ as launcher
+from megatron_models import VOCAB, Model, batch, build
+from megatron_training import in_ddp, switched
+from parallel_lce.megatron import TokenMetrics, patch, token_log_probs, token_metrics, unpatch
 from tools import on_ranks
 from world import Member
 
@@ -27,8 +24,8 @@ OPTIONS = {
     "vocabulary": dict(vocab_size=VOCAB - 7),
     "all": dict(z_loss=1e-2, label_smoothing=0.1, vocab_size=VOCAB - 57, skip_masked=True),
 }
-# How the loss is computed: of lazy logits, of those with metrics, of real logits, and of those by choice.
-HOW = "fused", "metrics", "hook", "logits"
+# How the loss is computed: alone, with metrics, and with these beside a hook that looks at the logits.
+HOW = "fused", "metrics", "hook"
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +52,9 @@ def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoo
 @pytest.mark.thinned
 @on_ranks()
 def test_losses_of_the_settings(member: Member, sequence_parallel, options, how, training):
-    given = dict(OPTIONS[options])
-    if how == "logits":
-        given["skip_masked"] = False
+    given = OPTIONS[options]
     spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    kind = "logits" if how == "logits" else "output_layer"
-    model, data = build(member, spec, switched(spec, kind)), batch(0, spec, member.device)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     with torch.no_grad():  # the losses differ clearly
         model.output_layer.weight.mul_(20)
     inputs, labels = (data.tokens, data.positions, data.mask), data.labels
@@ -73,7 +67,7 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     expected = torch.autograd.grad((truth[0] * weights).sum(), [*model.parameters()])
     patch(token_metrics=how != "fused", **given)
     if how == "hook":
-        model.output_layer.register_forward_hook(lambda *_: None)
+        model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].sum(), None)[1])
     losses = model(*inputs, labels=labels)
     assert_close(losses, truth[0], 1e-5)
     for found, value in zip(torch.autograd.grad((losses * weights).sum(), [*model.parameters()]), expected):
@@ -87,52 +81,6 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     for found, value in zip(metrics[:2], truth[1:]):
         assert_close(found, value.detach(), 1e-5, 1e-7)
     assert torch.equal(metrics.correct, truth[3])
-
-
-def _capped(logits):  # as Megatron-Bridge's Gemma 2
-    return 2.0 * torch.tanh(logits / 2.0)
-
-
-def _checked(logits):
-    assert torch.is_tensor(logits) and logits.requires_grad
-    return logits / 3
-
-
-# What a mixin of the output layer makes of the logits, and whether the loss does without them.
-MIXINS = {
-    "soft-cap": (_capped, True),
-    "division": (_checked, True),
-    "in place": (lambda logits: logits.mul_(0.5), False),
-    "another formula": (lambda logits: logits + 0.1 * logits.square(), False),
-    "a soft-cap twice": (lambda logits: _capped(_capped(logits)), False),
-}
-
-
-@pytest.mark.parametrize("name", MIXINS)
-@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (2, True)])
-@pytest.mark.thinned
-@on_ranks()
-def test_mixins_of_the_output_layer(member, name, tied):
-    change, lazy = MIXINS[name]
-    spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=member.ranks > 1)
-    said = []
-
-    class Mixin:
-        def forward(self, *given, **named):
-            logits, bias = super().forward(*given, **named)
-            return change(logits), bias
-
-    def results(model, data, ours):
-        layer = model.output_layer
-        layer.__class__ = type(type(layer).__name__, (Mixin, type(layer)), {})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = losses_of(model, spec, data)
-        said.append([str(w.message) for w in caught if "makes the whole logits" in str(w.message)])
-        return [losses, *torch.autograd.grad(losses.mean(), [*model.parameters()])]
-
-    side_by_side(member, spec, results)
-    assert not said[0] and (len(said[1]) == 0) == (lazy or member.rank > 0)
 
 
 @on_ranks(1)
@@ -165,33 +113,3 @@ def test_metrics_are_those_of_the_main_head(member):
     patch(skip_masked=True)
     ddp(data.tokens, data.positions, data.mask, labels=data.labels).sum().backward()
     assert_close(main_grad, model.output_layer.weight.main_grad, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(z_loss=-1), "z_loss must be a finite Python number >= 0, got -1"),
-        (dict(label_smoothing=1.5), r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
-        (dict(vocab_size=0), "vocab_size must be None or a number of entries >= 1"),
-        (dict(token_metrics=2), "token_metrics must be True or False, got 2"),
-        (dict(gradient_filter=0.1, label_smoothing=0.1), "gradient_filter.*label_smoothing"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        patch(**options)
-
-
-def test_the_launcher_and_later_settings():
-    names = dict(z_loss=1e-4, label_smoothing=0.1, vocab_size=50257)
-    line = [f"--parallel-lce-{name.replace('_', '-')}={value}" for name, value in names.items()]
-    given, *_ = launcher._parse([*line, "--parallel-lce-skip-masked", "1", __file__])
-    patch(**given)
-    found = settings.current
-    assert {name: getattr(found, name) for name in names} == names and found.skip_masked
-    given = dict(z_loss=0.0, label_smoothing=0.0, vocab_size=60000, gradient_filter=2**-13, logits_budget=0)
-    patch(**given)
-    patch(token_metrics=False)  # keeps the others
-    assert {name: getattr(settings.current, name) for name in given} == given
-    patch(**dict.fromkeys(given))  # None: the default
-    assert settings.current == settings.Settings(skip_masked=True)

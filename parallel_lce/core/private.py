@@ -1,8 +1,7 @@
 """What the package uses of PyTorch's and Python's private interfaces. tests/test_private.py has a test of each use.
 
-All were seen in torch 2.13; those marked 2.15 also in 2.14.1 and 2.15.0. Private interfaces of other projects are used
-in one file each: Triton's launch of a compiled kernel in kernels/relaunch.py, Megatron-core's cross-entropies in
-megatron/cross_entropy.py, those of transformers, TRL, torchtitan and verl in the modules of these names.
+All were seen in torch 2.13; those marked 2.15 also in 2.14.1 and 2.15.0. Triton's launch of a compiled kernel is in
+kernels/relaunch.py, what the doors use of their neighbours in neighbours.py.
 """
 
 from __future__ import annotations
@@ -84,8 +83,6 @@ TRACING = "torch._subclasses."
 transforming: Callable[[], bool] = _torch._C._are_functorch_transforms_active
 # False in the forward of an autograd.Function and in inference mode.
 forward_gradients_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
-# Number of the running backward; -1: none runs.
-backward_id: Callable[[], int] = _torch._C._current_graph_task_id
 
 
 def saving_without_hooks() -> AbstractContextManager:
@@ -177,11 +174,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
-
-
-def module_calls() -> dict[str, Callable]:
-    """What runs when a module is called, by torch's names of it. A program may have replaced it."""
-    return {"Module._wrapped_call_impl": nn.Module.__call__, "Module._call_impl": nn.Module._call_impl}
 
 
 # Beginnings of the names of the modules whose functions are FSDP's hooks.

@@ -4,14 +4,14 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 ``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. This program's options may stand anywhere; all other
-arguments go to the script. Each option is the argument of this name of ``patch()``. Megatron is patched right after the
-script has imported its ``LanguageModule``.
+arguments go to the script, whose ``--cross-entropy-fusion-impl parallel_lce`` becomes ``native``, which it knows. Each
+option is the argument of this name of ``patch()``. Megatron is patched right after the script has imported its
+``LanguageModule``.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import os
 import runpy
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel_lce.backends import check_choice
-from parallel_lce.megatron.settings import CROSS_ENTROPIES, resolve
-from parallel_lce.megatron.switch import IMPLEMENTATION, patch
+from parallel_lce.megatron import switch
+from parallel_lce.megatron.settings import CROSS_ENTROPIES, Settings, resolve
 from parallel_lce.patching import AfterImport
 
 _LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
@@ -40,6 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str]) -> None:
     settings, module, target, rest = _parse(arguments)
+    rest, chosen = _without_choice(rest)
     sys.argv = [target, *rest]
     if not module:
         # As `python SCRIPT` does; `python -m` put the current folder first.
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        resolve(**settings)
+        resolve(Settings(), settings)
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
@@ -56,8 +57,8 @@ def main(arguments: list[str]) -> None:
             # torchrun ends all ranks when one has ended. Rank 0 may be slower and must print first.
             time.sleep(10)
         sys.exit(2)
-    allow_implementation(argparse._ActionsContainer)
-    AfterImport([_LANGUAGE_MODULE], lambda module: patch(**settings))
+    switch.fuses_native = chosen
+    AfterImport(_LANGUAGE_MODULE, lambda: switch.patch(**settings))
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -94,19 +95,14 @@ def _parse(arguments: list[str]) -> tuple[dict[str, Any], bool, str, list[str]]:
     return given, module, theirs[0], theirs[1:]
 
 
-def allow_implementation(container: type) -> None:
-    """Make every argument parser's ``--cross-entropy-fusion-impl`` accept this package's name."""
-    add_argument = container.add_argument
-
-    @functools.wraps(add_argument)
-    def widened(self, *names, **settings):
-        choices = settings.get("choices")
-        ours = any(name.replace("_", "-") == "--cross-entropy-fusion-impl" for name in names)
-        if ours and choices is not None:
-            settings["choices"] = (*choices, IMPLEMENTATION)
-        return add_argument(self, *names, **settings)
-
-    container.add_argument = widened
+def _without_choice(arguments: list[str]) -> tuple[list[str], bool]:
+    """The script's arguments with "native" for this package's name, and whether that was there."""
+    option, ours = "--cross-entropy-fusion-impl", switch.IMPLEMENTATION
+    found = []
+    for before, argument in zip(["", *arguments], arguments):
+        chosen = argument == f"{option}={ours}" or (argument == ours and before == option)
+        found.append(argument.replace(ours, "native") if chosen else argument)
+    return found, found != arguments
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """Log-probabilities and entropy of a Megatron model's labels, and losses made of them, for RL.
 
-The model's own forward runs, with labels. For this call its output layer returns lazy logits, and
-:func:`_in_place_of_loss` replaces its loss. So everything before the loss (embedding, MuP's scale, heads for
-multi-token prediction, hooks of the output layer) is the model's own code, in every release.
+The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss. So
+everything before the loss (embedding, MuP's scale, heads for multi-token prediction, hooks) is the model's own code.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +18,10 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import INTEGERS, check_no_gradient, check_values, described, public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, check_flag, check_option, check_options
-from parallel_lce.megatron import settings
-from parallel_lce.megatron.cross_entropy import check_release, own_loss
-from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.masks import count_of
-from parallel_lce.megatron.output_layer import statistics_of_lazy, token_loss_of_lazy, without_logits
-from parallel_lce.patching import replaced
+from parallel_lce.deferred import DeferredLogits
+from parallel_lce.megatron.loss import counted, model_group, statistics, token_loss_of
+from parallel_lce.megatron.settings import MARK, running
+from parallel_lce.megatron.switch import fuse, language_model, replace_loss
 from parallel_lce.run.token_count import count_labels
 
 # Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
@@ -38,6 +34,27 @@ class TokenLogProbs(NamedTuple):
     log_probs: Tensor
     # In nats; None without ``entropy=True``.
     entropy: Tensor | None = None
+
+
+class Scoring:
+    """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""
+
+    def __init__(self, function: str, labels: Tensor | None, of: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.function, self.labels, self._of = function, labels, of
+        self.results = 0
+
+    def score(self, logits: Any) -> tuple[Tensor, ...]:
+        if not isinstance(logits, DeferredLogits):
+            kind = type(logits).__name__
+            raise self.refused(f"something has replaced the output layer's result, by one of type {kind}")
+        if (reason := logits.why_not_fused()) is not None:
+            raise self.refused(reason)
+        found = self._of(logits, self.labels)
+        self.results = len(found)
+        return found
+
+    def refused(self, reason: str) -> RuntimeError:
+        return RuntimeError(f"{self.function} makes no logits: {reason}")
 
 
 @public
@@ -54,26 +71,23 @@ def token_log_probs(
 ) -> TokenLogProbs | Tensor:
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
 
-    Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. Neither
-    :func:`parallel_lce.megatron.patch` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed. After ``patch`` its
-    settings apply. With ``entropy`` gradients are exact.
+    Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. The first call fuses the model
+    (:func:`parallel_lce.megatron.fuse`), unless it is. Its settings apply. With ``entropy`` gradients are exact.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
-            DistributedDataParallel, Float16Module and torch.compile. The output layer must be Megatron's
-            ColumnParallelLinear.
+            DistributedDataParallel, Float16Module and torch.compile.
         input_ids, position_ids, attention_mask: as in the model's forward.
-        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. As in the
-            model's forward, under context parallelism these are this rank's labels, and with packed sequences
-            ``[1, tokens]``. The label -100 has the log-probability 0, without a gradient; another one outside the
-            vocabulary, to which padding rows belong, has NaN, and on a CPU it is refused. May be None on pipeline
-            stages other than the last.
+        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
+            parallelism these are this rank's labels, and with packed sequences ``[1, tokens]``. The label -100 has the
+            log-probability 0, without a gradient; another one outside the vocabulary, to which padding rows belong, has
+            NaN, and on a CPU it is refused. May be None on pipeline stages other than the last.
         temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
             all tensor-parallel ranks, without a gradient. Its values, which must be > 0, are not checked, since the
             host would have to wait for the device.
         entropy: whether to return the entropy of the divided logits, too.
-        forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
-            ``extra_block_kwargs`` and ``loss_mask``, which only masks the losses of multi-token prediction.
+        forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params`` and
+            ``loss_mask``, which only masks the losses of multi-token prediction.
 
     Returns:
         On the last pipeline stage :class:`TokenLogProbs`. On other stages the model's own output, the hidden states for
@@ -88,20 +102,19 @@ def token_log_probs(
     the weight's gradient goes to ``main_grad`` if DistributedDataParallel has made one, else to autograd.
 
     Raises:
-        ValueError: the model, labels, temperature or forward arguments do not fit. Raised before the model is called.
+        ValueError: the model cannot be fused, or labels, temperature or forward arguments do not fit. Raised before the
+            model is called.
         TypeError: the model's forward does not take one of ``forward_arguments``.
-        RuntimeError: real logits are needed, which are never made: a hook of the output layer computes with the layer's
-            result or takes its gradient; or the weight is sharded by Megatron-FSDP, or by a unit of FSDP2 other than
-            the layer or a module around it.
+        RuntimeError: something in the model's forward makes real logits.
     """
-    inner = _language_model(model)
+    inner = _scored_model(model)
     check_flag("entropy", entropy)
 
-    def score(lazy: LazyLogits, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
-        return statistics_of_lazy(lazy, labels, temperature, entropy, count_of(inner, (labels,)))
+    def of(temperature: float | Tensor, logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
+        return statistics(logits, labels, temperature, entropy, counted(vars(inner)[MARK], labels))
 
     given = input_ids, position_ids, attention_mask, labels
-    output = _scored("token_log_probs", model, inner, given, temperature, score, forward_arguments)
+    output = _scored("token_log_probs", model, inner, given, temperature, of, forward_arguments)
     return TokenLogProbs(*output) if _is_last(inner) else output
 
 
@@ -127,19 +140,19 @@ def token_loss(
     have the labels' shape; they and ``loss`` are not used on pipeline stages other than the last, where the result is
     the model's own output. If dW goes to a ``main_grad``, backward forms the gradients.
     """
-    inner = _language_model(model)
+    inner = _scored_model(model)
     options = Options("megatron.token_loss", reduction=reduction, loss_function=True, entropy=entropy)
     options = options._replace(sum_p_squared=sum_p_squared, mean_logit=mean_logit)
     check_options(options)
     values, names = check_values(loss, per_token, reduction, labels) if _is_last(inner) else (), []
 
-    def score(*lazy: Any, **temperature: Any) -> tuple[Tensor, ...]:
-        total, metrics = token_loss_of_lazy(*lazy, **temperature, options=options, loss=loss, values=values)
+    def of(temperature: float | Tensor, logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
+        total, metrics = token_loss_of(logits, labels, temperature, options, loss, values)
         names.extend(metrics)
         return total, *metrics.values()
 
     given = input_ids, position_ids, attention_mask, labels
-    output = _scored("token_loss", model, inner, given, temperature, score, forward_arguments)
+    output = _scored("token_loss", model, inner, given, temperature, of, forward_arguments)
     return (output[0], dict(zip(names, output[1:]))) if _is_last(inner) else output
 
 
@@ -154,33 +167,36 @@ def _scored(
     inner: Any,
     given: tuple[Tensor | None, ...],
     temperature: float | Tensor,
-    score: Callable[..., tuple[Tensor, ...]],
+    of: Callable[..., tuple[Tensor, ...]],
     forward_arguments: dict[str, object],
 ) -> Any:
-    """The output of the model's forward, where ``score(lazy logits, labels, temperature=...)`` takes the place of the
-    loss. ``inner``: the language model in it. ``given``: input and position ids, attention mask and labels."""
+    """The output of the model's forward, whose loss is ``of(temperature, logits, labels)``. ``given``: input and
+    position ids, attention mask and labels."""
     for name in _REFUSED:
         if forward_arguments.get(name) is not None:
             raise ValueError(f"{function} takes no {name}: it gives no logits")
     last, (input_ids, *_, labels) = _is_last(inner), given
     decoder_input = forward_arguments.get("decoder_input")
     divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
+    scoring = Scoring(function, labels, partial(of, divisor))
+    if last:
+        replace_loss()
+        if MARK not in vars(inner) and (reason := fuse(inner)[0]) != "fused":
+            raise ValueError(f"{function} makes no logits: {reason}")
+        if vars(inner)[MARK].settings.skip_masked:
+            count_labels(labels)
+    layout = Layout.of(debug.state.group, False)
+    if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
+        debug.agree(layout, {"function": function}, {})
+    debug.state.awaited = False
     # The model may have been built with parallel_output=False, which gathers the logits.
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
-    with ExitStack() as stack:
-        if last:
-            assert labels is not None  # checked by _temperature
-            if settings.current.skip_masked:
-                count_labels(labels)
-            stack.enter_context(without_logits(inner.output_layer, function))
-            loss = _in_place_of_loss(function, inner, labels, functools.partial(score, temperature=divisor))
-            stack.enter_context(replaced(inner, compute_language_model_loss=loss))
-        layout = Layout.of(debug.state.group, False)
-        if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
-            debug.agree(layout, {"function": function}, {})
-        debug.state.awaited = False
+    token = running.set(scoring if last else None)
+    try:
         output = model(*given[:3], **arguments)
-    if last and not isinstance(output, tuple):
+    finally:
+        running.reset(token)
+    if last and not (isinstance(output, tuple) and len(output) == scoring.results):
         raise RuntimeError(
             f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"
@@ -188,52 +204,21 @@ def _scored(
     return output
 
 
-def _in_place_of_loss(function: str, model: Any, labels: Tensor, score: Callable[..., Any]) -> Callable[..., Any]:
-    """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
-
-    Given ``labels`` themselves, it returns ``score(lazy logits, labels)``, a plain tuple, which wrappers can traverse.
-    Given the shifted labels of heads for multi-token prediction, it returns the model's own loss.
-    """
-    own = model.compute_language_model_loss
-
-    def compute_language_model_loss(given: Tensor, logits: object, *others: Any, **named: Any) -> Any:
-        logits = getattr(logits, "lazy", logits)
-        if isinstance(logits, LazyLogits) and logits.epilogue() is None:
-            logits.materialize(f"what follows {[name for name, _ in logits.steps]}")  # raises
-        if not isinstance(logits, LazyLogits):
-            kind = type(logits).__name__
-            raise RuntimeError(f"{function}: something has replaced the output layer's result, by one of type {kind}")
-        if given is labels:
-            return score(logits, labels)
-        if not (model.training or torch.is_grad_enabled()):
-            return torch.zeros(given.shape, device=given.device)
-        with own_loss(model, of_head=True):
-            return own(given, logits, *others, **named)
-
-    return compute_language_model_loss
-
-
-def _language_model(model: torch.nn.Module) -> Any:
-    """The LanguageModule inside a model's wrappers. Debug mode learns its group."""
-    check_release()
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    inner: Any = model
-    while isinstance(inner, torch.nn.Module) and not isinstance(inner, LanguageModule):
-        # "_orig_mod" is torch.compile's name.
-        wrapped = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
-        if wrapped is None:
-            break
-        inner = wrapped
-    if isinstance(inner, LanguageModule):
+def _scored_model(model: Any) -> Any:
+    """The language model in its wrappers, whose forward takes labels ``[b, s]``. Debug mode learns its group."""
+    try:
+        inner = language_model(model)
         taken = inspect.signature(inner.forward).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        if anything or {"labels", "runtime_gather_output"} <= {*taken}:
-            of_layer = getattr(getattr(inner, "output_layer", None), "tp_group", None)
-            debug.state.group = getattr(getattr(inner, "pg_collection", None), "tp", of_layer)
-            return inner
-    kind = type(inner).__name__
-    raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got {kind}")
+    except ValueError:
+        inner, taken, anything = model, {}, False
+    if not (anything or {"labels", "runtime_gather_output"} <= {*taken}):
+        kind = type(inner).__name__
+        raise ValueError(
+            f"model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got {kind}"
+        )
+    debug.state.group = model_group(inner)
+    return inner
 
 
 def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:

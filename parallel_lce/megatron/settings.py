@@ -1,16 +1,32 @@
-"""The settings of :func:`parallel_lce.megatron.patch`."""
+"""The settings of fused models, and what a fused model and its output layer share."""
 
 from __future__ import annotations
 
+import inspect
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
 from parallel_lce.call.seam import features_of
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_flag, check_options
-from parallel_lce.megatron.losses import Formula
+from parallel_lce.core.options import Options, Tensors, check_flag, check_options
+from parallel_lce.patching import warn
 
 CROSS_ENTROPIES = ("output_layer", "logits")
+MARK = "_parallel_lce"
+"""The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
+
+
+running: ContextVar[Any] = ContextVar("running", default=None)
+"""The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
+
+
+class LogitsWarning(RuntimeWarning):
+    """Training makes the whole logits.
+
+    Not a UserWarning: Megatron-LM's programs show UserWarnings only on the first rank, which has no output layer under
+    pipeline parallelism.
+    """
 
 
 class Settings(NamedTuple):
@@ -26,41 +42,22 @@ class Settings(NamedTuple):
     vocab_size: int | None = None
     token_metrics: bool = False
 
-    def of_call(self, options: Options, training: bool) -> Options:
-        """The options of a call with these settings. ``training``: of the model."""
-        # The gradients of these are large where probabilities are small.
-        exact = options.entropy or options.sum_p_squared or options.mean_logit
-        filtered = None if exact else self.gradient_filter
-        budget, dtype = self.logits_budget, self.reduce_dtype
-        options = options._replace(logits_budget=budget, gradient_filter=filtered, reduce_dtype=dtype)
-        if training and options.reduction is not None and not options.loss_function:
-            options = options._replace(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
-        return options._replace(vocab_size=self.vocab_size)
-
-    def formula(self, training: bool) -> Formula:
-        """Of a loss. The z-loss and label smoothing are those of training alone."""
-        added = (self.z_loss, self.label_smoothing) if training else (0.0, 0.0)
-        return Formula(*added, self.z_loss, NO_LABEL if self.skip_masked else None)
-
-    def changes_loss(self, training: bool) -> bool:
-        """Whether the loss of real logits is another one than stock's, or has metrics."""
-        added = training and (self.z_loss or self.label_smoothing)
-        return bool(self.vocab_size is not None or self.token_metrics or added)
+    def changes(self) -> str:
+        """The settings by which the loss is another one than Megatron's."""
+        names = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
+        return ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)))
 
 
 current = Settings()
 """Those of the last ``patch``, else the defaults."""
 
 
-def takes_logits() -> bool:
-    """Whether ``patch(cross_entropy="logits")`` holds."""
-    return current.cross_entropy == "logits"
-
-
-def resolve(**given: Any) -> Settings:
-    """The current settings with the given ones, where None means the default. Raises ``ValueError`` as ``patch``."""
+def resolve(before: Settings, given: dict[str, Any]) -> Settings:
+    """``before`` with the given settings, where None means the default. Raises ``ValueError`` as ``patch``."""
+    if unknown := given.keys() - {*Settings._fields}:
+        raise ValueError(f"{min(unknown)} is no setting: take one of {', '.join(Settings._fields)}")
     defaults = Settings._field_defaults
-    settings = current._replace(**{name: defaults[name] if value is None else value for name, value in given.items()})
+    settings = before._replace(**{name: defaults[name] if value is None else value for name, value in given.items()})
     if settings.cross_entropy not in CROSS_ENTROPIES:
         raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {settings.cross_entropy!r}")
     if settings.reduce_dtype not in (None, torch.float32):
@@ -73,10 +70,44 @@ def resolve(**given: Any) -> Settings:
     for feature in features_of(options, Tensors(None, None)):
         feature.check(options, Tensors(None, None), None)
     if settings.cross_entropy == "logits":
-        for name in ("gradient_filter", "skip_masked"):
+        for name in ("gradient_filter", "skip_masked", "z_loss", "label_smoothing", "vocab_size", "token_metrics"):
             if value := getattr(settings, name):
                 raise ValueError(
                     f"{name}={value} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
                     "patch(), call unpatch()"
                 )
     return settings
+
+
+class Fusion:
+    """What a fused model and its output layer share: settings, what was said, and facts of the model's last call."""
+
+    def __init__(self, model: Any, settings: Settings | None) -> None:
+        self.own_settings = settings  # None: those of patch()
+        # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
+        self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
+        self.parameters = [*inspect.signature(model.forward).parameters]
+        self.said: set[str] = set()
+        # Of the model's last call: whether it got labels, and how many labels of MTP count at most.
+        self.has_labels = True
+        self.rolled: Any = None
+
+    @property
+    def settings(self) -> Settings:
+        return current if self.own_settings is None else self.own_settings
+
+    def say(self, training: bool, reason: str) -> None:
+        """Warn, once for a reason, that training makes logits: on one of the ranks that have the output layer."""
+        if not training or not torch.is_grad_enabled() or reason in self.said:
+            return
+        self.said.add(reason)
+        if speaks():
+            warn(f"parallel_lce: training makes the whole logits, which need not exist: {reason}", LogitsWarning)
+
+
+def speaks() -> bool:
+    from megatron.core import parallel_state as ranks
+
+    if not ranks.is_initialized():
+        return True
+    return not (ranks.get_data_parallel_rank(with_context_parallel=True) or ranks.get_tensor_model_parallel_rank())

@@ -5,25 +5,30 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from parallel_lce.lazy_logits import LogitsTensor, watch_optimizers
+from parallel_lce.core.options import NO_LABEL, as_int64
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.megatron import settings
-from parallel_lce.megatron.cross_entropy import apply_of, check_release, functions, own_loss
-from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
-from parallel_lce.megatron.masks import count_of, wrapped_forward
-from parallel_lce.megatron.output_layer import make_lazy, of_another_kind
-from parallel_lce.megatron.own_code import is_megatrons
-from parallel_lce.patching import Replacements
+from parallel_lce.megatron.loss import Chosen, model_loss
+from parallel_lce.megatron.settings import MARK, Fusion, LogitsWarning, running
+from parallel_lce.patching import Replacements, warn
+from parallel_lce.run.token_count import count_labels
 
 IMPLEMENTATION = "parallel_lce"
 KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()
 """Default of a setting: that of an earlier call, else its own."""
+LABELS = "labels", "lm_labels"
+"""Names of the labels among the arguments of Megatron's models."""
+_REASON = "_parallel_lce_reason"
+_LOSS = "compute_language_model_loss"
 _replacements = Replacements()
+fuses_native = False
+"""The launcher's: models whose configuration says "native" are fused."""
 
 
 def patch(
@@ -41,26 +46,23 @@ def patch(
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
     package's loss.
 
-    Call it before the model is built. Models with any other configuration do not change. The output layer returns lazy
-    logits, and ``compute_language_model_loss``, which may be wrapped or overridden, ends in a cross-entropy that takes
-    them. Where the fused loss would not give the same, a model makes its logits as without it, and a
-    :class:`LogitsWarning` says why. A later call changes the given settings and keeps the others; None gives a setting
-    its default again.
+    Call it before the model is built. Such a model is fused (:func:`fuse`) at the end of its construction. Other models
+    do not change, and say so once. A later call changes the given settings of all models that it fused, from their next
+    loss on, and keeps the others; None gives a setting its default again. Three methods of Megatron's
+    ``LanguageModule`` are replaced: ``__init__``, which makes the two values of such a configuration "native" and False
+    for Megatron's own code; ``setup_embeddings_and_output_layer``; and ``compute_language_model_loss``.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
             Default: ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by ``1 + mtp_num_layers``.
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
-            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, also for all callers
-            of ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``; a model that is built under it keeps its
-            logits. Default: ``"output_layer"``.
+            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. Then no setting may
+            change the loss. Default: ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
             Default: the hidden states' dtype, as in stock.
-        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
-            Default: gradients are exact.
+        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`. Default: gradients are exact.
         skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
-            and no cost; only with ``"output_layer"``. Within the model's forward masked labels are -100. Default:
-            False.
+            and no cost. Within the model's forward masked labels are -100. Default: False.
         z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, exact over all ranks; of models in
             training mode. In evaluation mode the loss is the cross-entropy. Default: 0.
         vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
@@ -74,86 +76,196 @@ def patch(
     given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
     given |= dict(gradient_filter=gradient_filter, skip_masked=skip_masked, token_metrics=token_metrics)
     given |= dict(z_loss=z_loss, label_smoothing=label_smoothing, vocab_size=vocab_size)
-    resolved = settings.resolve(**{name: value for name, value in given.items() if value is not KEPT})
-    if importlib.util.find_spec("megatron") is None:
-        remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
-        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
-    check_release()
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
+    named = {name: value for name, value in given.items() if value is not KEPT}
+    resolved = settings.resolve(settings.current, named)
+    language_module = _language_module()
     settings.current = resolved
-    watch_optimizers()
-    _replacements.replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
-    _replacements.replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
-    for function in functions():
-        _replacements.replace(function, "apply", functools.partial(apply_of, function))
+    _replacements.replace(language_module, "__init__", _consuming)
+    _replacements.replace(language_module, "setup_embeddings_and_output_layer", _fusing)
+    _replacements.replace(language_module, _LOSS, _loss)
 
 
 def unpatch() -> None:
-    """Undo :func:`patch` for models built from now on.
+    """Undo :func:`patch` and :func:`fuse` for models built from now on, and give the settings their defaults.
 
-    Models built before must not be used: their output layers still return lazy logits, and Megatron's own loss raises
-    ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
+    Models that were fused train on, with logits and Megatron's own loss.
     """
-    settings.current = settings.Settings()
+    global fuses_native
+    settings.current, fuses_native = settings.Settings(), False
     _replacements.restore()
 
 
-def _wrap_setup(own: Callable) -> Callable:
+def fuse(model: Any, **given: Any) -> list[str]:
+    """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
+
+    ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
+    layer becomes a subclass of the same name, with the same parameters and state dict, that returns deferred logits in
+    calls with labels. ``compute_language_model_loss`` takes their operands. Where the loss is not fused, Megatron's own
+    path runs, and a :class:`LogitsWarning` says why.
+
+    Returns for each chunk "fused", or the reason why not.
+
+    Raises:
+        ImportError: megatron-core is missing, or older than 0.14.
+        ValueError: a value is not allowed, or a chunk is no language model of Megatron's.
+    """
+    chunks, own = _chunks(model), settings.resolve(settings.Settings(), given) if given else None
+    replace_loss()
+    for chunk in chunks:
+        _fuse_one(chunk, own)
+    return explain(chunks)
+
+
+def replace_loss() -> None:
+    """Let fused models use this package's loss."""
+    _replacements.replace(_language_module(), _LOSS, _loss)
+
+
+def explain(model: Any) -> list[str]:
+    """Of each chunk of a Megatron model "fused", or the reason why it is not."""
+    return [_explained(chunk) for chunk in _chunks(model)]
+
+
+def _chunks(model: Any) -> list[Any]:
+    return [language_model(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
+
+
+def _explained(model: Any) -> str:
+    head = getattr(model, "output_layer", None)
+    if head is None:
+        return "this pipeline stage has no output layer"
+    reason = vars(model).get(_REASON, "it was built before patch(), and not given to fuse()")
+    if reason == "fused" and MARK not in vars(head):
+        return "its output layer was replaced since; call fuse(model)"
+    if reason == "fused" and (_language_module(), _LOSS) not in _replacements:
+        return "unpatch() was called; call fuse(model)"
+    return reason
+
+
+def _fuse_one(model: Any, own: settings.Settings | None) -> str:
+    from parallel_lce.megatron.functions import is_megatrons
+    from parallel_lce.megatron.heads import fuse_head
+
+    fusion, config = Fusion(model, own), model.config
+    _, before = _replacements.get((_language_module(), _LOSS), (None, vars(_language_module())[_LOSS]))
+    if not is_megatrons(before):
+        reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
+    elif config.defer_embedding_wgrad_compute:
+        reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
+    else:
+        reason = fuse_head(getattr(model, "output_layer", None), fusion)
+    if reason is None:
+        if MARK not in vars(model):
+            model.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        vars(model)[MARK] = fusion
+    vars(model)[_REASON] = reason or "fused"
+    return vars(model)[_REASON]
+
+
+def language_model(model: Any) -> Any:
+    """The LanguageModule inside a model's wrappers."""
+    kind, inner = _language_module(), model
+    while isinstance(inner, nn.Module) and not isinstance(inner, kind):
+        # "_orig_mod" is torch.compile's name.
+        inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
+    if not isinstance(inner, kind):
+        raise ValueError(
+            f"model must be a language model of Megatron's, alone or in wrappers, got {type(model).__name__}"
+        )
+    return inner
+
+
+def _language_module() -> Any:
+    if importlib.util.find_spec("megatron") is None:
+        remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
+        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
+    import megatron.core
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    # Models of older releases do not pass on their process groups. A program's own layer may take anything.
+    if not any("tp_group" in inspect.signature(kind.__init__).parameters for kind in ColumnParallelLinear.__mro__):
+        found = getattr(megatron.core, "__version__", "an unknown version")
+        raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {found}")
+    return LanguageModule
+
+
+def _consuming(own: Callable) -> Callable:
     @functools.wraps(own)
-    def setup_embeddings_and_output_layer(self) -> None:
+    def __init__(self: Any, *given: Any, **named: Any) -> None:
+        config = named.get("config", given[0] if given else None)
+        name = getattr(config, "cross_entropy_fusion_impl", None)
+        if name == IMPLEMENTATION or (fuses_native and name == "native" and not isinstance(name, Chosen)):
+            # Megatron 0.20 raises for names that it does not know.
+            config.cross_entropy_fusion_impl = Chosen(bool(config.cross_entropy_loss_fusion))
+            config.cross_entropy_loss_fusion = False
+        own(self, *given, **named)
+
+    return __init__
+
+
+def _fusing(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
-        if self.config.cross_entropy_fusion_impl != IMPLEMENTATION:
-            return
-        if not self.config.cross_entropy_loss_fusion:
-            said = "cross_entropy_fusion_impl='parallel_lce' has no effect with cross_entropy_loss_fusion=False"
-            warnings.warn(f"parallel_lce: {said}: this model trains with Megatron's loss", RuntimeWarning, stacklevel=2)
-            return
-        for kind in type(self).__mro__:  # an override may call what LanguageModule had before patch()
-            if "compute_language_model_loss" in vars(kind):
-                _replacements.replace(kind, "compute_language_model_loss", _wrap_loss, again=True)
-            if is_megatrons(vars(kind).get("forward")):
-                _replacements.replace(kind, "forward", wrapped_forward)
-        layer: Any = getattr(self, "output_layer", None)
-        if getattr(self, "post_process", True) and not (of_another_kind(layer) or settings.takes_logits()):
-            make_lazy(layer)
+        name = self.config.cross_entropy_fusion_impl
+        if not isinstance(name, Chosen):
+            reason = f"its configuration has cross_entropy_fusion_impl={name!r}, not 'parallel_lce'"
+        elif not name.fusion:
+            reason = "cross_entropy_fusion_impl='parallel_lce' has no effect with cross_entropy_loss_fusion=False"
+        else:
+            reason = _fuse_one(self, None)
+        vars(self)[_REASON] = reason
+        if reason != "fused" and getattr(self, "post_process", True) and settings.speaks():
+            warn(f"parallel_lce: a {type(self).__name__} is not fused: {reason}", LogitsWarning)
 
     return setup_embeddings_and_output_layer
 
 
-def _wrap_loss(own: Any) -> Any:
-    if not inspect.isfunction(own):  # a staticmethod, which has no model
+def _loss(own: Any) -> Any:
+    if not inspect.isfunction(own):
         return own
 
+    @outside_graphs
     @functools.wraps(own)
-    def compute_language_model_loss(self, *given, **named):
-        config = self.config
-        if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
-            return own(self, *given, **named)
-        if not (settings.takes_logits() or any(map(_is_lazy, (*given, *named.values())))):
-            _say_why(self)
-        return _run_own_loss(own, self, *given, **named)
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
+        fusion = vars(self).get(MARK)
+        if fusion is None:
+            return own(self, labels, logits, *others, **named)
+        if (scoring := running.get()) is not None:
+            if labels is scoring.labels:
+                return scoring.score(logits)
+            if not (self.training or torch.is_grad_enabled()):  # the loss of a head that nobody reads
+                return torch.zeros(labels.shape, device=labels.device)
+        return model_loss(self, fusion, own, labels, logits, *others, **named)
 
     return compute_language_model_loss
 
 
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, (LazyLogits, LogitsTensor))
+def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Before a fused model's forward: learns whether its caller wants losses or logits; and with ``skip_masked`` makes
+    the labels of masked tokens -100, and begins to count the others."""
+    fusion: Fusion = vars(model)[MARK]
+    label = next((name for name in LABELS if name in fusion.parameters or name in named), None)
+    arguments = {**dict(zip(fusion.parameters, given)), **named}
+    labels, mask = arguments.get(label or ""), arguments.get("loss_mask")
+    fusion.has_labels, fusion.rolled = label is None or isinstance(labels, Tensor), None
+    if not fusion.settings.skip_masked or not isinstance(labels, Tensor) or running.get() is not None:
+        return None
+    if isinstance(mask, Tensor) and mask.numel() == labels.numel():
+        arguments[label] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
+    count = count_labels(labels)
+    if count is not None and fusion.heads > 1:
+        # A program's own loss may make other labels of them.
+        if getattr(getattr(model, _LOSS), "__func__", None) is vars(_language_module())[_LOSS]:
+            fusion.rolled = count.plus(_rolled_in(fusion, arguments, labels))
+    names = fusion.parameters[: len(given)]
+    return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments
 
 
-@torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
-def _run_own_loss(own: Callable, model: Any, *arguments: Any, **named: Any) -> Any:
-    with own_loss(model, count_of(model, (*arguments, *named.values()))):
-        return own(model, *arguments, **named)
-
-
-def _say_why(model: Any) -> None:
-    """Say why the model's loss got real logits, unless its output layer, or one inside of that, has said so."""
-    layer = model.output_layer
-    if isinstance(layer, torch.nn.Module) and any(["_parallel_lce_said" in vars(m) for m in layer.modules()]):
-        return
-    reason = of_another_kind(layer)
-    if reason is None and not hasattr(layer, "returns_lazy_logits"):
-        reason = "the model was built before patch() or for cross_entropy='logits', or its output layer was replaced"
-    if reason is not None:
-        warn_of_logits(model, reason)
+def _rolled_in(fusion: Fusion, arguments: dict[str, Any], labels: Tensor) -> int:
+    """How many labels at most come from elsewhere, or count without a mask, when MTP rolls the labels ``[b, s]``: at
+    each depth one at the end of each sequence, and under context parallelism of both of its pieces."""
+    packed = getattr(arguments.get("packed_seq_params"), "cu_seqlens_q", None)
+    sequences = len(labels) if packed is None else len(packed) - 1
+    return 2 * sequences * (fusion.heads - 1)

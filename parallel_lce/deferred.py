@@ -1,0 +1,485 @@
+"""Logits that are not computed yet. Output layers return them, and the loss takes their operands."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from parallel_lce.core.private import (
+    FSDP_MODULES,
+    DisableTorchFunctionSubclass,
+    forward_gradients_enabled,
+    outside_graphs,
+    pytree,
+    saving_without_hooks,
+    version,
+    wrapper_subclass,
+)
+from parallel_lce.functional import token_statistics
+from parallel_lce.heads import call_unit
+from parallel_lce.neighbours import DEEPSPEED
+
+_PLAIN = {
+    *"shape size dim ndim numel nelement dtype device layout stride is_contiguous storage_offset element_size".split(),
+    *"itemsize nbytes get_device __len__ __hash__ requires_grad grad_fn grad is_leaf retains_grad output_nr".split(),
+    *"_base _version is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_complex is_floating_point".split(),
+    *"is_inference is_mps is_xpu is_mtia is_mkldnn is_sparse_csr".split(),
+}
+"""Attributes and methods that need no real logits."""
+_HOOKS = {"register_hook", "retain_grad"}
+_PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+_UNARY = {"tanh", "contiguous", "clone", "detach"}
+_VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
+
+
+class Source:
+    """One call of an output layer: the operands of its logits, and the modes in which it was called.
+
+    Args:
+        layer, hidden, weight, bias: those of the call. ``weight`` and ``bias`` are None where they are whole only
+            within a call of ``unit`` (:func:`parallel_lce.heads.call_unit`); ``parameter`` is the layer's own weight.
+        make: ``make(hidden, *operands)`` computes the real logits by the layer's own forward.
+        operands: the tensors beside ``hidden`` whose gradient goes through the deferred logits. The layer's own forward
+            delivers those of other parameters.
+        say: ``say(use)`` is called when a use makes real logits.
+        whole: None, or what makes the hidden states of all rows of the rows of this rank.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        make: Callable[..., Tensor],
+        say: Callable[[str], None],
+        operands: tuple[Tensor, ...] = (),
+        unit: nn.Module | None = None,
+        parameter: Tensor | None = None,
+        whole: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.layer, self.hidden, self.weight, self.bias, self.unit = layer, hidden, weight, bias, unit
+        self.make, self.say, self.operands, self.whole = make, say, operands, whole
+        self.parameter = weight if parameter is None else parameter
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.device = hidden.device
+        self.autocast_dtype = torch.get_autocast_dtype(self.device.type) if self._autocasts() else None
+        named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
+        self.versions = [(name, tensor, _version(tensor)) for name, tensor in named if tensor is not None]
+        self.too_late: str | None = None
+        self.has_loss = False
+        _watch_optimizers()
+        _alive[id(self)] = self
+
+    def _autocasts(self) -> bool:
+        kind = self.device.type
+        return kind != "meta" and torch.is_autocast_enabled(kind)
+
+    def modes(self) -> AbstractContextManager:
+        """The autocast mode of the layer's call."""
+        dtype = self.autocast_dtype
+        if dtype is None and not self._autocasts():
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the operands may be others than in the layer's call."""
+        event, weight = self.too_late, self.weight
+        for name, tensor, before in self.versions:
+            if _version(tensor) != before:
+                event = f"the output layer's {name} changed in place"
+        if type(weight) in (Tensor, nn.Parameter) and self.device.type != "meta":
+            if weight.numel() == 0 or weight.untyped_storage().size() == 0:
+                event = "FSDP or ZeRO has taken back the output layer's weight"
+        if event is not None:
+            raise RuntimeError(f"parallel_lce: logits, or their loss, are wanted after {event}: use them before")
+
+    def is_trainable(self) -> bool:
+        return any(t is not None and t.requires_grad for t in (self.hidden, self.parameter, self.bias))
+
+    def make_real(self, use: str) -> Tensor:
+        self.check()
+        self.say(use)
+        with self.modes():
+            return self.make(self.hidden, *self.operands)
+
+    def close_after(self, loss: Tensor) -> None:
+        """From the backward of ``loss`` on no real logits can be made."""
+        if (node := loss.grad_fn) is not None:
+            node.register_prehook(functools.partial(_close, weakref.ref(self)))
+
+
+def _close(source: weakref.ref[Source], _: Any) -> None:
+    if (alive := source()) is not None:
+        alive.too_late = "the backward of their loss"
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return version(tensor)
+    except RuntimeError:  # inference tensors have none
+        return 0
+
+
+_alive: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+@outside_graphs
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for reference in _alive.valuerefs():  # a list at once: other threads may add to it
+        source = reference()
+        if source and source.parameter is not None and any(_is_same(p, source.parameter) for p in parameters):
+            source.too_late = "an optimizer's step, which may have changed the output layer's weight"
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    plain = {type(a), type(b)} <= {Tensor, nn.Parameter} and a.shape == b.shape and a.device == b.device
+    return a is b or (plain and a.data_ptr() == b.data_ptr())
+
+
+class _State:
+    """What becomes of a deferred tensor. ``real``: its real logits once they are made, ``version``: theirs then.
+    ``entered``: when a Function first used them. ``changed``: in place. ``hooked``: a hook waits for the gradient of
+    the deferred tensor itself; ``output_hooks`` are put on ``real`` too. ``revealed``: ``real`` has the place of the
+    deferred tensor in the graph."""
+
+    def __init__(self) -> None:
+        self.real: Tensor | None = None
+        self.version = 0
+        self.entered: int | None = None
+        self.changed = self.hooked = self.revealed = False
+        self.output_hooks: list[Callable] = []
+
+    def keep(self, real: Tensor) -> None:
+        self.real, self.version = real, _version(real)
+
+    def is_changed(self) -> bool:
+        return self.changed or self._now() != self.version
+
+    def was_changed_before_a_function(self) -> bool:
+        """Functions may change their inputs themselves, as Megatron's cross-entropy does, and know of that."""
+        return self.changed or (self._now() if self.entered is None else self.entered) != self.version
+
+    def _now(self) -> int:
+        return 0 if self.real is None else _version(self.real)
+
+
+class _Edge(torch.autograd.Function):
+    """The place of deferred logits in the autograd graph, for other Functions that take them."""
+
+    @staticmethod
+    def forward(ctx: Any, fields: dict[str, Any], *operands: Tensor) -> Any:
+        ctx.state, ctx.source, ctx.steps, ctx.operands = fields["state"], fields["source"], fields["steps"], operands
+        ctx.set_materialize_grads(False)
+        return DeferredLogits._new(fields)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """By a backward within the backward, as of a reentrant checkpoint."""
+        if gradient is None:
+            return None, *(None for _ in ctx.operands)
+        if ctx.state.was_changed_before_a_function() and not ctx.state.revealed:
+            said = "logits were changed in place, and then used by a torch.autograd.Function: give it a changed copy"
+            raise RuntimeError(f"parallel_lce: {said}")
+        ctx.source.check()
+        leaves = [operand.detach().requires_grad_(operand.requires_grad) for operand in ctx.operands]
+        with torch.enable_grad(), ctx.source.modes():
+            logits = _after(ctx.source.make(*leaves), ctx.steps)
+        torch.autograd.backward(logits, gradient)
+        return None, *(leaf.grad for leaf in leaves)
+
+
+class _Reveal(torch.autograd.Function):
+    """The real logits at the deferred ones' place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredLogits, real: Tensor) -> Tensor:
+        return real.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+def _after(logits: Tensor, steps: tuple) -> Tensor:
+    for function, arguments, options in steps:
+        logits = function(logits, *arguments, **options)
+    return logits
+
+
+class DeferredLogits(Tensor):
+    """The logits ``[..., V]`` of an output layer's call, without memory.
+
+    The loss takes their operands (:meth:`run`). Sizes need no logits. Products and quotients with numbers, tanh, casts,
+    ``detach``, ``clone`` and views that keep the vocabulary last are recorded, and give deferred logits again. The
+    first other use, by anybody, makes the real logits by the layer's own forward, in the grad, autocast and inference
+    mode of the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
+    by then: by its version, by a step of an optimizer that holds the weight, or after an event of the door.
+    """
+
+    source: Source
+    state: _State
+    sizes: tuple[int, ...]
+    kind: torch.dtype
+    parent: DeferredLogits | None
+    steps: tuple[tuple[Callable, tuple, dict], ...]
+    tracked: bool
+    """Whether it requires a gradient. It and ``sizes`` and ``kind`` are read often."""
+    rows: Tensor | None
+    """The hidden states of these logits; None if this rank has not all of them."""
+
+    @staticmethod
+    def of(source: Source, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> DeferredLogits:
+        """``dtype``: of the layer's result; by default autocast's, else the hidden states'."""
+        dtype = dtype or source.autocast_dtype or source.hidden.dtype
+        fields = dict(source=source, parent=None, steps=(), rows=source.hidden, sizes=shape, kind=dtype)
+        return DeferredLogits._attached(fields)
+
+    @staticmethod
+    def _attached(fields: dict[str, Any], gradient: bool = True) -> DeferredLogits:
+        source, fields["state"] = fields["source"], _State()
+        fields["tracked"] = gradient and source.grad and torch.is_grad_enabled() and source.is_trainable()
+        if not fields["tracked"]:
+            return DeferredLogits._new(fields)
+        hidden, *others = source.hidden, *source.operands
+        if not any(operand.requires_grad for operand in (hidden, *others)):
+            hidden = hidden.detach().requires_grad_()  # else the result would have no place in the graph
+        return _Edge.apply(fields, hidden, *others)
+
+    @staticmethod
+    def _new(fields: dict[str, Any]) -> DeferredLogits:
+        device = fields["source"].device
+        tensor = wrapper_subclass(DeferredLogits, fields["sizes"], dtype=fields["kind"], device=device)
+        vars(tensor).update(fields)
+        return tensor
+
+    # --- the loss ---
+
+    def run(self, loss: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
+        """``loss(hidden, weight, bias)`` in the modes of the layer's call. Only where :meth:`why_not_fused` is None."""
+        source = self.source
+        source.check()
+        rows = self.rows
+        assert rows is not None
+        with nullcontext() if self.tracked else torch.no_grad(), source.modes():
+            if source.unit is None:
+                result = loss(rows, source.weight, source.bias)
+            else:
+                result = call_unit(source.unit, source.layer, rows, loss)
+        source.has_loss = True
+        return result
+
+    def why_not_fused(self) -> str | None:
+        """Why the loss must take real logits; None if it need not. A use beside the loss is no reason: ranks may differ
+        in that."""
+        for tensor in self._to_first():
+            if tensor.state.hooked or tensor.state.is_changed() or tensor._is_moved():
+                return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
+        if self.rows is None:
+            return "rows of the logits are selected, and under sequence parallelism this rank has not all rows"
+        if self.epilogue() is None or self.kind == torch.float64 != self.source.hidden.dtype:
+            return f"it takes more than a scale, a soft-cap and a cast of them: {[_name(f) for f, *_ in self.steps]}"
+        return None
+
+    def epilogue(self) -> dict[str, Any] | None:
+        """The steps as the fused functions' ``logit_scale`` and ``logit_softcap``; None if they cannot express them."""
+        inner, outer, capped = 1.0, 1.0, False
+        for function, arguments, _ in self.steps:
+            name = _name(function)
+            if name == "tanh" and capped:
+                return None
+            if name in _PRODUCTS | _QUOTIENTS:
+                factor = arguments[0] if name in _PRODUCTS else 1.0 / arguments[0]
+                inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
+            capped = capped or name == "tanh"
+        if not (math.isfinite(inner) and math.isfinite(outer)):
+            return None
+        if not capped:
+            return {"logit_scale": float(inner)}
+        # outer * tanh(inner * u), and softcap(s * u) = cap * tanh(s * u / cap)
+        return {"logit_scale": float(inner * outer), "logit_softcap": float(outer)} if outer > 0 else None
+
+    @torch.no_grad()
+    def largest(self) -> tuple[Tensor, Tensor] | None:
+        """Each token's largest logit and its position, as of ``max(-1)``, by a fused projection; None where that needs
+        real logits. Waits for the device: a token with a NaN needs them."""
+        source, weight = self.source, self.source.weight
+        captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or self.why_not_fused() or type(weight) not in (Tensor, nn.Parameter):
+            return None
+        if weight.shape[0] != self.shape[-1]:  # gathered over the ranks
+            return None
+        source.check()
+        rows = self.rows if source.whole is None else source.whole(source.hidden)
+        with source.modes():
+            found = token_statistics(rows, weight, None, linear_bias=source.bias, argmax=True, **self.epilogue())
+        return None if (found.argmax < 0).any() else (found.max_logit.to(self.kind), found.argmax)
+
+    # --- real logits ---
+
+    @outside_graphs
+    def real(self, use: str) -> Tensor:
+        """The real logits. Collectives: if this is the first use, those of the layer's forward."""
+        state, source, parent = self.state, self.source, self.parent
+        if state.real is None:
+            before = None if parent is None else parent.real(use)
+            if parent is not None and parent.state.is_changed():
+                if (name := _name(self.steps[-1][0])) not in _VIEWS | {"detach"}:
+                    said = f"{name!r} was taken of logits that were then changed in place: use its result before"
+                    raise RuntimeError(f"parallel_lce: {said}")
+            with saving_without_hooks(), torch.inference_mode(source.inference), torch.set_grad_enabled(source.grad):
+                state.keep(source.make_real(use) if before is None else _after(before, self.steps[-1:]))
+            if state.real is not None and state.real.requires_grad:
+                for hook in state.output_hooks:
+                    state.real.register_hook(hook)
+        if (state.hooked or self._is_moved()) and not state.revealed:
+            with torch.enable_grad():
+                state.keep(_Reveal.apply(self, state.real))
+            state.revealed = True
+        assert state.real is not None
+        if state.entered is None and not forward_gradients_enabled():
+            state.entered = state._now()
+        return state.real
+
+    def _is_moved(self) -> bool:
+        """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
+        with DisableTorchFunctionSubclass():
+            node = self.grad_fn
+        return node is not None and getattr(node, "state", None) is not self.state
+
+    def _to_first(self) -> Iterator[DeferredLogits]:
+        tensor: DeferredLogits | None = self
+        while tensor is not None:
+            yield tensor
+            tensor = tensor.parent
+
+    # --- uses ---
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, _name(function)
+        first = args[0] if args and type(args[0]) is cls else None
+        deferred = first is not None and first.state.real is None
+        if deferred and name in _HOOKS:
+            first._expect_hook(name, *args[1:])
+        of_hook = first is not None and first.state.hooked and name in ("grad", "retains_grad")
+        if of_hook or (deferred and (name in _PLAIN or name in _HOOKS)):
+            with DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if deferred:
+            unchanged = not (first.state.hooked or first._is_moved())
+            if unchanged and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
+                return step
+            if name == "argmax" or (name == "max" and not torch.is_grad_enabled()):
+                over = [*args[1:], *kwargs.values()] if kwargs.keys() <= {"dim"} else []
+                if [type(dim) for dim in over] == [int] and over[0] in (-1, first.dim() - 1):
+                    if (top := first.largest()) is not None:
+                        return top[1] if name == "argmax" else torch.return_types.max(top)
+        args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.real(name), (args, kwargs))
+        result = function(*args, **kwargs)
+        if first is not None and (name in _HOOKS or (name.endswith("_") and name not in _PLAIN)):
+            in_place = name in _HOOKS or not name.endswith("__") or name in ("__set__", "__setitem__")
+            in_place = in_place or name.startswith("__i")
+            first.state.changed = first.state.changed or (in_place and forward_gradients_enabled())
+            # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
+            return first if result is first.state.real else result
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
+        real = lambda tensor: tensor.real(str(function)).detach()  # noqa: E731
+        args, kwargs = pytree.tree_map_only(cls, real, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _expect_hook(self, name: str, hook: Any = None) -> None:
+        """Before the loss a hook makes it take real logits. After it the logits get no gradient, and only the hooks may
+        wait for one that FSDP and DeepSpeed put on each output."""
+        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith((*FSDP_MODULES, DEEPSPEED)):
+            self.state.output_hooks.append(hook)
+            return
+        if self.source.has_loss:
+            raise RuntimeError(f"parallel_lce: {name} comes after the loss, which took no logits: call it before")
+        self.state.hooked = True
+
+    @outside_graphs
+    def _recorded(self, function: Callable, name: str, arguments: tuple, options: dict) -> DeferredLogits | None:
+        """The result of a step; None for another use."""
+        sizes, kind, rows = self.sizes, self.kind, self.rows
+        if name in _PRODUCTS | _QUOTIENTS:
+            number = len(arguments) == 1 and not options and isinstance(arguments[0], numbers.Real)
+            if not number or (name in _QUOTIENTS and arguments[0] == 0):
+                return None
+        elif name in _CASTS or name == "to":
+            if (kind := _cast(self.source.device, name, arguments, options)) is None:
+                return None
+        elif name in _VIEWS:
+            if (view := _view(function, sizes, arguments, options)) is None:
+                return None
+            sizes = view.shape
+            if self.source.whole is not None:
+                rows = None
+            elif rows is not None:
+                rows = _same_rows(rows, view)
+        elif name not in _UNARY or options.keys() - {"memory_format"}:
+            return None
+        if name == "detach" and rows is not None:
+            rows = rows.detach()
+        steps = (*self.steps, (function, arguments, options))
+        fields = dict(source=self.source, parent=self, steps=steps, rows=rows, sizes=sizes, kind=kind)
+        return self._attached(fields, self.tracked and name != "detach")
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name
+
+
+def _cast(device: torch.device, name: str, arguments: tuple, options: dict) -> torch.dtype | None:
+    """The floating dtype of ``logits.to(...)`` if that is no move; else None."""
+    if name in _CASTS:
+        return _CASTS[name] if not arguments and not options else None
+    values = [*arguments, *(value for key, value in options.items() if key != "non_blocking")]
+    dtypes = [value for value in values if isinstance(value, torch.dtype)]
+    places = [value for value in values if isinstance(value, (str, torch.device))]
+    if len(dtypes) != 1 or len(values) != 1 + len(places) or options.keys() - {"dtype", "device", "non_blocking"}:
+        return None
+    here = all(torch.device(place) == device for place in places)
+    return dtypes[0] if here and dtypes[0].is_floating_point else None
+
+
+def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options: dict) -> Tensor | None:
+    """The view on the meta device; None if its last dimension is not the vocabulary, or its index is a tensor."""
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((arguments, options))):
+        return None
+    like, entries = torch.empty(sizes, device="meta"), sizes[-1]
+    view = function(like, *arguments, **options)
+    if not isinstance(view, Tensor) or view.dim() == 0 or view.numel() == 0 or view.shape[-1] != entries:
+        return None
+    of_rows = view._base is like and view.stride(-1) == 1 and view.storage_offset() % entries == 0
+    return view if of_rows and all(stride % entries == 0 for stride in view.stride()[:-1]) else None
+
+
+def _same_rows(hidden: Tensor, view: Tensor) -> Tensor:
+    """Of hidden states ``[..., D]`` the rows that a view of logits ``[..., V]`` shows."""
+    entries, width = view.shape[-1], hidden.shape[-1]
+    strides = [stride // entries * width for stride in view.stride()[:-1]]
+    offset = view.storage_offset() // entries * width
+    return hidden.contiguous().as_strided((*view.shape[:-1], width), (*strides, 1), offset)

@@ -1,0 +1,246 @@
+"""The loss and the statistics of deferred logits in Megatron's models, and the metrics of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel_lce.core.budget import default_budget, lean_budget
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
+from parallel_lce.deferred import DeferredLogits
+from parallel_lce.megatron.main_grad import main_grad_of
+from parallel_lce.megatron.settings import MARK, Fusion, running
+from parallel_lce.neighbours import is_global_group
+from parallel_lce.run.compaction import counted_loss, counted_statistics
+from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
+from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.token_count import TokenCount, count_of_labels
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+
+THE_LOSS = "the loss"
+_METRICS = "_parallel_lce_metrics"
+
+
+class TokenMetrics(NamedTuple):
+    """Results of :func:`token_metrics`: ``[b, s]``, without gradients, identical on all tensor-parallel ranks. 0 and
+    False for tokens that ``skip_masked`` leaves out."""
+
+    cross_entropy: Tensor
+    """fp32: ``lse - logit of the label``, without z-loss and label smoothing."""
+    z_loss: Tensor
+    """fp32: ``z_loss * lse**2``; in evaluation too, where the loss has none."""
+    correct: Tensor
+    """bool: whether the label has the largest logit, over the whole vocabulary."""
+
+
+def token_metrics(model: nn.Module) -> TokenMetrics:
+    """The metrics of the tokens of the last loss of ``model``, a Megatron model in any wrappers, under
+    ``patch(token_metrics=True)``. The loss itself computes them, in its one pass. Of a model with heads for multi-token
+    prediction they are those of the main head. Call it after the model's forward, as in the loss function of Megatron's
+    schedules, on the last pipeline stage.
+
+    Raises:
+        ValueError: no such loss has run.
+    """
+    for module in model.modules():
+        if _METRICS in vars(module):
+            return vars(module)[_METRICS]
+    raise ValueError("model has no token metrics: call patch(token_metrics=True), then the model with labels")
+
+
+def model_loss(
+    model: Any, fusion: Fusion, own: Callable, labels: Tensor, logits: Any, *others: Any, **named: Any
+) -> Any:
+    """A fused model's ``compute_language_model_loss(labels [b, s], logits)``: losses fp32 ``[b, s]``.
+
+    Deferred logits get the fused loss, real ones Megatron's ``own``; if that does not take the model's group,
+    :func:`parallel_lce.vocab_parallel_cross_entropy`.
+
+    Raises:
+        RuntimeError: a setting changes the loss, and it cannot be fused.
+    """
+    from parallel_lce.megatron.functions import why_loss_is_not_megatrons
+
+    chosen, target = fusion.settings, swapped(as_int64(labels))
+    by_choice = chosen.cross_entropy == "logits"
+    if isinstance(logits, DeferredLogits) and not by_choice:
+        reason = why_loss_is_not_megatrons() or logits.why_not_fused()
+        if reason is None:
+            return swapped(_fused(model, fusion, logits, target, counted(fusion, labels)))
+    else:
+        reason = "the loss gets real logits: give the model labels, and fuse(model) again if its output layer is new"
+    if not by_choice and (changes := chosen.changes()):
+        raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
+    if not by_choice and (isinstance(logits, DeferredLogits) or not fusion.said):  # else the output layer has said why
+        fusion.say(model.training, reason)
+    if isinstance(logits, DeferredLogits):
+        logits = logits.real(THE_LOSS)
+    group = model_group(model)
+    if by_choice or (isinstance(model.config.cross_entropy_fusion_impl, Chosen) and not is_global_group(group)):
+        losses = swapped(vocab_parallel_cross_entropy(logits, target, tp_group=group))
+    else:
+        losses = own(model, labels, logits, *others, **named)
+    return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
+
+
+def model_group(model: Any) -> Any:
+    """The model's tensor-parallel group."""
+    of_layer = getattr(getattr(model, "output_layer", None), "tp_group", None)
+    return getattr(getattr(model, "pg_collection", None), "tp", of_layer)
+
+
+class Chosen(str):
+    """What the configuration of a model that chose this package says from then on. Megatron's own code reads "native",
+    which every release knows. ``fusion``: what ``cross_entropy_loss_fusion`` was; that becomes False, since Megatron's
+    own loss of real logits is its unfused one."""
+
+    fusion: bool
+
+    def __new__(cls, fusion: bool = True) -> Chosen:
+        self = super().__new__(cls, "native")
+        self.fusion = fusion
+        return self
+
+    def __reduce__(self) -> tuple:
+        return Chosen, (self.fusion,)
+
+
+def swapped(tokens: Tensor) -> Tensor:
+    """``[b, s]``, as Megatron's labels and losses, to ``[s, b]``, as its activations; or the reverse."""
+    return tokens.transpose(0, 1).contiguous()
+
+
+def counted(fusion: Fusion, labels: Tensor) -> TokenCount | None:
+    """How many of the labels count: the labels are the model's own, or those of MTP, of which a bound is known. None if
+    no labels are skipped."""
+    if not fusion.settings.skip_masked:  # the same labels may have been counted before
+        return None
+    return count_of_labels(labels) or fusion.rolled
+
+
+def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, target: Tensor, count: TokenCount | None) -> Tensor:
+    """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
+    stay in the softmax unless ``vocab_size`` says otherwise."""
+    chosen = fusion.settings
+    ignored = NO_LABEL if chosen.skip_masked else None
+    if not chosen.token_metrics or running.get() is not None:
+        return fused_losses(logits, target, ignored, count)
+    smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
+    options = Options("Megatron's output layer", argmax=True, mean_logit=smoothing > 0)
+    found = _statistics(logits, target, options, count)
+    outside = (target < 0) | (target >= found.vocab_size)
+    entropy = found.lse - torch.where(outside, found.max_logit.detach(), found.target_logit)
+    losses = entropy
+    if smoothing:
+        losses = (1 - smoothing) * losses - smoothing * found.mean_log_prob
+    if z_loss:
+        losses = losses + z_loss * found.lse.square()
+    metrics = entropy, chosen.z_loss * found.lse.square(), found.argmax == target
+    if ignored is not None:
+        losses = losses.masked_fill(target == ignored, 0.0)
+        metrics = [value.masked_fill(target == ignored, 0) for value in metrics]
+    # Copies: the losses may be changed in place, and Megatron's schedules free their memory.
+    vars(model)[_METRICS] = TokenMetrics(*[swapped(value.detach()).clone() for value in metrics])
+    logits.source.close_after(losses)
+    return losses
+
+
+def fused_losses(
+    logits: DeferredLogits, target: Tensor, ignore_index: int | None, count: TokenCount | None = None
+) -> Tensor:
+    """Losses of ``target [s, b]``, fp32 ``[s, b]``. A token with the target ``ignore_index`` has loss 0 and no
+    gradient; it costs nothing if the others were counted. Collectives: as in
+    :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``."""
+    options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+    entry = fused_loss if count is None else partial(counted_loss, counted_tokens=count)
+    (losses,) = _run(logits, target, options, lambda *given, **named: (entry(*given, **named),))
+    logits.source.close_after(losses)
+    return losses
+
+
+def statistics(
+    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None
+) -> tuple[Tensor, ...]:
+    """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. ``temperature``, a
+    number or ``[b, s]``, divides the logits. Collectives: as in :func:`parallel_lce.token_statistics`."""
+    options = Options("token_log_probs", ignore_index=NO_LABEL, entropy=entropy)
+    found = _statistics(logits, swapped(labels), options, count, temperature)
+    values = [swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None]
+    logits.source.close_after(values[0])
+    return tuple(values)
+
+
+def _statistics(
+    logits: DeferredLogits, target: Tensor, options: Options, count: TokenCount | None, temperature: Any = 1.0
+) -> TokenStatistics:
+    """With a ``count`` of the targets that are not -100, of these alone."""
+    entry, found, names = fused_statistics, {}, []
+    if count is not None:
+        entry = partial(counted_statistics, mask=as_int64(target) != NO_LABEL, counted_tokens=count)
+
+    def tensors(*given: Any, **named: Any) -> tuple:
+        found.update(vars(entry(*given, **named)))
+        names.extend(name for name, value in found.items() if isinstance(value, Tensor))
+        return tuple(found[name] for name in names)
+
+    values = _run(logits, target, options, tensors, temperature)
+    return TokenStatistics(**{**found, **dict(zip(names, values))})
+
+
+def token_loss_of(
+    logits: DeferredLogits,
+    labels: Tensor,
+    temperature: float | Tensor,
+    options: Options,
+    loss: Callable[..., Any],
+    values: tuple[Tensor, ...],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a caller's function and its metrics ``[b, s]``, as :func:`parallel_lce.token_loss` computes them, of
+    ``labels`` and ``values [b, s]``."""
+    names: list[str] = []
+
+    def tensors(*given: Any, **named: Any) -> tuple:
+        total, metrics = fused_token_loss(*given, **named, loss=loss, values=tuple(map(swapped, values)))
+        names.extend(metrics)
+        return total, *metrics.values()
+
+    options = options._replace(ignore_index=NO_LABEL)
+    total, *metrics = _run(logits, swapped(labels), options, tensors, temperature)
+    logits.source.close_after(total)
+    return total, {name: swapped(metric) for name, metric in zip(names, metrics)}
+
+
+def _run(
+    logits: DeferredLogits, target: Tensor, options: Options, entry: Callable[..., tuple], temperature: Any = 1.0
+) -> tuple:
+    """``entry`` of :mod:`parallel_lce.run.entry`, as a tuple of tensors, with the settings of the model. ``target [s,
+    b]``; ``temperature``: a number or ``[b, s]``."""
+    call: Any = logits.source
+    layer, fusion = call.layer, vars(call.layer)[MARK]
+    chosen: Any = fusion.settings
+    given = dict(reduce_dtype=chosen.reduce_dtype, vocab_size=chosen.vocab_size, logits_budget=chosen.logits_budget)
+    given |= dict(sequence_parallel=call.sequence_parallel, **(logits.epilogue() or {}))
+    if fusion.heads > 1:  # all calls keep saved memory until backward
+        default = default_budget(call.hidden.device)
+        given["logits_budget"] = lean_budget(chosen.logits_budget, default // fusion.heads)
+    if not (options.entropy or options.sum_p_squared or options.mean_logit):
+        given["gradient_filter"] = chosen.gradient_filter  # else gradients are large where probabilities are small
+    if layer.training and options.reduction is not None and not options.loss_function:
+        given |= dict(z_loss=chosen.z_loss, label_smoothing=chosen.label_smoothing)
+    each = None
+    if isinstance(temperature, Tensor):
+        each = temperature.transpose(0, 1)
+    else:
+        given["temperature"] = temperature
+    options = options._replace(**given)
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
+        main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
+        tensors = Tensors(hidden, weight, target, bias, temperature=each)
+        return entry(options, tensors, layer.tp_group, main_grad=main_grad)
+
+    return logits.run(run)

@@ -1,0 +1,56 @@
+"""dW goes to the ``main_grad`` of Megatron's DistributedDataParallel (DDP), as stock's does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_lce.core.grad_buffers import MainGrad, within
+from parallel_lce.core.private import accumulates, has_hooks
+
+
+def keep_autograd_gradient(weight: Tensor | None) -> None:
+    """Make DDP add autograd's gradient of ``weight`` to its main_grad. It drops that otherwise, with the gradient of
+    real logits: the fused loss, which adds its dW itself, sets ``grad_added_to_main_grad``. The gradient of a weight
+    that Megatron shards once more may be anything."""
+    sharded_once_more = getattr(weight, "is_gtp_weight_remat", False)
+    if weight is not None and torch.is_grad_enabled() and weight.requires_grad and not sharded_once_more:
+        weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+
+
+def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
+    """The main_grad to which dW is added. None: autograd delivers dW.
+
+    The weight's other uses, such as a tied embedding, give it a gradient by autograd. DDP must add it to main_grad
+    (:func:`keep_autograd_gradient`), except where stock drops it: with ``fusion`` (gradient_accumulation_fusion) and
+    the output layer's own weight (not ``shared``).
+
+    If main_grad is replaced between forward and backward, dW is added to the new one, as in stock. With fusion dW is
+    added to the forward's main_grad, which becomes the weight's again. Without fusion dW goes to autograd wherever that
+    makes a difference: if the weight has hooks, or its gradient is not accumulated in this backward, as in
+    ``torch.autograd.grad`` and ``backward(inputs=...)``. A main_grad that is not DDP's counts with fusion alone.
+    """
+    tensor, of_ddp = getattr(weight, "main_grad", None), hasattr(weight, "grad_added_to_main_grad")
+    if tensor is None or not weight.requires_grad or not (fusion or of_ddp):
+        return None
+    if of_ddp and (shared or not fusion):
+        keep_autograd_gradient(weight)
+
+    def in_backward(weight_node: Any) -> Tensor | None:
+        if fusion:
+            weight.main_grad = tensor
+        elif has_hooks(weight) or not accumulates(weight_node):
+            return None
+        return weight.main_grad
+
+    def placeholder(memory: Tensor | None) -> Tensor | None:
+        if not of_ddp:
+            return None
+        # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
+        weight.grad_added_to_main_grad = True
+        gradient = within(memory, weight)
+        return gradient.zero_() if getattr(weight, "zero_out_wgrad", False) else gradient
+
+    return MainGrad(tensor, placeholder, in_backward)

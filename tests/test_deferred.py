@@ -1,0 +1,336 @@
+"""Deferred logits: whatever a program does with them, it gets the answer of real ones, and the loss takes no logits
+where it need not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.utils.checkpoint as checkpoints
+from torch import nn
+
+from measures import assert_close
+from parallel_lce import linear_cross_entropy
+from parallel_lce.deferred import DeferredLogits, Source
+
+V, D, SHAPE = 32, 8, (2, 5)
+
+
+class Layer(nn.Linear):
+    """As a door's output layer, with a record of the uses that make real logits."""
+
+    def __init__(self) -> None:
+        super().__init__(D, V, dtype=torch.float64)
+        self.defers, self.said = True, []
+
+    def forward(self, hidden):
+        if not self.defers:
+            return super().forward(hidden)
+        operands = self.weight, self.bias
+        source = Source(self, hidden, *operands, nn.functional.linear, self.said.append, operands)
+        return DeferredLogits.of(source, (*hidden.shape[:-1], V))
+
+
+TARGET = torch.randint(V, SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(logits, target=TARGET):
+    """A door's loss, and whether it took no logits."""
+    if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None:
+
+        def loss(hidden, weight, bias):
+            options = dict(linear_bias=bias, **logits.epilogue())
+            return (linear_cross_entropy(hidden, weight, target.view(hidden.shape[:-1]), **options),)
+
+        return logits.run(loss)[0], True
+    real = logits.real("the loss") if isinstance(logits, DeferredLogits) else logits
+    return nn.functional.cross_entropy(real.flatten(0, -2), target.flatten()), False
+
+
+class Tripled(torch.autograd.Function):
+    """Changes the gradient alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Passed(Tripled):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+def _hooked(z):
+    z.register_hook(lambda gradient: gradient * 2)
+    return z
+
+
+def _looked_at(z):
+    z.argmax(-1), z.sum(), repr(z), z[0, 0, 0].item()
+    return z
+
+
+def _hooked_after_a_step(z):
+    after = z * 2
+    _hooked(z)
+    return after
+
+
+def _in_place(change):
+    def changed(z):
+        change(z)
+        return z
+
+    return changed
+
+
+def _view_of_changed(z):
+    view = z.view(-1, V)
+    z.mul_(2)
+    return view
+
+
+def _masked(z):
+    z[..., 3] = -1e4
+    return z
+
+
+def _rebound(z):
+    same = z
+    z *= 2
+    assert same is z
+    return z
+
+
+# What a program does between the output layer and the loss, and whether the loss takes no logits.
+USES = {
+    "nothing": (lambda z: z, True),
+    "a scale": (lambda z: 2 * z / 3 * 0.5, True),
+    "a soft-cap": (lambda z: torch.tanh(z / 3.0) * 3.0, True),
+    "a soft-cap in fp32": (lambda z: 30 * torch.tanh(z.to(torch.float32) / 30), True),
+    "a view": (lambda z: z.view(-1, V), True),
+    "transposed": (lambda z: z.transpose(0, 1).contiguous().transpose(0, 1), True),
+    "indexed": (lambda z: z[:, :, None][..., 0, :], True),
+    "a clone": (lambda z: z.clone(), True),
+    "a use beside it": (_looked_at, True),
+    "cast on the way": (lambda z: z.float().to(z.device, torch.float64), True),
+    "a sum": (lambda z: z + 1, False),
+    "two soft-caps": (lambda z: torch.tanh(torch.tanh(z)), False),
+    "a part of the vocabulary": (lambda z: torch.cat([z[..., :7], z[..., 7:]], -1), False),
+    "a Function": (Tripled.apply, False),
+    "a Function that gives its input": (Passed.apply, False),
+    "a Function of a step": (lambda z: Tripled.apply(z.clone() * 2), False),
+    "a Function of detached logits": (lambda z: Tripled.apply(z.detach()) + z, False),
+    "a hook": (_hooked, False),
+    "a hook before a step": (lambda z: _hooked(z) * 2, False),
+    "a hook after a step": (_hooked_after_a_step, False),
+    "a hook after a use": (lambda z: _hooked(_looked_at(z)), False),
+    "a product in place": (_in_place(lambda z: z.mul_(2)), False),
+    "rebound": (_rebound, False),
+    "masked in place": (_masked, False),
+    "a view changed in place": (_in_place(lambda z: z.view(-1, V).mul_(2)), False),
+    "a view of changed logits": (_view_of_changed, False),
+    "a reentrant checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=True), False),
+    "a checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=False), False),
+    "a checkpoint of a step": (lambda z: checkpoints.checkpoint(lambda x: x * 2, z, use_reentrant=False), True),
+}
+
+
+def _results(layer, run) -> list[torch.Tensor]:
+    layer.zero_grad()
+    hidden = torch.randn(*SHAPE, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    loss = run(hidden)
+    loss.backward()
+    return [loss.detach(), hidden.grad, layer.weight.grad, layer.bias.grad]
+
+
+def _compared(run) -> Layer:
+    """``run(layer, hidden)`` gives the loss and the gradients of real logits."""
+    torch.manual_seed(0)
+    layer, found = Layer(), []
+    for layer.defers in (False, True):
+        found.append(_results(layer, lambda hidden: run(layer, hidden)))
+    for truth, mine in zip(*found):
+        assert_close(mine.double(), truth.double(), 1e-6)
+    return layer
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_has_the_answer_of_real_logits(use):
+    change, fused = USES[use]
+
+    def run(layer, hidden):
+        loss, took_none = loss_of(change(layer(hidden)))
+        assert took_none == (fused and layer.defers)
+        return loss
+
+    layer = _compared(run)
+    assert bool(layer.said) == (not fused or use in ("a use beside it", "a Function of detached logits"))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("what", ["head", "head and loss"])
+def test_checkpoints_around_the_layer(what, reentrant):
+    def run(layer, hidden):
+        if what == "head":
+            return loss_of(checkpoints.checkpoint(layer, hidden, use_reentrant=reentrant))[0]
+        return checkpoints.checkpoint(lambda x: loss_of(layer(x))[0], hidden, use_reentrant=reentrant)
+
+    _compared(run)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_frozen_operands(frozen):
+    layer, found = Layer(), []
+    layer.weight.requires_grad_(frozen != "weight")
+    for layer.defers in (False, True):
+        for change in (lambda z: z, Tripled.apply):
+            layer.zero_grad()
+            hidden = torch.ones(*SHAPE, D, dtype=torch.float64, requires_grad=frozen != "hidden")
+            loss_of(change(layer(hidden)))[0].backward()
+            found.append([t.grad for t in (layer.weight, layer.bias, hidden) if t.requires_grad])
+    for truth, mine in zip(found[0] + found[1], found[2] + found[3]):
+        assert_close(mine, truth, 1e-10)
+
+
+def test_programs_see_a_tensor():
+    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+    assert isinstance(z, torch.Tensor) and torch.is_tensor(z) and z.requires_grad and not z.is_leaf
+    assert z.shape == (*SHAPE, V) and len(z) == 2 and z.dtype == torch.float64 and z.float().dtype == torch.float32
+    assert z.view(-1, V).shape == (10, V) and z.transpose(0, 1).stride() == (2 * V, V, 1)
+    assert not z.detach().requires_grad and not z.source.layer.said  # no use so far
+    with torch.no_grad():
+        z = z.source.layer(z.source.hidden)
+        for other in (pickle.loads(pickle.dumps(z)), copy.deepcopy(z), z + 0):
+            assert type(other) is torch.Tensor
+            assert_close(other, nn.functional.linear(z.source.hidden, z.source.weight, z.source.bias), 1e-12)
+    z = z.source.layer(z.source.hidden)
+    z.retain_grad()
+    loss_of(z)[0].backward()
+    assert_close(z.grad.sum(-1), torch.zeros(SHAPE, dtype=torch.float64), 1, 1e-12)
+
+
+@pytest.mark.parametrize("rows", ["whole", "a view"])
+def test_the_largest_logit_needs_no_logits(rows):
+    layer = Layer()
+    z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
+    truth = nn.functional.linear(z.source.hidden, layer.weight, layer.bias)
+    if rows == "a view":
+        z, truth = z[:, :-1], truth[:, :-1]
+    with torch.no_grad():
+        assert torch.equal(z.argmax(-1), truth.argmax(-1)) and torch.equal(z.max(dim=-1).indices, truth.argmax(-1))
+        assert not layer.said
+        truth[0, 0] = z.source.hidden[0, 0, 0] = torch.nan
+        assert torch.equal(layer(z.source.hidden)[:, :4].argmax(-1)[0, :1], truth[:, :4].argmax(-1)[0, :1])
+    assert layer.said
+
+
+def _step(layer, kind):
+    layer.weight.grad = torch.ones_like(layer.weight)
+    kind([layer.weight], lr=0.1).step()
+
+
+def _backward(z):
+    loss, _ = loss_of(z)
+    z.source.close_after(loss)
+    loss.backward()
+
+
+# What happens after the layer's call, and what is said of a later use.
+TOO_LATE = {
+    "a write": (lambda layer, z: layer.weight.mul_(2), "weight changed in place"),
+    "a write of the input": (lambda layer, z: z.source.hidden.mul_(2), "hidden states changed in place"),
+    "a step": (lambda layer, z: _step(layer, torch.optim.SGD), "changed in place|an optimizer's step"),
+    "a fused step": (lambda layer, z: _step(layer, lambda p, lr: torch.optim.Adam(p, lr, fused=True)), "optimizer's"),
+    "freed memory": (lambda layer, z: layer.weight.untyped_storage().resize_(0), "has taken back the output layer's"),
+    "the door's event": (lambda layer, z: _backward(z), "the backward of their loss"),
+}
+
+
+@pytest.mark.parametrize("event", TOO_LATE)
+@torch.no_grad()
+def test_too_late_is_said(event):
+    change, message = TOO_LATE[event]
+    layer = Layer()
+    with torch.enable_grad():
+        z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
+        made = layer(z.source.hidden)
+    expected = made.sum()
+    with torch.set_grad_enabled(event == "the door's event"):
+        change(layer, z)
+    for use in (torch.sum, lambda z: z.source.check()):
+        with pytest.raises(RuntimeError, match=message):
+            use(z)
+    assert torch.equal(made.sum(), expected)  # made before
+
+
+def test_another_optimizers_step_is_no_reason():
+    layer, other = Layer(), Layer()
+    z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
+    _step(other, torch.optim.SGD)
+    z.sum()
+
+
+def test_a_hook_after_the_loss_is_refused_but_for_fsdps():
+    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+    loss_of(z)
+    for use in (lambda: z.register_hook(print), z.retain_grad):
+        with pytest.raises(RuntimeError, match="comes after the loss, which took no logits"):
+            use()
+    with mock.patch.object(_hooked, "__module__", "torch.distributed.fsdp"):
+        z.register_hook(_hooked)
+
+
+def test_a_change_that_a_function_cannot_see_is_refused():
+    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+    z.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place, and then used by a torch.autograd.Function"):
+        Tripled.apply(z).sum().backward()
+    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+    doubled = z * 2
+    z.add_(1)
+    with pytest.raises(RuntimeError, match="'mul' was taken of logits that were then changed in place"):
+        doubled.sum()
+
+
+def test_nothing_is_kept():
+    layer = Layer()
+    for use in (lambda z: None, lambda z: z.sum(), lambda z: Tripled.apply(z).sum().backward(), lambda z: loss_of(z)):
+        z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
+        kept = weakref.ref(z.source)
+        gc.disable()
+        use(z)
+        del z
+        gc.enable()
+        assert kept() is None
+    z = layer(torch.randn(*SHAPE, D, dtype=torch.float64, requires_grad=True))
+    loss, kept = loss_of(z)[0], weakref.ref(z.source)
+    z.source.close_after(loss)
+    del z
+    assert kept() is None and loss.requires_grad
+    loss.backward()
+
+
+def test_the_modes_are_those_of_the_layers_call():
+    layer = Layer().float()
+    hidden = torch.randn(*SHAPE, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = layer(hidden)
+    assert z.dtype == torch.bfloat16 and z.sum().requires_grad and (z + 0).dtype == torch.bfloat16
+    with torch.no_grad():
+        z = layer(hidden)
+    assert not z.requires_grad and not (z + 0).requires_grad and not loss_of(z)[0].requires_grad
+    z = layer(hidden)
+    with torch.no_grad():
+        assert z.real("a test").requires_grad and not (z + 0).requires_grad and not loss_of(z)[0].requires_grad
+    assert not loss_of(z.detach())[0].requires_grad

@@ -1,7 +1,6 @@
-"""What parallel_lce.transformers and parallel_lce.trl use of transformers 5 and TRL 1.16, of the same contract."""
+"""What parallel_lce.transformers uses of transformers 5, of the same contract."""
 
 import copy
-import sys
 import types
 from collections import OrderedDict
 
@@ -10,11 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
 
-from parallel_lce.transformers import PACKAGES
+import test_trl
+from parallel_lce.neighbours import TRANSFORMERS
+from test_trl import ChunkedLogProbFunction
 from tools import with_modules
-from zero_standin import gathered
 
-PACKAGES.add(__name__)  # this module stands for that package
+TRANSFORMERS.add(__name__)  # this module stands for that package
 
 
 def ForCausalLMLoss(
@@ -127,62 +127,9 @@ class RowwiseSplitInput:
         module.forward = tp_forward
 
 
-def _log_probs(hidden, weight, bias, logit_scale, softcap, temperature):
-    bias = None if bias is None else bias.to(hidden.dtype)
-    z = nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
-    if softcap is not None:
-        z = (softcap or 1.0) * torch.tanh(z / (softcap or 1.0))
-    return z / temperature, (z / temperature).log_softmax(-1)
-
-
-class _Function:
-    """With logits, whose gradients are autograd's."""
-
-    @classmethod
-    def apply(cls, *arguments):
-        return cls.forward(None, *arguments)
-
-    def backward(ctx, *upstream):
-        raise NotImplementedError
-
-
-class ChunkedLogProbFunction(_Function):
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
-        z, log_p = _log_probs(hidden, weight, bias, logit_scale, softcap, temperature)
-        p, picked = log_p.exp(), log_p.gather(-1, targets[:, None]).squeeze(-1)
-        entropy, squares = -(p * log_p).sum(-1), p.square().sum(-1).log().detach()
-        found = {"entropy": entropy, "log_sum_sq_probs": squares, "mean_logits": z.mean(-1).detach()}
-        found["is_top1"] = z.argmax(-1) == targets
-        return picked, *(value if name in outputs else None for name, value in found.items())
-
-
-class ChunkedDivergenceFunction(_Function):
-    def forward(
-        ctx, hidden, weight, bias, teacher, teacher_weight, teacher_bias, beta,
-        temperature=1.0, logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None,
-    ):  # fmt: skip
-        rows = len(weight)
-        teacher_bias = None if teacher_bias is None else teacher_bias[:rows]
-        of_teacher = teacher, teacher_weight[:rows], teacher_bias, teacher_logit_scale, teacher_softcap, temperature
-        _, log_p = _log_probs(hidden, weight, bias, logit_scale, softcap, temperature)
-        log_q = _log_probs(*(v.detach() if torch.is_tensor(v) else v for v in of_teacher))[1]
-        p, q = log_p.exp(), log_q.exp()
-        log_m = (beta * q + (1 - beta) * p).log()
-        of_q, of_p = (q * (log_q - (log_m if beta else log_p))).sum(-1), (p * (log_p - log_m)).sum(-1)
-        divergence = of_q if beta == 0 else of_p if beta == 1 else beta * of_q + (1 - beta) * of_p
-        return divergence, -(p * log_p).sum(-1).detach()
-
-
-def maybe_gather_lm_head_ctx(*parameters):
-    return gathered(*dict.fromkeys(each for each in parameters if each is not None and not each.numel()))
-
-
 def installed_trl():
-    """A context in which TRL's modules are stand-ins. This module is the home of its functions."""
-    modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.trainer.utils")}
-    modules |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), sys.modules[__name__])
-    modules["trl.trainer.distillation_trainer"] = types.ModuleType("trl.trainer.distillation_trainer")
-    of_utils = {"_ChunkedLogProbFunction": ChunkedLogProbFunction, "maybe_gather_lm_head_ctx": maybe_gather_lm_head_ctx}
-    vars(modules["trl.trainer.utils"]).update(of_utils)
-    vars(modules["trl.trainer.distillation_trainer"])["ChunkedDivergenceFunction"] = ChunkedDivergenceFunction
+    """A context in which TRL's modules are stand-ins, with the functions of test_trl."""
+    modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.kernels", "trl.trainer.utils")}
+    modules |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), test_trl)
+    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = ChunkedLogProbFunction
     return with_modules(modules)

@@ -1,9 +1,6 @@
-"""Models under DeepSpeed's ZeRO-3: the released package, and a stand-in of what its hooks do around a module's forward
-and backward."""
+"""A stand-in of what the hooks of DeepSpeed's ZeRO-3 do around a module's forward and backward."""
 
 import contextlib
-import importlib
-import os
 import sys
 from collections import OrderedDict
 from unittest import mock
@@ -14,10 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tools import with_modules
-
-RELEASE = "0.19.8"
-OTHERS = "hjson==3.1.0 py-cpuinfo==9.0.0 msgpack==1.2.4 ninja==1.13.2 psutil==7.2.2 einops==0.8.1 tqdm pydantic==2.12.5"
-OTHERS += " pydantic-core==2.41.5 annotated-types typing-inspection typing-extensions packaging numpy"
 
 
 class Parameters(OrderedDict):
@@ -150,7 +143,12 @@ class StandIn:
 
     def __call__(self, **given):
         with mock.patch.object(Parameters, "strict", True):
-            return self.model(**given)
+            output = self.model(**given)
+        hook = lambda gradient: None  # noqa: E731
+        hook.__module__ = "deepspeed.runtime.utils"
+        for value in filter(lambda value: torch.is_tensor(value) and value.requires_grad, output.values()):
+            value.register_hook(hook)
+        return output
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -164,9 +162,6 @@ class StandIn:
         with gathered(*self.parameters):
             return [parameter.detach().clone() for parameter in self.parameters]
 
-    def end(self) -> None:
-        pass
-
 
 def _mapped(function, values):
     if isinstance(values, tuple):
@@ -176,41 +171,3 @@ def _mapped(function, values):
             values[name] = _mapped(function, values[name])
         return values
     return function(values) if isinstance(values, Tensor) else values
-
-
-class Released:
-    """The same by DeepSpeed."""
-
-    def __init__(self, model: nn.Module, rate: float) -> None:
-        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
-        import deepspeed
-
-        self.parameters, self.context = [*model.parameters()], deepspeed.zero.GatheredParameters
-        # Every weight is released after its layer's forward.
-        names = "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"
-        zero = {"stage": 3, "reduce_bucket_size": 10_000, **{f"stage3_{name}": 0 for name in names}}
-        self.config = config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-        }
-        optimizer = torch.optim.SGD([p for p in self.parameters if p.requires_grad], lr=rate)
-        backend = importlib.import_module("deepspeed.comm.torch")
-        with mock.patch.object(backend, "build_shm_op", lambda: None):  # it compiles for a minute
-            self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-
-    def __call__(self, **given):
-        return self.engine(**given)
-
-    def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
-
-    def step(self) -> None:
-        self.engine.step()
-
-    def whole(self) -> list[Tensor]:
-        with self.context(self.parameters):
-            return [parameter.detach().clone() for parameter in self.parameters]
-
-    def end(self) -> None:
-        self.engine.destroy()

@@ -52,7 +52,9 @@ def _verl(member: Member, shape, temperature, reduction, vocab_size, summed):
     ],
 )
 @pytest.mark.thinned("ranks")
-def test_linear_cross_entropy(shape, temperature, reduction, vocab_size, summed, ranks, worlds, device):
+def test_results_and_gradients_are_those_of_logits(
+    shape, temperature, reduction, vocab_size, summed, ranks, worlds, device
+):
     parts = everywhere(worlds, device, ranks, _verl, shape, temperature, reduction, vocab_size, summed)
     x, w, b, labels, of_token = tensors(dtype=torch.float64)
     leaves = [value.requires_grad_() for value in (x, w, b)]
@@ -78,36 +80,29 @@ def _masked(member: Member, function: str):
     x, w, _, labels, of_token = tensors(member.device)
     w, labels = w.chunk(member.ranks)[member.rank], labels.view(B, S)
     mask, found = torch.arange(N, device=member.device).view(B, S) % 4 == 1, []
-    start = len(w) * member.rank
-    nemo = function == "from_parallel_hidden_states_to_logprobs"
+    shard, group = (len(w) * member.rank, len(w) * (member.rank + 1)), member.group
     for counted in ({}, dict(mask=mask, counted_tokens=parallel_lce.count_tokens(mask))):
-        hidden = x.view(S, B, D).chunk(member.ranks)[member.rank] if nemo else x.view(B, S, D)
+        hidden, kept = x.view(B, S, D), mask
+        if function == "NeMo":
+            hidden, kept = x.view(S, B, D).chunk(member.ranks)[member.rank], mask[:, :-1]
         leaves = [value.clone().requires_grad_() for value in (hidden, w)]
-        shard = start, start + len(w)
         with counted_forwards(backend_of(w)) as rows:
-            if nemo:
-                results = [
-                    rl.from_parallel_hidden_states_to_logprobs(*leaves, True, labels, *shard, member.group, **counted)
-                ]
-                results = [value * mask[:, :-1] for value in results]
-            elif function == "linear_cross_entropy":
+            if function == "NeMo":
+                results = [rl.from_parallel_hidden_states_to_logprobs(*leaves, True, labels, *shard, group, **counted)]
+            elif function == "verl":
                 more = dict(sum_p_squared=True, **counted)
-                results = rl.linear_cross_entropy(*leaves, labels, of_token, "none", member.group, **more)
-                results = [value * mask.view(-1) for value in results]
+                results = rl.linear_cross_entropy(*leaves, labels, of_token, "none", group, **more)
             else:
-                results = [
-                    rl.FusedLinearLogprobTriton.apply(*leaves, labels, *shard, 4, member.group, **counted) * mask
-                ]
+                results = [rl.FusedLinearLogprobTriton.apply(*leaves, labels, *shard, 4, group, **counted)]
+        results = [value * kept.reshape(value.shape) for value in results]
         found.append([*results, *torch.autograd.grad(results, leaves, upstream(results))])
     assert sum(rows) == mask.sum()
     return [[value.detach().cpu() for value in each] for each in found]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "function", ["linear_cross_entropy", "from_parallel_hidden_states_to_logprobs", "FusedLinearLogprobTriton"]
-)
-def test_of_the_counted_tokens(function, ranks, worlds, device):
+@pytest.mark.parametrize("function", ["verl", "NeMo", "SkyRL"])
+def test_tokens_that_do_not_count_have_0_and_cost_nothing(function, ranks, worlds, device):
     for whole, counted in everywhere(worlds, device, ranks, _masked, function):
         for value, expected in zip(counted, whole):
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
@@ -161,10 +156,8 @@ def _of_ids(member: Member, trainer: str, inference_only: bool, vocab_size, dtyp
 def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size, dtype, worlds, device):
     """NeMo-RL's function and SkyRL's. Outside of the vocabulary the value is 0, and there SkyRL's has the gradient of
     -lse. NeMo-RL's gives each rank dX of its tokens; SkyRL's the rank's part, in the dtype of the hidden states."""
-    parts, nemo = (
-        everywhere(worlds, device, ranks, _of_ids, trainer, inference_only, vocab_size, dtype),
-        trainer == "NeMo",
-    )
+    parts = everywhere(worlds, device, ranks, _of_ids, trainer, inference_only, vocab_size, dtype)
+    nemo = trainer == "NeMo"
     x, w, b, labels, _ = tensors(dtype=torch.float64)
     end, labels = ENDS[ranks][-1], of_sequences(labels)
     leaves = [value.requires_grad_() for value in (x.view(*((S, B) if nemo else (B, S)), D), w[:end], b[:end])]
@@ -189,49 +182,30 @@ def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size,
 
 
 LABELS = torch.zeros(N, dtype=torch.int64)
-REFUSED_OF_VERL = [
-    (dict(temperature=0.0), "temperature must be a number > 0.* got 0.0"),
-    (dict(reduction="max"), "reduction must be 'none', 'sum' or 'mean', got 'max'"),
-    (dict(temperature=torch.ones(3)), r"temperature must be .* of labels's shape \[30\], got one of shape \[3\]"),
-    (dict(hidden=torch.tensor(1.0)), r"hidden must be \[..., D\], got \[\]"),
-    (dict(labels=LABELS[:3]), r"labels must have shape \[30\]"),
-    (dict(labels=3), "labels must be a tensor, got int"),
-    (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], one entry per row of weight"),
-    (dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup, .* or None, got int"),
-]
-REFUSED_OF_NEMO = [
-    (dict(vocab_end_index=65), "64 rows, which do not fit the ids from .*=0 to vocab_end_index=65"),
-    (dict(vocab_start_index=9, vocab_end_index=8), "fit the ids from vocab_start_index=9 to vocab_end_index=8"),
-    (dict(vocab_start_index=-1), "fit the ids from vocab_start_index=-1"),
-    (dict(vocab_end_index=None), "to vocab_end_index=None"),
-    (dict(tensor_parallel_hidden_states=None), "tensor_parallel_hidden_states must be a tensor, got NoneType"),
-    (dict(output_weight_layer=torch.zeros(V)), r"output_weight_layer \[V/P, D\], got .* and \[64\]"),
-    (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], got \[65\]"),
-    (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup, .* or None, got str"),
+GROUP = "tp_group must be a .*ProcessGroup, .* or None, got str"
+# Beyond those of tests/test_checks.py.
+REFUSED = [
+    ("verl", dict(temperature=torch.ones(3)), "temperature must be .* got one of shape"),
+    ("verl", dict(labels=LABELS[:3]), r"labels must have shape \[30\]"),
+    ("verl", dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], one entry per row of weight"),
+    ("verl", dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup, .* or None, got int"),
+    ("nemo", dict(vocab_start_index=9, vocab_end_index=8), "fit the ids from vocab_start_index=9 to vocab_end_index=8"),
+    ("nemo", dict(vocab_end_index=None), "to vocab_end_index=None"),
+    ("nemo", dict(tp_group="tp"), GROUP),
+    ("skyrl", dict(target=LABELS), r"target must have shape \[3, 10\]"),
+    ("skyrl", dict(tp_group="tp"), GROUP),
 ]
 
-REFUSED_OF_SKYRL = [
-    (dict(vocab_end_index=65), "^weight has 64 rows, which do not fit the ids from .*=0 to vocab_end_index=65"),
-    (dict(weight=torch.zeros(V)), r"weight must be \[V/P, D\], got \[64\]"),
-    (dict(hidden=None), "hidden must be a tensor, got NoneType"),
-    (dict(target=LABELS), r"target must have shape \[3, 10\]"),
-    (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup, .* or None, got str"),
-]
-REFUSED = {"verl": REFUSED_OF_VERL, "nemo": REFUSED_OF_NEMO, "skyrl": REFUSED_OF_SKYRL}
 
-
-@pytest.mark.parametrize(
-    ("function", "change", "message"), [(name, *case) for name, cases in REFUSED.items() for case in cases]
-)
+@pytest.mark.parametrize(("function", "change", "message"), REFUSED)
 def test_refused(function, change, message):
     x, w, *_ = tensors()
+    shard = dict(target=LABELS.view(B, S), vocab_start_index=0, vocab_end_index=V, tp_group=None)
     nemo = dict(tensor_parallel_hidden_states=x.view(S, B, D), output_weight_layer=w, runtime_gather_output=None)
-    nemo |= dict(target=LABELS.view(B, S), vocab_start_index=0, vocab_end_index=V, tp_group=None)
-    skyrl = dict(hidden=x.view(B, S, D), weight=w, target=LABELS.view(B, S), chunk_size=None, tp_group=None)
+    called, given = {
+        "verl": (rl.linear_cross_entropy, dict(hidden=x, weight=w, labels=LABELS)),
+        "nemo": (rl.from_parallel_hidden_states_to_logprobs, nemo | shard),
+        "skyrl": (rl.FusedLinearLogprobTriton.apply, dict(hidden=x.view(B, S, D), weight=w, chunk_size=None) | shard),
+    }[function]
     with pytest.raises(ValueError, match=message):
-        if function == "skyrl":
-            rl.FusedLinearLogprobTriton.apply(**dict(vocab_start_index=0, vocab_end_index=V) | skyrl | change)
-        elif function == "verl":
-            rl.linear_cross_entropy(**dict(hidden=x, weight=w, labels=LABELS) | change)
-        else:
-            rl.from_parallel_hidden_states_to_logprobs(**nemo | change)
+        called(**given | change)

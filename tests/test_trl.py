@@ -1,60 +1,106 @@
-"""TRL's functions, with stand-ins of their contract and with the release; and the trainers of transformers and of TRL,
-patched and not."""
+"""TRL's two functions, replaced and not: with stand-ins of their contract, and with --all with the release, whose fused
+head and trainers run, too."""
 
 import contextlib
-import copy
+import functools
 import importlib
 import itertools
-import os
 import sys
 import tempfile
 import types
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-import parallel_lce.transformers as door
-import transformers_standin
 from measures import assert_near
-from parallel_lce import trl as trl_door
-from tools import with_modules
-from transformers_models import (
-    RELEASE_ALONE,
-    RELEASES,
-    TRAINED,
-    D,
-    V,
-    accuracy_of,
-    batch,
-    model_of,
-    on_releases,
-    saved,
-    warned,
-)  # fmt: skip
-from transformers_standin import installed_trl
-from world import Member
+from parallel_lce import neighbours
+from parallel_lce import trl as door
+from releases import folder_of
+from test_checks import _Wrapper
+from tools import on_ranks, with_modules
 
-OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+RELEASE = "5.24.0"  # of transformers, beside TRL 1.16
+OTHERS = "accelerate==1.15.0 regex==2026.11.19 psutil==7.2.2 datasets==5.2.0 pandas==3.1.1 pyarrow==26.0.1 dill==0.4.1 "
+OTHERS += "multiprocess==0.70.19 xxhash==4.1.0 requests==2.34.2 urllib3==2.8.0 certifi charset_normalizer"
+OTHERS += " trl==1.16.0 peft==0.21.2"
+RELEASED = pytest.param("release", marks=pytest.mark.slow)
+V, D, OUTPUTS = 97, 32, neighbours.TRL_OUTPUTS
+
+
+@functools.cache
+def site() -> str:
+    """The folder of the release. datasets pickles functions, by dill, which knows installed modules by its name."""
+    folder = Path(tempfile.mkdtemp()) / "site-packages"
+    folder.symlink_to(folder_of("transformers", RELEASE, others=tuple(OTHERS.split())))
+    return str(folder)
+
+
+def on_releases(*releases):
+    """The body runs with each of them."""
+    on = on_ranks(1, lambda given: site() if given["release"] == "release" else None)
+    given = pytest.mark.parametrize("release", releases)
+    return lambda body: pytest.mark.parametrize("device", ["cpu"])(given(on(body)))
+
+
+def _log_softmax(hidden, weight, bias, logit_scale, softcap, temperature):
+    bias = None if bias is None else bias.to(hidden.dtype)
+    z = F.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    return z, z.log_softmax(-1)
+
+
+class ChunkedLogProbFunction:
+    @classmethod
+    def apply(cls, *arguments):
+        return cls.forward(None, *arguments)
+
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
+        z, log_p = _log_softmax(hidden, weight, bias, logit_scale, softcap, temperature)
+        p, picked = log_p.exp(), log_p.gather(-1, targets[:, None]).squeeze(-1)
+        entropy, squares = -(p * log_p).sum(-1), p.square().sum(-1).log().detach()
+        found = dict(zip(OUTPUTS[1:], (entropy, squares, z.mean(-1).detach(), z.argmax(-1) == targets)))
+        return picked, *(value if name in outputs else None for name, value in found.items())
+
+    def backward(ctx, *upstream):
+        raise NotImplementedError
+
+
+class ChunkedDivergenceFunction(ChunkedLogProbFunction):
+    def forward(ctx, x, w, b, y, u, c, beta, temperature=1.0, scale=1.0, cap=None, teacher_scale=1.0, teacher_cap=None):
+        _, log_p = _log_softmax(x, w, b, scale, cap, temperature)
+        teacher = y.detach(), u[: len(w)].detach(), c if c is None else c[: len(w)].detach()
+        _, log_q = _log_softmax(*teacher, teacher_scale, teacher_cap, temperature)
+        p, q = log_p.exp(), log_q.exp()
+        log_m = (beta * q + (1 - beta) * p).log()
+        of_q, of_p = (q * (log_q - (log_m if beta else log_p))).sum(-1), (p * (log_p - log_m)).sum(-1)
+        divergence = of_q if beta == 0 else of_p if beta == 1 else beta * of_q + (1 - beta) * of_p
+        return divergence, -(p * log_p).sum(-1).detach()
+
+
+TRUTH = ChunkedLogProbFunction, ChunkedDivergenceFunction
 
 
 @contextlib.contextmanager
-def patched_trl(release: str):
-    """TRL's two functions before and after ``patch()``, called twice; and the stand-ins, for float64."""
-    with installed_trl() if release == "stand-in" else contextlib.nullcontext():
-        import trl.trainer.distillation_trainer as trainer
-        import trl.trainer.utils as utils
-
-        truth = transformers_standin.ChunkedLogProbFunction, transformers_standin.ChunkedDivergenceFunction
-        own = utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction
-        trl_door.patch(), trl_door.patch(logits_budget=0)
+def patched(release: str):
+    """TRL's two functions before and after ``patch()``, called twice. This module is the stand-ins' home."""
+    given = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.kernels", "trl.trainer.utils")}
+    given |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), sys.modules[__name__])
+    given["trl.trainer.utils"]._ChunkedLogProbFunction = ChunkedLogProbFunction
+    with with_modules(given) if release == "stand-in" else contextlib.nullcontext():
+        user = "trl.kernels.chunked_divergence" if release == "stand-in" else "trl.trainer.distillation_trainer"
+        modules = [importlib.import_module(name) for name in ("trl.trainer.utils", user)]
+        held = lambda: (modules[0]._ChunkedLogProbFunction, modules[1].ChunkedDivergenceFunction)  # noqa: E731
+        own = held()
+        door.patch(), door.patch(logits_budget=0)
         try:
-            yield own, (utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction), truth
+            yield own, held()
         finally:
-            trl_door.unpatch()
-        assert (utils._ChunkedLogProbFunction, trainer.ChunkedDivergenceFunction) == own
+            door.unpatch()
+        assert held() == own
 
 
 def agree(three, leaves, rest, upstream, differentiable: int) -> None:
@@ -73,14 +119,16 @@ def agree(three, leaves, rest, upstream, differentiable: int) -> None:
             assert error <= 2 * allowed + 2e-7 * exact.double().norm(), (i, error, allowed)
 
 
-@RELEASES
-@on_releases()
-def test_log_probs(member, release):
-    with patched_trl(release) as (own, ours, truth):
-        three = own[0], ours[0], truth[0]
-        generator = torch.Generator().manual_seed(1)
-        h, w, b = (torch.randn(s, generator=generator) for s in ((23, D), (V, D), (V,)))
-        targets = torch.randint(V, (23,), generator=generator)
+def normal(*shapes):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@on_releases("stand-in", RELEASED)
+def test_log_probs_and_their_gradients_are_trls(member, release):
+    with patched(release) as (own, ours):
+        h, w, b = normal((23, D), (V, D), (V,))
+        targets = torch.arange(23) * 4
 
         def upstream(values):
             return values[0].sum() + (0 if values[1] is None else (values[1] * torch.arange(23)).sum())
@@ -88,7 +136,7 @@ def test_log_probs(member, release):
         for cap, scale, temperature, bias, names in itertools.product(
             (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], (*OUTPUTS[:1], "logits"))
         ):
-            agree(three, (h, w, bias), (targets, temperature, 40, cap, scale, names), upstream, 2)
+            agree((own[0], ours[0], TRUTH[0]), (h, w, bias), (targets, temperature, 40, cap, scale, names), upstream, 2)
         empty = ours[0].apply(h[:0], w, None, targets[:0], 1.0, 40, None, 1.0, OUTPUTS)
         assert [value.shape for value in empty] == [(0,)] * 5
         # Outside of the vocabulary, as for -100, TRL's and ours are of a logit of 0.
@@ -100,15 +148,12 @@ def test_log_probs(member, release):
             assert_near(*pair, 2e-6)
 
 
-@RELEASES
-@on_releases()
-def test_divergences(member, release):
-    """The teacher is wider, and has more rows. Weights may be fp32 beside hidden states in bf16."""
-    with patched_trl(release) as (own, ours, truth):
-        three = own[1], ours[1], truth[1]
-        generator = torch.Generator().manual_seed(1)
-        sizes = (23, D), (V, D), (V,), (23, D + 3), (V + 5, D + 3), (V + 5,)
-        x, w, b, y, u, c = (torch.randn(s, generator=generator) for s in sizes)
+@on_releases("stand-in", RELEASED)
+def test_divergences_and_their_gradients_are_trls(member, release):
+    """The teacher is wider, and has more rows."""
+    with patched(release) as (own, ours):
+        three = own[1], ours[1], TRUTH[1]
+        x, w, b, y, u, c = normal((23, D), (V, D), (V,), (23, D + 3), (V + 5, D + 3), (V + 5,))
 
         def upstream(values):
             return (values[0] * torch.arange(23)).sum()
@@ -118,209 +163,109 @@ def test_divergences(member, release):
         ):
             rest = (beta, temperature, scale, cap, 0.8, 3.0 if cap is None else None)
             agree(three, (x, w, b if biased else None), (y, u, c if biased else None, *rest), upstream, 1)
-            if release != "stand-in" and not biased:
-                states = [v.bfloat16() for v in (x, y)]
-                weights = [v.bfloat16().float() for v in (w, u)]
-                agree(three, (states[0], weights[0], None), (states[1], weights[1], None, *rest), upstream, 1)
-
-
-@RELEASES
-@on_releases()
-def test_habits(member, release):
-    """What else programs do with TRL's functions. What is not covered TRL's own computes, in words, once."""
-    x, w, ids = torch.randn(5, D), torch.randn(V, D), torch.arange(5)
-
-    def log_probs_of(f, weight=w, temperature=1.0, cap=None):
-        return f.apply(x, weight, None, ids, temperature, 9, cap)[:1]
-
-    def divergence_of(f, bias=None, beta=0.5):
-        return f.apply(x, w, bias, x, -w, None, beta)
-
-    with patched_trl(release) as (own, ours, _):
-        for which, said, call in (
-            (0, "temperature must be", lambda f: log_probs_of(f, w, torch.tensor(0.7))),
-            (0, "logit_softcap must be", lambda f: log_probs_of(f, w, 1.0, 0)),
-            (1, "beta must be", lambda f: divergence_of(f, None, 1e-9)),
-            (1, "cast the bias", lambda f: divergence_of(f, w[:, 0].double())),
-        ):
-            with pytest.warns(trl_door.TRLWarning, match=said):
-                found = call(ours[which])
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", trl_door.TRLWarning)
-                assert all(map(torch.equal, found, call(ours[which]))), said
-            assert all(map(torch.equal, found, call(own[which]))), said
-
-        if release != "stand-in":  # whose function is not autograd's
-            compiled = torch.compile(lambda: log_probs_of(ours[0]), fullgraph=True, backend="eager")
-            torch.testing.assert_close(compiled(), log_probs_of(own[0]))
-        assert copy.copy(ours[0]).own is own[0]
-
-        def twice(ctx, *arguments):
-            first, *rest = stock(ctx, *arguments)
-            return 2 * first, *rest
-
-        stock, doubled = own[0].forward, 2 * log_probs_of(own[0])[0]
-
-        class Derived(ours[0]):
-            forward = staticmethod(twice)
-
-        assert issubclass(Derived, own[0]) and torch.equal(log_probs_of(Derived)[0], doubled)
-        with mock.patch.object(own[0], "forward", staticmethod(twice)):
-            with pytest.warns(trl_door.TRLWarning, match="was replaced"):
-                assert torch.equal(log_probs_of(ours[0])[0], doubled)
-            trl_door.unpatch()
-            with pytest.warns(trl_door.TRLWarning, match="as released: it stays"):
-                trl_door.patch()
-            assert torch.equal(log_probs_of(sys.modules["trl.trainer.utils"]._ChunkedLogProbFunction)[0], doubled)
-        trl_door.unpatch()
-        user = types.ModuleType("user")
-        user.ChunkedLogProbFunction, user.kept = own[0], own[0]
-        with with_modules({"user": user}):
-            trl_door.patch()
-            assert user.ChunkedLogProbFunction.own is user.kept is own[0]
-            trl_door.unpatch()
-            assert user.ChunkedLogProbFunction is own[0]
-    with pytest.raises(ValueError, match="logits_budget must be"):
-        trl_door.patch(logits_budget=-1)
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(V - 4))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
 
 
 @contextlib.contextmanager
-def launched(member: Member):
-    """The variables of torchrun, from which accelerate learns of the ranks."""
-    rank, ranks = str(member.rank), str(member.ranks)
-    variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    variables |= dict(MASTER_ADDR="localhost", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
-    with mock.patch.dict(os.environ, variables if member.ranks > 1 else {}):
-        yield
+def said():
+    """Yields the texts of the door's warnings. pytest.warns would end the process of a rank."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in found if each.category is door.TRLWarning]
+
+
+@on_releases("stand-in", RELEASED)
+def test_what_ours_refuse_trls_own_computes_and_it_is_said_once(member, release):
+    x, w, ids = torch.randn(5, D), torch.randn(V, D), torch.arange(5)
+    of_zero, quantized = torch.nn.Parameter(w.clone()), w.as_subclass(_Wrapper)
+    of_zero.ds_id = 3
+    cases = [(0, "temperature must be", (x, w, None, ids, torch.tensor(0.7), 9))]
+    cases += [(0, "of ZeRO-3", (x, of_zero, None, ids, 1.0, 9)), (0, "_Wrapper", (x, quantized, None, ids, 1.0, 9))]
+    cases += [(1, "beta must be", (x, w, None, x, -w, None, 1e-9))]
+    cases += [(1, "cast the bias", (x, w, w[:, 0].double(), x, -w, None, 0.5))]
+    with patched(release) as (_, ours):
+        for which, words, given in cases:
+            own = types.SimpleNamespace(__name__="it", apply=lambda *arguments: arguments)
+            with said() as found, mock.patch.object(ours[which], "own", own):
+                assert ours[which].apply(*given) == ours[which].apply(*given) == given
+            assert len(found) == 1 and words in found[0]
+
+
+@on_releases("stand-in", RELEASED)
+def test_a_function_that_somebody_else_has_put_there_stays(member, release):
+    with patched(release) as (own, _):
+        utils, derived = sys.modules["trl.trainer.utils"], type("Derived", own[0].__mro__[:1], {})
+        for owner, name, value, kept in (
+            (utils, "_ChunkedLogProbFunction", derived, derived),
+            (own[0], "backward", staticmethod(F.silu), own[0]),
+        ):
+            door.unpatch()
+            with mock.patch.object(owner, name, value), said() as found:
+                door.patch()
+                assert utils._ChunkedLogProbFunction is kept
+            assert any("utils._ChunkedLogProbFunction is" in text and "it stays" in text for text in found)
+            vars(utils)["_ChunkedLogProbFunction"] = own[0]
+
+
+def test_a_budget_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="logits_budget must be"):
+        door.patch(logits_budget=-1)
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    words = [*special.values(), *(f"w{i}" for i in range(V - 4))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 SHARED = dict(max_steps=4, gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", seed=1, use_cpu=True)
 SHARED |= dict(bf16=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
-LOGGED = {"loss", "grad_norm", "eval_loss", "eval_right", "entropy", "mean_token_accuracy", "rewards/margins"}
-
-
-def _right(found) -> dict:
-    top = torch.as_tensor(found.predictions[0] if type(found.predictions) is tuple else found.predictions)
-    return {"right": accuracy_of(top, torch.as_tensor(found.label_ids)).item()}
-
-
-def _loss_of(out, labels, num_items_in_batch=None):
-    return F.cross_entropy(out["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-
-
-def _overridden(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    labels = inputs.pop("labels")
-    out = model(**inputs)
-    loss = _loss_of(out, labels)
-    return (loss, out) if return_outputs else loss
-
-
-def _with_z_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    out = model(**inputs)
-    loss = out["loss"] + 0.01 * out["logits"].float().logsumexp(-1).square().mean()
-    return (loss, out) if return_outputs else loss
-
-
-AFTER, LABELS = "makes the logits beside its fused loss", "called without the labels that its caller has"
-EVALUATED, METRICS = dict(eval_strategy="steps", eval_steps=2), {"compute_metrics": _right}
-# By transformers' Trainer: arguments of its configuration, others of its own, options of the patch, its compute_loss,
-# what is said.
-OF_TRANSFORMERS = {
-    "": (EVALUATED, METRICS, {}, None, None),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, {}, None, None),
-    "compute_loss_func": ({}, {"compute_loss_func": _loss_of}, {}, None, LABELS),
-    "compute_loss": ({}, {}, {}, _overridden, LABELS),
-    "compute_loss with a z-loss": ({}, {}, {}, _with_z_loss, AFTER),
-    "metrics": (EVALUATED, METRICS, {"eval_logits": False}, None, AFTER),
-    "losses": (EVALUATED, {}, {"eval_logits": False}, None, None),
+LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy"}
+GRPO = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
+TRAINERS = {
+    "SFT": ({}, "token_statistics"),
+    "GRPO": (GRPO | dict(num_iterations=2), "token_statistics"),
+    "Distillation": (dict(max_completion_length=6, temperature=0.7, beta=0.3), "divergences"),
 }
 
 
-def _of_trl(name: str) -> tuple[dict, dict]:
-    """What TRL's trainer of this name is given beside the model and what all have: as configuration, and otherwise."""
+@pytest.mark.parametrize("name", [*TRAINERS])
+@on_releases(RELEASED)
+def test_trainers_log_what_they_log_without(member, release, name):
+    import transformers as hf
+    import trl
     from datasets import Dataset
 
-    texts = [[f" w{(7 * i + 3 * j + i * j) % (V - 4)}" for j in range(12)] for i in range(16)]
-    rows = [{"prompt": "".join(t[:4]), "chosen": "".join(t[4:]), "rejected": "".join(t[:3:-1])} for t in texts]
-    configured, more = {}, {}
-    if name == "SFT":
-        rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
-    elif name == "KTO":
-        rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
-    elif name != "DPO":
-        rows = [{"prompt": row["prompt"]} for row in rows]
-    if name in ("GRPO", "RLOO"):
-        configured |= dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
-        configured |= dict(beta=0.1, num_iterations=2)
-        configured |= dict(learning_rate=1e-3) if name == "RLOO" else {}  # its losses are sums over a completion
-        more["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
-    if name == "Distillation":
-        configured |= dict(max_completion_length=6, temperature=0.7, beta=0.3)
-    return configured, dict(processing_class=tokenizer(), train_dataset=Dataset.from_list(rows), **more)
-
-
-TRAINERS = "SFT", "DPO", "GRPO", "RLOO", "KTO", "Distillation"
-TRAININGS = [("", ranks, kind) for ranks in (1, 2) for kind in TRAINED]
-TRAININGS += [(name, 1, "plain") for name in OF_TRANSFORMERS if name]
-TRAININGS += [(name, 1, kind) for name in TRAINERS for kind in ("plain", "capped")]
-
-
-@pytest.mark.parametrize(("name", "ranks", "kind"), TRAININGS)
-@RELEASE_ALONE
-@on_releases(ranks=None)
-def test_trainers(member, release, name, kind):
-    """With the patches a training logs what it logs without. TRL's and transformers' own say nothing."""
-    import transformers as hf
-
-    path, logs = saved(model_of(release, kind), member), []
-    options, compute_loss, said, of_trl = {}, None, None, name not in OF_TRANSFORMERS
-    if of_trl:
-        library, called, (configured, given) = (
-            importlib.import_module("trl"),
-            (trl_door, "token_statistics"),
-            _of_trl(name),
-        )
-        configuration, trainer = getattr(library, name + "Config"), getattr(library, name + "Trainer")
-    else:
-        configured, given, options, compute_loss, said = OF_TRANSFORMERS[name]
-        data = [{key: value[i] for key, value in batch(s).items()} for s in range(10) for i in range(2)]
-        given = dict(train_dataset=data[4:], eval_dataset=data[:4], **given)
-        configuration, trainer, called = hf.TrainingArguments, hf.Trainer, (door, "linear_cross_entropy")
-    if compute_loss is not None:
-        trainer = type("Own", (trainer,), {"compute_loss": compute_loss})
-    if name == "Distillation":
-        called = trl_door, "divergences"
+    sizes = dict(vocab_size=V, hidden_size=D, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=4, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    texts = ["".join(f" w{(7 * i + 3 * j + i * j) % (V - 4)}" for j in range(12)) for i in range(16)]
+    rows = Dataset.from_list([{"text" if name == "SFT" else "prompt": text} for text in texts])
+    given, logs = dict(processing_class=_tokenizer(), train_dataset=rows), []
+    if name == "GRPO":
+        given["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
     for ours in (False, True):
-        model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # DPO loads its reference, too
+        torch.manual_seed(1)
+        make = lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(final_logit_softcapping=2.0, **sizes))  # noqa: E731
+        model, teacher = make(), make()
         if name == "Distillation":
-            torch.manual_seed(5)
-            given["teacher_model"] = teacher = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             torch.nn.init.normal_(teacher.get_output_embeddings().weight, std=0.5)
-        spied = mock.patch.object(*called, wraps=getattr(*called))
-        with launched(member), spied as calls, warned((door.LogitsWarning, trl_door.TRLWarning)) as found:
+            given["teacher_model"] = teacher
+        configured, called = TRAINERS[name]
+        with mock.patch.object(door, called, wraps=getattr(door, called)) as calls, said() as none:
             if ours:
-                trl_door.patch(), door.patch(model, **options)  # of which TRL's head notices the first alone
-            try:
-                arguments = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured
-                made = trainer(model, args=configuration(**arguments), **given)
-                made.train()
-            finally:
-                trl_door.unpatch()
-        assert len(found) == (ours and said is not None) and all(said in text for text in found), found
-        assert bool(calls.call_count) == (ours and said != LABELS)
-        logs.append([{n: v for n, v in each.items() if n in LOGGED} for each in made.state.log_history])
+                door.patch()
+            options = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured
+            trainer = getattr(trl, name + "Trainer")(model, args=getattr(trl, name + "Config")(**options), **given)
+            trainer.train()
+            door.unpatch()
+        assert bool(calls.call_count) == ours and not none
+        logs.append([{n: v for n, v in each.items() if n in LOGGED} for each in trainer.state.log_history])
     assert sum(each.get("grad_norm", 0) > 0 for each in logs[0]) == 4
     for theirs, mine in zip(*logs, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4 if of_trl else 2e-5, abs=1e-6)
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)

@@ -2,7 +2,6 @@
 them from has a copy of this file for each of their modules."""
 
 import importlib
-import importlib.metadata
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ from torch.nn.functional import pad
 if __name__ == "verl":
     for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
         importlib.import_module(name)
-    for plugin in importlib.metadata.entry_points(group="verl.plugins"):
-        plugin.load()
 elif __name__ == "verl.models.mcore.model_forward_fused":
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -32,21 +29,12 @@ elif __name__ == "verl.utils.kernel.linear_cross_entropy":
 get_non_tensor_data, FusedOutputProcessorContext = dict.get, SimpleNamespace
 
 
-class TensorDict(dict):
-    def __init__(self, data, batch_size=None):
-        super().__init__(data)
-
-    def clone(self, recurse):
-        return TensorDict(self)
+def TensorDict(data, batch_size=None):
+    return data
 
 
 def NonTensorData(value):
     return value
-
-
-def expand_as_nested(tensor, nested):
-    offsets = nested.offsets()
-    return torch.nested.nested_tensor_from_jagged(tensor.repeat_interleave(offsets.diff()), offsets)
 
 
 def preprocess_thd_engine(input_ids, pre_process=True, need_roll=False):
@@ -69,11 +57,7 @@ def fused_forward_model_engine(model, input_ids, temperature):
     return {name: postprocess_thd_engine(v[None], params, input_ids, len(input_ids)) for name, v in values.items()}
 
 
-def fused_output_processor(**given):
-    return _end(**given)
-
-
-def _end(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
+def fused_output_processor(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
     states = gather_from_sequence_parallel_region(hidden_states) if config.sequence_parallel else hidden_states
     weight = output_layer.weight if output_weight is None else output_weight
     group = parallel_state.get_tensor_model_parallel_group()
@@ -87,7 +71,7 @@ def _fused_GPTModel_forward(model, input_ids, position_ids, attention_mask, *, l
     tied = model.share_embeddings_and_output_weights
     end = dict(output_layer=model.output_layer, output_weight=model.embedding.word_embeddings.weight if tied else None)
     context = SimpleNamespace(temperature=temperature)
-    return _end(hidden_states=hidden, labels=labels, context=context, config=model.config, **end)
+    return fused_output_processor(hidden_states=hidden, labels=labels, context=context, config=model.config, **end)
 
 
 def forward_with_triton_backend(model, input_ids, temperature, shift_labels, return_dict, **others):
@@ -97,52 +81,26 @@ def forward_with_triton_backend(model, input_ids, temperature, shift_labels, ret
     return SimpleNamespace(log_probs=log_probs, entropy=entropy)
 
 
-def _resolve_fused_temperature(temperature):
-    assert not isinstance(temperature, torch.Tensor)
-    return temperature
-
-
-# The engines refuse with fused kernels what verl's refuse.
-
-
 class MegatronEngineWithLMHead:
     def _maybe_enable_fused_kernels(self):
         pass
 
     def forward_step(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func):
         batch = next(batch_iter)
-        assert not batch["calculate_sum_pi_squared"]
-        temperature = _resolve_fused_temperature(batch["temperature"])
         fused = importlib.import_module("verl.models.mcore.model_forward_fused")
-        output = fused.fused_forward_model_engine(model, batch["input_ids"], temperature)
+        output = fused.fused_forward_model_engine(model, batch["input_ids"], batch["temperature"])
         return output, partial(postprocess_micro_batch_func, data=batch, local_cp_size=None)
 
 
 class FSDPEngineWithLMHead:
-    def prepare_model_inputs(self, micro_batch):
-        temperature, ids = micro_batch["temperature"], micro_batch["input_ids"]
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        ids = micro_batch["input_ids"]
         padding = (0, -len(ids.values()) % self.pad_to_length_bucket)
-        of_tokens = expand_as_nested(torch.as_tensor(temperature).expand(len(ids)), ids).values()
-        labels, of_tokens = pad(ids.values().roll(-1), padding), pad(of_tokens, padding, value=1)
-        inputs = dict(input_ids=pad(ids.values(), padding)[None])
-        if micro_batch["use_fused_kernels"]:
-            assert not isinstance(temperature, torch.Tensor)
-            inputs |= dict(temperature=temperature, return_dict=True, shift_labels=labels[None])
-        return inputs, dict(pad_size=padding[1], input_ids_rmpad_rolled=labels, temperature_rmpad=of_tokens)
-
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        assert micro_batch["use_fused_kernels"] and not micro_batch["calculate_sum_pi_squared"]
+        labels = pad(ids.values().roll(-1), padding)[None]
+        inputs = dict(temperature=micro_batch["temperature"], return_dict=True, shift_labels=labels)
+        output = self.module(input_ids=pad(ids.values(), padding)[None], **inputs)
         found = {}
         for name in ("log_probs", "entropy"):
-            values = self._gather_and_unpad_packed(getattr(output, name), output_args["pad_size"])
-            found[name] = torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())
-        return found
-
-    def _gather_and_unpad_packed(self, tensor, pad_size):
-        return tensor[: len(tensor) - pad_size]
-
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        inputs, kept = self.prepare_model_inputs(micro_batch=micro_batch)
-        output = self.module(**inputs, use_cache=False)
-        given = dict(output=output, output_args=kept, micro_batch=micro_batch, logits_processor_func=loss_function)
-        return loss_function(model_output=self.prepare_model_outputs(**given), data=micro_batch, dp_group=None)
+            values = getattr(output, name)[: len(ids.values())]
+            found[name] = torch.nested.nested_tensor_from_jagged(values, ids.offsets())
+        return loss_function(model_output=found, data=micro_batch, dp_group=None)

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tools import with_modules
 
-IGNORE_INDEX, CLIP = -100, 0.2
+IGNORE_INDEX = -100
 
 
 class BaseLoss:
@@ -21,8 +21,7 @@ class BaseLoss:
         def build(self, **given):
             return self._owner(self, **given)
 
-    def __init__(self, config, *, compile_config=None) -> None:
-        vars(self).update(vars(config))
+    def __init__(self, config, *, compile_config=None) -> None: ...
 
     def __init_subclass__(cls) -> None:
         if "Config" not in vars(cls):
@@ -42,26 +41,10 @@ class CrossEntropyLoss(BaseLoss):
         global_vocab_size: int | None = None
 
     def __init__(self, config, *, compile_config=None) -> None:
-        self.fn, self.global_vocab_size = cross_entropy_loss, config.global_vocab_size
+        self.fn = cross_entropy_loss
 
     def __call__(self, logits, labels, count, **_):
-        return self.fn(logits, labels, global_vocab_size=self.global_vocab_size) / count, {}
-
-
-def compute_logprobs(logits, labels, *, return_entropy: bool = False):
-    log_p = torch.log_softmax(logits, -1)
-    chosen = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels == IGNORE_INDEX, 0.0)
-    return (chosen, -(log_p.exp() * log_p).sum(-1).detach()) if return_entropy else chosen
-
-
-class PolicyLoss(BaseLoss):
-    """A loss of the kind that torchtitan's RL has."""
-
-    def __call__(self, logits, labels, count, *, advantages):
-        log_probs, entropy = compute_logprobs(logits, labels, return_entropy=True)
-        ratio, counts = torch.exp(log_probs + 2.0), labels != IGNORE_INDEX
-        loss = -(torch.min(ratio, ratio.clamp(1 - CLIP, 1 + CLIP)) * advantages * counts).sum() / count
-        return loss, {"loss": loss.detach(), "entropy": (entropy * counts).sum() / count}
+        return self.fn(logits, labels) / count, {}
 
 
 class _Bridge(torch.autograd.Function):
@@ -88,10 +71,8 @@ class ChunkedLossWrapper(BaseLoss):
         self.lm_head = lm_head
 
     def __call__(self, pred, labels, count=None, **inputs):
-        hidden = pred.detach().requires_grad_(pred.requires_grad)
+        hidden = pred.detach().requires_grad_()
         loss, metrics = self.loss_fn(self.lm_head(hidden), labels, count, **inputs)
-        if not pred.requires_grad:
-            return loss, metrics
         loss.backward()
         return self._gradient_backprop(pred, hidden.grad, loss.detach(), self.lm_head, False), metrics
 
@@ -105,12 +86,12 @@ def derive(source, target, **deltas):
 
 
 @contextmanager
-def installed(mesh=None):
+def installed(mesh=None, checking: bool = False):
     """Yields parallel_lce.torchtitan, imported from this module. ``mesh``: that of plain tensors, with a "tp"."""
     own = SimpleNamespace(
         **globals(), CompileConfig=None, override=lambda **_: lambda factory: factory,
         current_spmd_mesh=lambda: mesh, spmd_mesh_size=lambda name: 1 if mesh is None else mesh[name].size(),
-        R="R", is_type_checking=lambda: False, no_typecheck=nullcontext,
+        is_type_checking=lambda: checking,
     )  # fmt: skip
     names = "config", "config.override", "distributed.spmd_types"
     loss = {"torchtitan.components.loss": sys.modules[__name__]}

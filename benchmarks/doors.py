@@ -41,7 +41,6 @@ import parallel_lce.transformers
 import parallel_lce.trl
 from parallel_lce import count_tokens
 from parallel_lce.core.budget import BUDGET_VARIABLE
-from parallel_lce.run.token_count import count_labels
 
 from .engine import ways
 from .engine.libraries import group_of_one
@@ -258,20 +257,15 @@ def torchtitan_head(way: str, size: Size) -> Call:
     losses: Any = importlib.import_module("torchtitan.components.loss")
     config = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
     if way == "ours":
-        config = importlib.import_module("parallel_lce.torchtitan").linear_cross_entropy(config)
+        door = importlib.import_module("parallel_lce.torchtitan")
+        config = door.linear_cross_entropy(config, skip_masked=size.counted < 1)
     torch.manual_seed(0)
     lm_head = torch.nn.Linear(size.hidden_size, size.vocab_size, bias=False, device=size.device, dtype=size.dtype)
     hidden = size.normal(2, *size.batch, size.hidden_size).to(size.dtype).requires_grad_()
     mask, loss_fn = size.mask(), config.build()
     labels, tokens = size.ids().masked_fill(~mask, losses.IGNORE_INDEX), mask.sum()
     loss_fn.set_lm_head(lm_head)
-
-    def loss() -> Tensor:
-        if way == "ours":  # as the door does it, before the model's forward
-            count_labels(labels)
-        return loss_fn(hidden, labels, tokens)[0]
-
-    return step(loss, [lm_head.weight, hidden])
+    return step(lambda: loss_fn(hidden, labels, tokens)[0], [lm_head.weight, hidden])
 
 
 LLAMA_1B = Size(2048, 128256, 16, 32, 8, 8192)  # Llama 3.2 1B

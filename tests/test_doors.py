@@ -50,6 +50,7 @@ def libraries(monkeypatch):
     library.AutoModelForCausalLM = SimpleNamespace(from_config=make)
     verl = ModuleType(name := "verl.utils.kernel.linear_cross_entropy")
     verl.linear_cross_entropy = kernel
+    verl.LinearCrossEntropy = SimpleNamespace(apply=kernel)
     with installed_trl(), torchtitan_standin.installed() as door:
         own = {name: each for name, each in sys.modules.items() if name.partition(".")[0] in STAND_INS or each is door}
     for name, module in own.items():

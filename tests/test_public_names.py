@@ -51,6 +51,8 @@ FUNCTIONS = {
         "patch": "logits_budget * cross_entropy reduce_dtype gradient_filter skip_masked z_loss label_smoothing "
         "vocab_size token_metrics",
         "unpatch": "*",
+        "fuse": "model * given",
+        "explain": "model *",
         "token_log_probs": f"{OF_MODEL} * temperature entropy forward_arguments",
         "token_loss": f"{OF_MODEL} loss per_token * temperature reduction entropy sum_p_squared mean_logit "
         "forward_arguments",
@@ -59,17 +61,18 @@ FUNCTIONS = {
     "parallel_lce.transformers": {
         "patch": f"model * token_accuracy token_metrics eval_logits {MEMORY}",
         "unpatch": "model *",
+        "explain": "model *",
     },
     "parallel_lce.trl": {"patch": "* logits_budget", "unpatch": "*"},
     "parallel_lce.verl": {"patch": "* skip_masked", "unpatch": "*"},
-    "parallel_lce.torchtitan": {"linear_cross_entropy": f"cfg * {MEMORY}"},
+    "parallel_lce.torchtitan": {"linear_cross_entropy": f"cfg * {MEMORY} skip_masked"},
 }
 # Results, warnings, a loss of torchtitan's protocol, and what parallel_lce.trl takes from distillation.
 OTHERS = {
     "parallel_lce": {"TokenStatistics"},
     "parallel_lce.distillation": {"check_beta", "check_pair", "detached"},
     "parallel_lce.megatron": {"LogitsWarning", "TokenLogProbs", "TokenMetrics"},
-    "parallel_lce.transformers": {"LogitsWarning"},
+    "parallel_lce.transformers": {"Linear", "LogitsWarning"},
     "parallel_lce.trl": {"TRLWarning"},
     "parallel_lce.torchtitan": {"LinearCrossEntropyLoss"},
 }

@@ -244,8 +244,9 @@ def _hooked(parameter, seen: list) -> None:
 
 @pytest.mark.parametrize("how", ["", "frozen body", "a saved module", "loss outside"])
 @pytest.mark.parametrize("kind", ["plain", "capped", "tied, biased"])
+@pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
-def test_zero3(member, kind, how):
+def test_zero3(member, device, kind, how):
     """Losses and weights after two steps, and as many collectives: the output layer is gathered in the loss."""
 
     def results(patched: str):
@@ -284,8 +285,9 @@ def test_zero3(member, kind, how):
             assert (own == theirs or "saved" in how) and len(said) == (how in ("a saved module", "loss outside")), said
 
 
+@pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
-def test_a_weight_that_a_plan_shards_by_hidden_features(member):
+def test_a_weight_that_a_plan_shards_by_hidden_features(member, device):
     model = model_of("stand-in", "plain").train()
     own, given = copy.deepcopy(model), batch(1)
     RowwiseSplitInput().install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)))

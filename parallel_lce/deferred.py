@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallel_lce.core.private import (
     FSDP_MODULES,
     DisableTorchFunctionSubclass,
+    comes_from,
     forward_gradients_enabled,
     outside_graphs,
     pytree,
@@ -39,6 +40,10 @@ _HOOKS = {"register_hook", "retain_grad"}
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 _UNARY = {"tanh", "contiguous", "clone", "detach"}
+_IN_PLACE = {"__set__", "__setitem__"}
+"""Changes in place, beside those whose names end in one underscore. That of ``logits *= 2`` is ``mul_``."""
+THE_LOSS = "the loss"
+"""The use of real logits by a door's loss, which has said why."""
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
 
 
@@ -51,7 +56,7 @@ class Source:
         make: ``make(hidden, *operands)`` computes the real logits by the layer's own forward.
         operands: the tensors beside ``hidden`` whose gradient goes through the deferred logits. The layer's own forward
             delivers those of other parameters.
-        say: ``say(use)`` is called when a use makes real logits.
+        say: ``say(source, use)`` is called when a use other than ``THE_LOSS`` makes real logits.
         whole: None, or what makes the hidden states of all rows of the rows of this rank.
     """
 
@@ -62,7 +67,7 @@ class Source:
         weight: Tensor | None,
         bias: Tensor | None,
         make: Callable[..., Tensor],
-        say: Callable[[str], None],
+        say: Callable[[Source, str], None],
         operands: tuple[Tensor, ...] = (),
         unit: nn.Module | None = None,
         parameter: Tensor | None = None,
@@ -109,7 +114,8 @@ class Source:
 
     def make_real(self, use: str) -> Tensor:
         self.check()
-        self.say(use)
+        if use != THE_LOSS:
+            self.say(self, use)
         with self.modes():
             return self.make(self.hidden, *self.operands)
 
@@ -346,9 +352,8 @@ class DeferredLogits(Tensor):
                     raise RuntimeError(f"parallel_lce: {said}")
             with saving_without_hooks(), torch.inference_mode(source.inference), torch.set_grad_enabled(source.grad):
                 state.keep(source.make_real(use) if before is None else _after(before, self.steps[-1:]))
-            if state.real is not None and state.real.requires_grad:
-                for hook in state.output_hooks:
-                    state.real.register_hook(hook)
+            for hook in state.output_hooks if state.real.requires_grad else ():
+                state.real.register_hook(hook)
         if (state.hooked or self._is_moved()) and not state.revealed:
             with torch.enable_grad():
                 state.keep(_Reveal.apply(self, state.real))
@@ -394,10 +399,9 @@ class DeferredLogits(Tensor):
                         return top[1] if name == "argmax" else torch.return_types.max(top)
         args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.real(name), (args, kwargs))
         result = function(*args, **kwargs)
-        if first is not None and (name in _HOOKS or (name.endswith("_") and name not in _PLAIN)):
-            in_place = name in _HOOKS or not name.endswith("__") or name in ("__set__", "__setitem__")
-            in_place = in_place or name.startswith("__i")
-            first.state.changed = first.state.changed or (in_place and forward_gradients_enabled())
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if first is not None and (in_place or name in _HOOKS):
+            first.state.changed = first.state.changed or forward_gradients_enabled()
             # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
             return first if result is first.state.real else result
         return result
@@ -412,7 +416,7 @@ class DeferredLogits(Tensor):
     def _expect_hook(self, name: str, hook: Any = None) -> None:
         """Before the loss a hook makes it take real logits. After it the logits get no gradient, and only the hooks may
         wait for one that FSDP and DeepSpeed put on each output."""
-        if (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith((*FSDP_MODULES, DEEPSPEED)):
+        if comes_from(hook, *FSDP_MODULES, DEEPSPEED):
             self.state.output_hooks.append(hook)
             return
         if self.source.has_loss:

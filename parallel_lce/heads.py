@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_lce.core.private import FSDP_MODULES, hooks, parameters_of
+from parallel_lce.core.private import FSDP_MODULES, comes_from, hooks, parameters_of
 from parallel_lce.neighbours import ZERO_MODULES
 
 _Loss = Callable[[Tensor, Any, Any], tuple]
@@ -68,8 +68,8 @@ def unfuse(layer: nn.Module) -> None:
     kind = type(layer)
     if "_fused_from" in vars(kind):
         layer.__class__ = kind._fused_from[0]
-    elif kind.__mro__[1] is FusedHead:
-        layer.__class__ = kind.__mro__[2]
+    elif FusedHead in kind.__bases__:
+        layer.__class__ = kind.__bases__[-1]
 
 
 def is_unit(layer: nn.Module) -> bool:
@@ -78,10 +78,9 @@ def is_unit(layer: nn.Module) -> bool:
 
 def _other_hooks(layer: nn.Module) -> bool:
     """Whether a hook does more than gather the weight."""
-    gathering = *FSDP_MODULES, *ZERO_MODULES
     around = hooks(layer, "forward", "forward_pre")
-    others = [hook for hook in around if not (getattr(hook, "__module__", None) or "").startswith(gathering)]
-    return bool(others or hooks(layer, "backward", "backward_pre"))
+    gathers = all(comes_from(hook, *FSDP_MODULES, *ZERO_MODULES) for hook in around)
+    return not gathers or bool(hooks(layer, "backward", "backward_pre"))
 
 
 def call_unit(unit: nn.Module, layer: Any, hidden: Tensor, loss: _Loss) -> tuple:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
-from parallel_lce.core.private import hooks
+from parallel_lce.core.private import comes_from, hooks
 from parallel_lce.neighbours import torchtitan_logit_options, torchtitan_tp_group
 from parallel_lce.patching import is_own, warn
 
@@ -141,8 +141,8 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
         return "other code has replaced a function of its losses"
     if torchtitan_logit_options(lm_head) is None:
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
-    modules = {str(getattr(hook, "__module__", "")) for hook in hooks(lm_head, "forward", "backward", "backward_pre")}
-    if not all(module.startswith("torch.distributed.") for module in modules):  # FSDP's
+    around = hooks(lm_head, "forward", "backward", "backward_pre")
+    if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's
         return "lm_head has a hook on its logits or their gradient; remove it"
     return "debug.spmd_typechecking is on" if spmd.is_type_checking() else None
 

@@ -23,7 +23,7 @@ from parallel_lce import neighbours
 from parallel_lce.core import private
 from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
-from parallel_lce.deferred import DeferredLogits, Source
+from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.heads import FusedHead, call_unit, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
@@ -58,18 +58,10 @@ class _Door:
             self.said[key or what] = what
             warn(f"parallel_lce: {self.name} {what}", LogitsWarning)
 
-
-class _Source(Source):
-    """A call of an output layer. It says what makes real logits."""
-
-    door: _Door
-
-    def make_real(self, use: str) -> Tensor:
-        self.check()
-        if self.grad and use != "the loss":
-            where = "beside its fused loss" if self.has_loss else "before its loss"
-            self.door.say(f"makes its logits {where}, since {use!r} wants them", where)
-        return super().make_real(use)
+    def say_use(self, source: Source, use: str) -> None:
+        if source.grad:
+            where = "beside its fused loss" if source.has_loss else "before its loss"
+            self.say(f"makes its logits {where}, since {use!r} wants them", where)
 
 
 class Linear(FusedHead, nn.Linear):
@@ -124,8 +116,7 @@ def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = Fals
         dtype = private.fsdp_output_dtype(unit) if isinstance(unit, FSDPModule) else None
         make = lambda hidden: call_unit(unit, layer, hidden, _logits)[0].to(dtype or hidden.dtype)  # noqa: E731
     parameter = private.parameters_of(layer).get("weight")
-    source = _Source(layer, hidden, weight, bias, make, lambda use: None, operands, unit, parameter)
-    source.door = door
+    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
 
 
@@ -186,7 +177,7 @@ class _Loss:
             else:
                 if logits.source.grad:
                     self.door.say(f"computes its own loss, of all logits: {reason}")
-                given["logits"] = logits = logits.real("the loss")
+                given["logits"] = logits = logits.real(THE_LOSS)
         if call is not None and (kind is DeferredLogits or call.taken is None):  # of several losses the output layer's
             call.taken = kind
             if self.door.has_metrics:

@@ -32,8 +32,11 @@ class Layer(nn.Linear):
         if not self.defers:
             return super().forward(hidden)
         operands = self.weight, self.bias
-        source = Source(self, hidden, *operands, nn.functional.linear, self.said.append, operands)
+        source = Source(self, hidden, *operands, nn.functional.linear, self._say, operands)
         return DeferredLogits.of(source, (*hidden.shape[:-1], V))
+
+    def _say(self, source, use):
+        self.said.append(use)
 
 
 TARGET = torch.randint(V, SHAPE, generator=torch.Generator().manual_seed(1))
@@ -48,7 +51,7 @@ def loss_of(logits, target=TARGET):
             return (linear_cross_entropy(hidden, weight, target.view(hidden.shape[:-1]), **options),)
 
         return logits.run(loss)[0], True
-    real = logits.real("the loss") if isinstance(logits, DeferredLogits) else logits
+    real = logits.real("a loss") if isinstance(logits, DeferredLogits) else logits
     return nn.functional.cross_entropy(real.flatten(0, -2), target.flatten()), False
 
 

@@ -167,6 +167,11 @@ def hooks(module: nn.Module, *kinds: str) -> list[Callable]:
     return [hook for each in found for hook in each.values()]
 
 
+def comes_from(hook: Any, *beginnings: str) -> bool:
+    """Whether a hook, or the function of a partial one, is of a module whose name begins with one of these."""
+    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(beginnings)
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own, without those of its submodules."""
     return module._parameters

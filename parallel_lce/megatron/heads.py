@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from torch import Tensor, nn
 
@@ -15,9 +14,9 @@ from parallel_lce.core.private import outside_graphs, parameters_of, submodules_
 from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.heads import FusedHead, call_unit, fused_class, is_unit
 from parallel_lce.megatron.functions import why_projection_is_not_megatrons
-from parallel_lce.megatron.loss import THE_LOSS, fused_losses
+from parallel_lce.megatron.loss import fused_losses, swapped
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
-from parallel_lce.megatron.settings import MARK, Fusion, running
+from parallel_lce.megatron.settings import DEFERS_WEIGHT_GRADIENT, MARK, NO_HEAD, Fusion, running
 from parallel_lce.neighbours import linear_cross_entropy_module
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -37,8 +36,7 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
         if reason is None:
             return self._deferred(input_, weight, runtime_gather_output, None)
         self._say(reason)
-        if torch.is_grad_enabled():
-            keep_autograd_gradient(parameters_of(self).get("weight") if weight is None else weight)
+        keep_autograd_gradient(self._used(weight))
         return super().forward(input_, weight, runtime_gather_output)
 
     def deferred_of_unit(self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
@@ -46,6 +44,10 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
         if replaced or weight is not None or self._why_real(None) is not None:
             return None
         return self._deferred(input_, None, runtime_gather_output, self)
+
+    def _used(self, passed: Tensor | None) -> Any:
+        """The weight of a call: the passed one, else the layer's own parameter, if it has one."""
+        return parameters_of(self).get("weight") if passed is None else passed
 
     def _say(self, use: str) -> None:
         if not use:
@@ -66,28 +68,27 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
             return "the output layer's parametrizations may give another weight each time; fold them into the weight"
         if (reason := why_projection_is_not_megatrons(self)) is not None:
             return reason
-        own = parameters_of(self).get("weight")
-        used, expected = own if passed is None else passed, [self.output_size_per_partition, self.input_size]
+        used, expected = self._used(passed), [self.output_size_per_partition, self.input_size]
         if used is None:
             return "the output layer has no parameter named weight, and none is passed to it"
-        if any(hasattr(w, "__fsdp_param__") for w in (used, own)) or getattr(self, "gtp_remat_size", 1) > 1:
+        weights = used, self._used(None)  # the passed weight may be a detached view of the layer's own
+        if any(hasattr(w, "__fsdp_param__") for w in weights) or getattr(self, "gtp_remat_size", 1) > 1:
             return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
         if not is_unit(self) and (dispatches(type(used)) or list(used.shape) != expected):
             return f"the output weight is a {type(used).__name__} {list(used.shape)}; use a plain one of {expected}"
         if getattr(self, "disable_grad_reduce", False):
             return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
         if self.config.defer_embedding_wgrad_compute:
-            return "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
+            return DEFERS_WEIGHT_GRADIENT
         return None
 
     def _deferred(self, hidden: Tensor, passed: Tensor | None, gather: bool | None, unit: Any) -> tuple:
         ranks = 1 if self.tp_group is None else self.tp_group.size()
-        parallel, own = self.sequence_parallel, parameters_of(self).get("weight")
-        used, bias = own if passed is None else passed, None if self.skip_bias_add else self.bias
+        parallel, used, bias = self.sequence_parallel, self._used(passed), None if self.skip_bias_add else self.bias
         whole = partial(gather_from_sequence_parallel_region, group=self.tp_group) if parallel and ranks > 1 else None
         make = partial(self._real, passed, gather, parallel, unit is not None)
         operands = (None, None) if unit is not None else (used, bias)
-        call: Any = Source(self, hidden, *operands, make, self._use, unit=unit, parameter=used, whole=whole)
+        call: Any = Source(self, hidden, *operands, make, self._say_use, unit=unit, parameter=used, whole=whole)
         call.shared, call.sequence_parallel = passed is not None, parallel  # for the loss
         gathers = self.gather_output if gather is None else gather
         entries = self.output_size if gathers else self.output_size_per_partition
@@ -95,9 +96,8 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
         logits = DeferredLogits.of(call, shape, getattr(self, "output_dtype", None))
         return logits, self.bias if self.skip_bias_add else None
 
-    def _use(self, use: str) -> None:
-        if use != THE_LOSS:  # which has said why
-            self._say(f"{use!r} of the output layer's result wants them")
+    def _say_use(self, _: Source, use: str) -> None:
+        self._say(f"{use!r} of the output layer's result wants them")
 
     def _real(self, passed: Any, gather: Any, parallel: bool, unit: bool, hidden: Tensor) -> Tensor:
         """The stock layer's logits, with the sequence parallelism of the call."""
@@ -106,8 +106,7 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
             if unit:  # called by FSDP's hooks
                 stock = super().forward
                 return call_unit(self, self, hidden, lambda h, weight, bias: (stock(h, None, gather)[0],))[0]
-            if torch.is_grad_enabled():
-                keep_autograd_gradient(parameters_of(self).get("weight") if passed is None else passed)
+            keep_autograd_gradient(self._used(passed))
             return super().forward(hidden, passed, gather)[0]
         finally:
             self.sequence_parallel = before
@@ -135,14 +134,14 @@ class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnPar
         if not output_cross_entropy_loss:
             return super().forward(input_, weight, runtime_gather_output)
         logits, bias = super().forward(input_, weight, False)
-        target = as_int64(labels).transpose(0, 1).contiguous()
+        target = swapped(as_int64(labels))
         if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None and bias is None:
             losses = fused_losses(logits, target, ignore_index)
         else:
             logits = logits if bias is None else logits + bias
             losses = vocab_parallel_cross_entropy(logits[...], target, tp_group=self.tp_group)
             losses = losses.masked_fill(target == ignore_index, 0.0)
-        losses = losses.transpose(0, 1).contiguous()
+        losses = swapped(losses)
         total = losses if reduction == "none" else losses.sum()
         return total / (target != ignore_index).sum() if reduction == "mean" else total
 
@@ -150,7 +149,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnPar
 def fuse_head(layer: nn.Module | None, fusion: Fusion) -> str | None:
     """Give the output layer a class that returns deferred logits. Returns why not, None if it has one."""
     if layer is None:
-        return "this pipeline stage has no output layer"
+        return NO_HEAD
     if not isinstance(layer, layers.ColumnParallelLinear):
         kind = type(layer).__name__
         return f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel_lce.core.budget import default_budget, lean_budget
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
-from parallel_lce.deferred import DeferredLogits
+from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
 from parallel_lce.megatron.settings import MARK, Fusion, running
 from parallel_lce.neighbours import is_global_group
@@ -21,7 +21,6 @@ from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.run.token_count import TokenCount, count_of_labels
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-THE_LOSS = "the loss"
 _METRICS = "_parallel_lce_metrics"
 
 
@@ -66,18 +65,18 @@ def model_loss(
     from parallel_lce.megatron.functions import why_loss_is_not_megatrons
 
     chosen, target = fusion.settings, swapped(as_int64(labels))
-    by_choice = chosen.cross_entropy == "logits"
-    if isinstance(logits, DeferredLogits) and not by_choice:
-        reason = why_loss_is_not_megatrons() or logits.why_not_fused()
+    by_choice, deferred = chosen.cross_entropy == "logits", isinstance(logits, DeferredLogits)
+    if not by_choice:
+        reason = "the loss gets real logits: give the model labels, and fuse(model) again if its output layer is new"
+        if deferred:
+            reason = why_loss_is_not_megatrons() or logits.why_not_fused()
         if reason is None:
             return swapped(_fused(model, fusion, logits, target, counted(fusion, labels)))
-    else:
-        reason = "the loss gets real logits: give the model labels, and fuse(model) again if its output layer is new"
-    if not by_choice and (changes := chosen.changes()):
-        raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
-    if not by_choice and (isinstance(logits, DeferredLogits) or not fusion.said):  # else the output layer has said why
-        fusion.say(model.training, reason)
-    if isinstance(logits, DeferredLogits):
+        if changes := chosen.changes():
+            raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
+        if deferred or not fusion.said:  # else the output layer has said why
+            fusion.say(model.training, reason)
+    if deferred:
         logits = logits.real(THE_LOSS)
     group = model_group(model)
     if by_choice or (isinstance(model.config.cross_entropy_fusion_impl, Chosen) and not is_global_group(group)):

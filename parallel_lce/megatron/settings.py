@@ -16,6 +16,8 @@ CROSS_ENTROPIES = ("output_layer", "logits")
 MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
 
+NO_HEAD = "this pipeline stage has no output layer"
+DEFERS_WEIGHT_GRADIENT = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
@@ -27,6 +29,10 @@ class LogitsWarning(RuntimeWarning):
     Not a UserWarning: Megatron-LM's programs show UserWarnings only on the first rank, which has no output layer under
     pipeline parallelism.
     """
+
+
+_OF_LOSS = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
+"""Settings by which the loss is another one than Megatron's, or says more."""
 
 
 class Settings(NamedTuple):
@@ -44,8 +50,7 @@ class Settings(NamedTuple):
 
     def changes(self) -> str:
         """The settings by which the loss is another one than Megatron's."""
-        names = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
-        return ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)))
+        return ", ".join(f"{name}={value}" for name in _OF_LOSS if (value := getattr(self, name)))
 
 
 current = Settings()
@@ -70,7 +75,7 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
     for feature in features_of(options, Tensors(None, None)):
         feature.check(options, Tensors(None, None), None)
     if settings.cross_entropy == "logits":
-        for name in ("gradient_filter", "skip_masked", "z_loss", "label_smoothing", "vocab_size", "token_metrics"):
+        for name in ("gradient_filter", "skip_masked", *_OF_LOSS):
             if value := getattr(settings, name):
                 raise ValueError(
                     f"{name}={value} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "

@@ -73,16 +73,12 @@ def patch(
         ImportError: megatron-core is missing, or older than 0.14.
         ValueError: a value is not allowed.
     """
-    given: dict[str, object] = dict(cross_entropy=cross_entropy, logits_budget=logits_budget, reduce_dtype=reduce_dtype)
-    given |= dict(gradient_filter=gradient_filter, skip_masked=skip_masked, token_metrics=token_metrics)
-    given |= dict(z_loss=z_loss, label_smoothing=label_smoothing, vocab_size=vocab_size)
-    named = {name: value for name, value in given.items() if value is not KEPT}
-    resolved = settings.resolve(settings.current, named)
-    language_module = _language_module()
+    resolved = settings.resolve(settings.current, {n: value for n, value in locals().items() if value is not KEPT})
+    _check_megatron()
     settings.current = resolved
-    _replacements.replace(language_module, "__init__", _consuming)
-    _replacements.replace(language_module, "setup_embeddings_and_output_layer", _fusing)
-    _replacements.replace(language_module, _LOSS, _loss)
+    _replacements.replace(_language_module(), "__init__", _consuming)
+    _replacements.replace(_language_module(), "setup_embeddings_and_output_layer", _fusing)
+    replace_loss()
 
 
 def unpatch() -> None:
@@ -133,7 +129,7 @@ def _chunks(model: Any) -> list[Any]:
 def _explained(model: Any) -> str:
     head = getattr(model, "output_layer", None)
     if head is None:
-        return "this pipeline stage has no output layer"
+        return settings.NO_HEAD
     reason = vars(model).get(_REASON, "it was built before patch(), and not given to fuse()")
     if reason == "fused" and MARK not in vars(head):
         return "its output layer was replaced since; call fuse(model)"
@@ -151,7 +147,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str:
     if not is_megatrons(before):
         reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
     elif config.defer_embedding_wgrad_compute:
-        reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
+        reason = settings.DEFERS_WEIGHT_GRADIENT
     else:
         reason = fuse_head(getattr(model, "output_layer", None), fusion)
     if reason is None:
@@ -164,6 +160,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str:
 
 def language_model(model: Any) -> Any:
     """The LanguageModule inside a model's wrappers."""
+    _check_megatron()
     kind, inner = _language_module(), model
     while isinstance(inner, nn.Module) and not isinstance(inner, kind):
         # "_orig_mod" is torch.compile's name.
@@ -176,18 +173,23 @@ def language_model(model: Any) -> Any:
 
 
 def _language_module() -> Any:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    return LanguageModule
+
+
+def _check_megatron() -> None:
+    """Raise ``ImportError`` if megatron-core is missing, or older than 0.14."""
     if importlib.util.find_spec("megatron") is None:
         remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
         raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
     import megatron.core
-    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     # Models of older releases do not pass on their process groups. A program's own layer may take anything.
     if not any("tp_group" in inspect.signature(kind.__init__).parameters for kind in ColumnParallelLinear.__mro__):
         found = getattr(megatron.core, "__version__", "an unknown version")
         raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {found}")
-    return LanguageModule
 
 
 def _consuming(own: Callable) -> Callable:

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build
 from megatron_training import in_ddp, switched
-from parallel_lce.megatron import TokenMetrics, patch, token_log_probs, token_metrics, unpatch
+from parallel_lce.megatron import TokenMetrics, patch, token_log_probs, token_loss, token_metrics, unpatch
 from tools import on_ranks
 from world import Member
 
@@ -113,3 +113,51 @@ def test_metrics_are_those_of_the_main_head(member):
     patch(skip_masked=True)
     ddp(data.tokens, data.positions, data.mask, labels=data.labels).sum().backward()
     assert_close(main_grad, model.output_layer.weight.main_grad, 1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(z_loss=0.1), dict(label_smoothing=0.1), dict(vocab_size=VOCAB - 7)], ids=str)
+@on_ranks(1)
+def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member, options):
+    """Of changed logits, and of those of another layer. Without it the loss is Megatron's own."""
+    model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
+    given = data.tokens, data.positions, data.mask
+    hook = model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 1, None))
+    with pytest.warns(RuntimeWarning, match="'add' of the output layer's result"):
+        expected = model(*given, labels=data.labels)
+    assert expected.isfinite().all()
+    patch(**options)
+    (name,) = options
+    with pytest.raises(RuntimeError, match=f"{name}=.* needs a fused loss, and this one is not: the loss gets real"):
+        model(*given, labels=data.labels)
+    hook.remove()
+    model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].tanh().tanh(), None))
+    with pytest.raises(RuntimeError, match=f"{name}=.* needs a fused loss, and this one is not: it takes more than"):
+        model(*given, labels=data.labels)
+
+
+# What computes a loss of a model's labels.
+LOSSES = {
+    "losses": lambda model, *given, labels: model(*given, labels=labels).sum(),
+    "log-probabilities": lambda model, *given, labels: token_log_probs(model, *given, labels).log_probs.sum(),
+    "a loss of one's own": lambda model, *given, labels: token_loss(
+        model, *given, labels, lambda statistics: -statistics.target_log_prob
+    )[0],
+}
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("how", LOSSES)
+@on_ranks(1)
+def test_logits_can_be_made_until_the_backward_of_their_loss(member, how, metrics):
+    """DistributedDataParallel and its optimizers may change the weight from then on."""
+    patch(token_metrics=metrics)
+    model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
+    kept = []
+    model.output_layer.register_forward_hook(lambda layer, inputs, output: kept.append(output[0]))
+    for _ in range(2):
+        loss = LOSSES[how](model, data.tokens, data.positions, data.mask, labels=data.labels)
+    made = kept[0].sum()
+    loss.backward()
+    assert torch.equal(kept[0].sum(), made)  # of the call that has had no backward
+    with pytest.raises(RuntimeError, match="are wanted after the backward of their loss"):
+        kept[1].sum()

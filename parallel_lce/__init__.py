@@ -1,11 +1,12 @@
 """Fused output projection and cross-entropy for tensor- and sequence-parallel training."""
 
+import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from parallel_lce import features as _features  # noqa: F401  (fills call.seam.FEATURES)
 from parallel_lce.functional import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import count_tokens
 from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
@@ -28,7 +29,12 @@ __all__ = [
 ]
 
 
+_MODULES = {"distillation", "megatron", "rl", "torchtitan", "transformers", "trl", "verl"}
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
     if name == "LinearCrossEntropyParallel":
         # Its import takes a second: torch.distributed.tensor.
         from parallel_lce.style import LinearCrossEntropyParallel

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,13 +38,12 @@ _PLAIN = {
 """Attributes and methods that need no real logits."""
 _HOOKS = {"register_hook", "retain_grad"}
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
-_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
-_UNARY = {"tanh", "contiguous", "clone", "detach"}
+_CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
+_VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
 _IN_PLACE = {"__set__", "__setitem__"}
 """Changes in place, beside those whose names end in one underscore. That of ``logits *= 2`` is ``mul_``."""
 THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
-_VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
 
 
 class Source:
@@ -78,24 +77,24 @@ class Source:
         self.parameter = weight if parameter is None else parameter
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.device = hidden.device
-        self.autocast_dtype = torch.get_autocast_dtype(self.device.type) if self._autocasts() else None
+        self.autocast_dtype = _autocast_dtype(self.device.type)
+        self.has_attached = any(operand.requires_grad for operand in (hidden, *operands))
+        others = () if self.has_attached else (self.parameter, bias)
+        self.is_trainable = self.has_attached or any(t is not None and t.requires_grad for t in others)
         named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
         self.versions = [(name, tensor, _version(tensor)) for name, tensor in named if tensor is not None]
         self.too_late: str | None = None
         self.has_loss = False
         _watch_optimizers()
-        _alive[id(self)] = self
-
-    def _autocasts(self) -> bool:
-        kind = self.device.type
-        return kind != "meta" and torch.is_autocast_enabled(kind)
+        self.reference = weakref.ref(self, _alive.discard)
+        _alive.add(self.reference)
 
     def modes(self) -> AbstractContextManager:
         """The autocast mode of the layer's call."""
-        dtype = self.autocast_dtype
-        if dtype is None and not self._autocasts():
+        kind, dtype = self.device.type, self.autocast_dtype
+        if _autocast_dtype(kind) == dtype:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        return torch.autocast(kind, dtype, enabled=dtype is not None)
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the operands may be others than in the layer's call."""
@@ -109,25 +108,20 @@ class Source:
         if event is not None:
             raise RuntimeError(f"parallel_lce: logits, or their loss, are wanted after {event}: use them before")
 
-    def is_trainable(self) -> bool:
-        return any(t is not None and t.requires_grad for t in (self.hidden, self.parameter, self.bias))
-
-    def make_real(self, use: str) -> Tensor:
-        self.check()
-        if use != THE_LOSS:
-            self.say(self, use)
-        with self.modes():
-            return self.make(self.hidden, *self.operands)
-
     def close_after(self, loss: Tensor) -> None:
         """From the backward of ``loss`` on no real logits can be made."""
         if (node := loss.grad_fn) is not None:
-            node.register_prehook(functools.partial(_close, weakref.ref(self)))
+            node.register_prehook(functools.partial(_close, self.reference))
 
 
 def _close(source: weakref.ref[Source], _: Any) -> None:
     if (alive := source()) is not None:
         alive.too_late = "the backward of their loss"
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype of autocast on devices of this kind; None where it is off."""
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -137,7 +131,7 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-_alive: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+_alive: set[weakref.ref[Source]] = set()
 
 
 @functools.cache
@@ -149,42 +143,30 @@ def _watch_optimizers() -> None:
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for reference in _alive.valuerefs():  # a list at once: other threads may add to it
+    for reference in [*_alive]:  # a list at once: other threads may add to it
         source = reference()
-        if source and source.parameter is not None and any(_is_same(p, source.parameter) for p in parameters):
+        if source and source.parameter is not None and any(p is source.parameter for p in parameters):
             source.too_late = "an optimizer's step, which may have changed the output layer's weight"
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    plain = {type(a), type(b)} <= {Tensor, nn.Parameter} and a.shape == b.shape and a.device == b.device
-    return a is b or (plain and a.data_ptr() == b.data_ptr())
-
-
 class _State:
-    """What becomes of a deferred tensor. ``real``: its real logits once they are made, ``version``: theirs then.
-    ``entered``: when a Function first used them. ``changed``: in place. ``hooked``: a hook waits for the gradient of
-    the deferred tensor itself; ``output_hooks`` are put on ``real`` too. ``revealed``: ``real`` has the place of the
-    deferred tensor in the graph."""
+    """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` then, or
+    -1 after a change that no version shows. ``entered``: their version when a Function first used them. ``hooked``: a
+    hook waits for the gradient of the deferred tensor itself; ``output_hooks`` are put on ``real`` too. ``revealed``:
+    ``real`` has the place of the deferred tensor in the graph."""
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
         self.version = 0
         self.entered: int | None = None
-        self.changed = self.hooked = self.revealed = False
+        self.hooked = self.revealed = False
         self.output_hooks: list[Callable] = []
 
-    def keep(self, real: Tensor) -> None:
-        self.real, self.version = real, _version(real)
+    def now(self) -> int:
+        return 0 if self.real is None else _version(self.real)
 
     def is_changed(self) -> bool:
-        return self.changed or self._now() != self.version
-
-    def was_changed_before_a_function(self) -> bool:
-        """Functions may change their inputs themselves, as Megatron's cross-entropy does, and know of that."""
-        return self.changed or (self._now() if self.entered is None else self.entered) != self.version
-
-    def _now(self) -> int:
-        return 0 if self.real is None else _version(self.real)
+        return self.now() != self.version
 
 
 class _Edge(torch.autograd.Function):
@@ -201,7 +183,9 @@ class _Edge(torch.autograd.Function):
         """By a backward within the backward, as of a reentrant checkpoint."""
         if gradient is None:
             return None, *(None for _ in ctx.operands)
-        if ctx.state.was_changed_before_a_function() and not ctx.state.revealed:
+        state = ctx.state
+        # Functions may change their inputs themselves, as Megatron's cross-entropy does, and know of that.
+        if (state.now() if state.entered is None else state.entered) != state.version and not state.revealed:
             said = "logits were changed in place, and then used by a torch.autograd.Function: give it a changed copy"
             raise RuntimeError(f"parallel_lce: {said}")
         ctx.source.check()
@@ -242,12 +226,12 @@ class DeferredLogits(Tensor):
 
     source: Source
     state: _State
+    # shape, dtype and requires_grad, which are read often
     sizes: tuple[int, ...]
     kind: torch.dtype
+    tracked: bool
     parent: DeferredLogits | None
     steps: tuple[tuple[Callable, tuple, dict], ...]
-    tracked: bool
-    """Whether it requires a gradient. It and ``sizes`` and ``kind`` are read often."""
     rows: Tensor | None
     """The hidden states of these logits; None if this rank has not all of them."""
 
@@ -261,13 +245,12 @@ class DeferredLogits(Tensor):
     @staticmethod
     def _attached(fields: dict[str, Any], gradient: bool = True) -> DeferredLogits:
         source, fields["state"] = fields["source"], _State()
-        fields["tracked"] = gradient and source.grad and torch.is_grad_enabled() and source.is_trainable()
+        fields["tracked"] = gradient and source.grad and source.is_trainable and torch.is_grad_enabled()
         if not fields["tracked"]:
             return DeferredLogits._new(fields)
-        hidden, *others = source.hidden, *source.operands
-        if not any(operand.requires_grad for operand in (hidden, *others)):
-            hidden = hidden.detach().requires_grad_()  # else the result would have no place in the graph
-        return _Edge.apply(fields, hidden, *others)
+        # Without an operand that requires a gradient the result would have no place in the graph.
+        hidden = source.hidden if source.has_attached else source.hidden.detach().requires_grad_()
+        return _Edge.apply(fields, hidden, *source.operands)
 
     @staticmethod
     def _new(fields: dict[str, Any]) -> DeferredLogits:
@@ -280,9 +263,8 @@ class DeferredLogits(Tensor):
 
     def run(self, loss: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
         """``loss(hidden, weight, bias)`` in the modes of the layer's call. Only where :meth:`why_not_fused` is None."""
-        source = self.source
+        source, rows = self.source, self.rows
         source.check()
-        rows = self.rows
         assert rows is not None
         with nullcontext() if self.tracked else torch.no_grad(), source.modes():
             if source.unit is None:
@@ -295,9 +277,11 @@ class DeferredLogits(Tensor):
     def why_not_fused(self) -> str | None:
         """Why the loss must take real logits; None if it need not. A use beside the loss is no reason: ranks may differ
         in that."""
-        for tensor in self._to_first():
+        tensor: DeferredLogits | None = self
+        while tensor is not None:
             if tensor.state.hooked or tensor.state.is_changed() or tensor._is_moved():
                 return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
+            tensor = tensor.parent
         if self.rows is None:
             return "rows of the logits are selected, and under sequence parallelism this rank has not all rows"
         if self.epilogue() is None or self.kind == torch.float64 != self.source.hidden.dtype:
@@ -343,37 +327,41 @@ class DeferredLogits(Tensor):
     @outside_graphs
     def real(self, use: str) -> Tensor:
         """The real logits. Collectives: if this is the first use, those of the layer's forward."""
-        state, source, parent = self.state, self.source, self.parent
+        state = self.state
         if state.real is None:
-            before = None if parent is None else parent.real(use)
-            if parent is not None and parent.state.is_changed():
-                if (name := _name(self.steps[-1][0])) not in _VIEWS | {"detach"}:
-                    said = f"{name!r} was taken of logits that were then changed in place: use its result before"
-                    raise RuntimeError(f"parallel_lce: {said}")
-            with saving_without_hooks(), torch.inference_mode(source.inference), torch.set_grad_enabled(source.grad):
-                state.keep(source.make_real(use) if before is None else _after(before, self.steps[-1:]))
+            state.real = self._made(use)
+            state.version = _version(state.real)
             for hook in state.output_hooks if state.real.requires_grad else ():
                 state.real.register_hook(hook)
         if (state.hooked or self._is_moved()) and not state.revealed:
             with torch.enable_grad():
-                state.keep(_Reveal.apply(self, state.real))
-            state.revealed = True
+                state.real, state.revealed = _Reveal.apply(self, state.real), True
         assert state.real is not None
         if state.entered is None and not forward_gradients_enabled():
-            state.entered = state._now()
+            state.entered = state.now()
         return state.real
+
+    def _made(self, use: str) -> Tensor:
+        source, before = self.source, None
+        if self.parent is not None:
+            before, name = self.parent.real(use), _name(self.steps[-1][0])
+            if self.parent.state.is_changed() and name not in _VIEWS | {"detach"}:
+                said = f"{name!r} was taken of logits that were then changed in place: use its result before"
+                raise RuntimeError(f"parallel_lce: {said}")
+        with saving_without_hooks(), torch.inference_mode(source.inference), torch.set_grad_enabled(source.grad):
+            if before is not None:
+                return _after(before, self.steps[-1:])
+            source.check()
+            if use != THE_LOSS:
+                source.say(source, use)
+            with source.modes():
+                return source.make(source.hidden, *source.operands)
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
         with DisableTorchFunctionSubclass():
             node = self.grad_fn
         return node is not None and getattr(node, "state", None) is not self.state
-
-    def _to_first(self) -> Iterator[DeferredLogits]:
-        tensor: DeferredLogits | None = self
-        while tensor is not None:
-            yield tensor
-            tensor = tensor.parent
 
     # --- uses ---
 
@@ -400,11 +388,12 @@ class DeferredLogits(Tensor):
         args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.real(name), (args, kwargs))
         result = function(*args, **kwargs)
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if first is not None and (in_place or name in _HOOKS):
-            first.state.changed = first.state.changed or forward_gradients_enabled()
-            # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
-            return first if result is first.state.real else result
-        return result
+        if first is None or not (in_place or name in _HOOKS):
+            return result
+        if name in _HOOKS or first.source.inference:
+            first.state.version = -1
+        # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
+        return first if result is first.state.real else result
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -431,21 +420,22 @@ class DeferredLogits(Tensor):
             number = len(arguments) == 1 and not options and isinstance(arguments[0], numbers.Real)
             if not number or (name in _QUOTIENTS and arguments[0] == 0):
                 return None
-        elif name in _CASTS or name == "to":
-            if (kind := _cast(self.source.device, name, arguments, options)) is None:
+        elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((arguments, options))):
+            return None
+        elif name in _CASTS:
+            cast = function(torch.empty(0, dtype=kind, device=self.source.device), *arguments, **options)
+            if cast.device != self.source.device or not cast.is_floating_point():
                 return None
+            kind = cast.dtype
         elif name in _VIEWS:
             if (view := _view(function, sizes, arguments, options)) is None:
                 return None
             sizes = view.shape
-            if self.source.whole is not None:
-                rows = None
-            elif rows is not None:
-                rows = _same_rows(rows, view)
+            rows = None if rows is None or self.source.whole is not None else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
-        if name == "detach" and rows is not None:
-            rows = rows.detach()
+        if name == "detach":
+            rows = None if rows is None else rows.detach()
         steps = (*self.steps, (function, arguments, options))
         fields = dict(source=self.source, parent=self, steps=steps, rows=rows, sizes=sizes, kind=kind)
         return self._attached(fields, self.tracked and name != "detach")
@@ -456,23 +446,8 @@ def _name(function: Any) -> str:
     return function.__self__.__name__ if name == "__get__" else name
 
 
-def _cast(device: torch.device, name: str, arguments: tuple, options: dict) -> torch.dtype | None:
-    """The floating dtype of ``logits.to(...)`` if that is no move; else None."""
-    if name in _CASTS:
-        return _CASTS[name] if not arguments and not options else None
-    values = [*arguments, *(value for key, value in options.items() if key != "non_blocking")]
-    dtypes = [value for value in values if isinstance(value, torch.dtype)]
-    places = [value for value in values if isinstance(value, (str, torch.device))]
-    if len(dtypes) != 1 or len(values) != 1 + len(places) or options.keys() - {"dtype", "device", "non_blocking"}:
-        return None
-    here = all(torch.device(place) == device for place in places)
-    return dtypes[0] if here and dtypes[0].is_floating_point else None
-
-
 def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options: dict) -> Tensor | None:
-    """The view on the meta device; None if its last dimension is not the vocabulary, or its index is a tensor."""
-    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((arguments, options))):
-        return None
+    """The view on the meta device; None if its last dimension is not the vocabulary."""
     like, entries = torch.empty(sizes, device="meta"), sizes[-1]
     view = function(like, *arguments, **options)
     if not isinstance(view, Tensor) or view.dim() == 0 or view.numel() == 0 or view.shape[-1] != entries:

@@ -21,7 +21,23 @@ _Loss = Callable[[Tensor, Any, Any], tuple]
 _within: ContextVar[tuple[nn.Module, Callable[[Tensor], tuple]] | None] = ContextVar("_within", default=None)
 
 
-class FusedHead:
+class Derived:
+    """A base of classes that are made in a program, so that objects can be copied and pickled. ``_made_by``: what makes
+    the class, and from which classes."""
+
+    _made_by: tuple
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced, made_by = super().__reduce_ex__(protocol), vars(type(self)).get("_made_by")
+        return reduced if made_by is None else (_made_again, made_by, *reduced[2:])
+
+
+def _made_again(make: Callable[..., type], *classes: type) -> Any:
+    kind = make(*classes)
+    return kind.__new__(kind)
+
+
+class FusedHead(Derived):
     """The first base of a fused output layer's class. ``forward`` begins with :meth:`loss_within`."""
 
     def __call__(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -40,10 +56,6 @@ class FusedHead:
         layer, loss = _within.get() or (None, None)
         return loss if layer is self else None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced, fused = super().__reduce_ex__(protocol), vars(type(self)).get("_fused_from")
-        return reduced if fused is None else (_restored, fused, *reduced[2:])
-
 
 @functools.cache
 def fused_class(kind: type, fused: type) -> type:
@@ -53,23 +65,17 @@ def fused_class(kind: type, fused: type) -> type:
         return kind
     if kind is fused.__bases__[-1]:
         return fused
-    made = type(kind.__name__, (kind, fused), {"_fused_from": (kind, fused)})
-    made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
-    return made
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind, fused), {**names, "_made_by": (fused_class, kind, fused)})
 
 
-def _restored(kind: type, fused: type) -> Any:
-    made = fused_class(kind, fused)
-    return made.__new__(made)
-
-
-def unfuse(layer: nn.Module) -> None:
-    """Gives a layer the class that it had, unless ``fully_shard`` has derived another one since."""
-    kind = type(layer)
-    if "_fused_from" in vars(kind):
-        layer.__class__ = kind._fused_from[0]
+def unfuse(module: Any) -> None:
+    """Gives a module the class that it had, unless ``fully_shard`` has derived another one since."""
+    kind = type(module)
+    if "_made_by" in vars(kind):
+        module.__class__ = kind._made_by[1]
     elif FusedHead in kind.__bases__:
-        layer.__class__ = kind.__bases__[-1]
+        module.__class__ = kind.__bases__[-1]
 
 
 def is_unit(layer: nn.Module) -> bool:

@@ -44,24 +44,19 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., D]``, all N tokens on every rank of the group.
-        weight, bias: this rank's vocabulary shard ``[V/P, D]`` and ``[V/P]``, of equal shards, in the dtype of
-            ``hidden``.
-        labels: N ids in any shape, of any integer dtype; so is the mask.
-        temperature: divides the logits, also for the entropies: a number > 0, or N numbers. None is 1.
+        weight, bias: this rank's vocabulary shard ``[V/P, D]`` and ``[V/P]``, of equal shards, in ``hidden``'s dtype.
+        labels, mask: N of them in any shape.
+        temperature: a number > 0, or N numbers; of the entropies, too. None is 1.
         reduction: of the log-probabilities: 'none', 'sum' or 'mean', in upper or lower case. None is 'none'.
         dist_process_group: the tensor-parallel group; None for one rank.
-        reduce_hidden_grad: True: the gradient of ``hidden`` is summed over the ranks here, where no mapping does it.
+        reduce_hidden_grad: True: the gradient of ``hidden`` is summed here, where no mapping does it.
         sum_p_squared: the sums of squared probabilities are returned too.
 
-    Returns:
-        Log-probabilities ``[N]``, or 0-dimensional, and entropies in nats ``[N]``; with ``sum_p_squared`` a third
-        tensor ``[N]``. fp32 (fp64 for fp64), differentiable, identical on every rank bit for bit.
+    Returns log-probabilities ``[N]``, or 0-dimensional, entropies ``[N]`` in nats, and the sums ``[N]``: fp32 (fp64 for
+    fp64), differentiable, identical on every rank.
 
     Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4, or 5 with
     ``sum_p_squared``; backward, none, or one all-reduce of N * D elements with ``reduce_hidden_grad``.
-
-    Raises:
-        ValueError: an unknown reduction, and as :func:`parallel_lce.token_statistics`.
     """
     name = "none" if reduction is None else str(reduction).lower()
     if name not in ("none", "sum", "mean"):
@@ -72,24 +67,15 @@ def linear_cross_entropy(
     _, number, _, each = split_per_token(1.0, 1.0 if temperature is None else temperature)
     flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
     tensors = Tensors(flat, weight, labels.reshape(-1), bias, temperature=None if each is None else each.reshape(-1))
-    options = Options(
-        "token_statistics",
-        temperature=number,
-        vocab_size=vocab_size,
-        logits_budget=logits_budget,
-        reduce_hidden_grad=reduce_hidden_grad,
-        entropy=True,
-        sum_p_squared=sum_p_squared,
-    )
+    asked = dict(temperature=number, entropy=True, sum_p_squared=sum_p_squared, reduce_hidden_grad=reduce_hidden_grad)
+    options = Options("token_statistics", vocab_size=vocab_size, logits_budget=logits_budget, **asked)
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
     with renamed(process_group="dist_process_group", **own):
         flat_mask = mask.reshape(-1) if isinstance(mask, Tensor) else mask
         found = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
     assert found.target_log_prob is not None and found.entropy is not None
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()
-    if found.sum_p_squared is None:
-        return log_probs, found.entropy
-    return log_probs, found.entropy, found.sum_p_squared
+    return log_probs, found.entropy, *([] if found.sum_p_squared is None else [found.sum_p_squared])
 
 
 @public
@@ -124,11 +110,8 @@ def from_parallel_hidden_states_to_logprobs(
         cp_group: None or a group of one rank, as there.
         runtime_gather_output, chunk_size: not used.
 
-    Collectives: those of :func:`parallel_lce.token_statistics` under sequence parallelism, C = 3.
-
-    Raises:
-        ValueError: a ``cp_group`` of several ranks, a shard of fewer rows than ids, ids that end before they start, and
-        as :func:`parallel_lce.token_statistics`.
+    Collectives: those of :func:`parallel_lce.token_statistics` under sequence parallelism, C = 3. ``ValueError``: also
+    for a ``cp_group`` of several ranks, and for ids that do not fit the shard's rows.
     """
     with renamed(process_group="cp_group"):
         cp_ranks = Layout.of(as_group(cp_group), False).ranks
@@ -179,9 +162,8 @@ class FusedLinearLogprobTriton:
             raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
         tensors = Tensors(hidden.to(weight.dtype), weight, int64_ids("target", target))
         names, shard, counted = ("hidden", "weight"), (vocab_start_index, vocab_end_index), (mask, counted_tokens)
-        log_probs, outside = _of_shard(
-            tensors, names, shard, tp_group, inference_only, counted, reduce_hidden_grad=False
-        )
+        options = dict(reduce_hidden_grad=False)
+        log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, counted, **options)
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
 
 

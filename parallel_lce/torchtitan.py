@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
 from parallel_lce.core.private import comes_from, hooks
-from parallel_lce.neighbours import torchtitan_logit_options, torchtitan_tp_group
+from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED, TORCHTITAN_SOFT_CAPPED
 from parallel_lce.patching import is_own, warn
 
 _OURS, _LOSSES = "parallel_lce.torchtitan", "torchtitan.components.loss"
@@ -23,6 +23,7 @@ try:
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import CompileConfig
     from torchtitan.config.override import derive, override
+    from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 except ImportError as error:
     needed = f"{_OURS} needs torchtitan 0.3.0 (pip install torchtitan spmd_types) and a PyTorch that it supports"
     raise ImportError(f"{needed}: {error}") from error
@@ -46,31 +47,27 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         super().__init__(config)
         if type(self.loss_fn) is not CrossEntropyLoss:
             raise ValueError(f"{_OURS}: loss_fn must be CrossEntropyLoss, got {type(self.loss_fn).__name__}")
-        self._options = {"logits_budget": config.logits_budget, "gradient_filter": config.gradient_filter}
-        self._skip_masked, self._said = config.skip_masked, False
-        self.fn = parallel_lce.linear_cross_entropy
+        self.config, self.fn, self._said = config, parallel_lce.linear_cross_entropy, False
         if not config.skip_masked:
             self._maybe_compile(compile_config)
 
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of this rank's tokens in fp32, and no metrics. If ``pred`` needs a gradient, this call also runs the
-        backward of ``lm_head``, as ``ChunkedLossWrapper`` does: ``backward()`` of the result itself must follow, and no
-        upstream gradient is applied. A call that is not fused runs torchtitan's own loss, and a warning says once why.
+        """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, and no metrics. As of
+        ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of the result itself
+        must follow. A call that is not fused runs torchtitan's own loss, and a warning says once why.
 
-        Args:
-            pred: hidden states ``[b, s, D]`` in the dtype of ``lm_head.weight``, the same on all tensor-parallel ranks.
-                A DTensor with the backends "full_dtensor" and "partial_dtensor"; the loss is one where ``pred`` is.
-            labels: ids ``[b, s]``, the same on all tensor-parallel ranks. Those that are ``IGNORE_INDEX`` do not count.
-            global_valid_tokens: divides the sum of the losses.
+        Hidden states ``pred [b, s, D]``, in the dtype of ``lm_head.weight``, and ids ``labels [b, s]`` are the same on
+        all tensor-parallel ranks. ``pred`` is a DTensor with the backends "full_dtensor" and "partial_dtensor"; so is
+        the loss then.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
         reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
 
         Raises:
-            ValueError: no ``lm_head`` is set, its rows are no shard of torchtitan's, or ``skip_masked`` meets a CUDA
-                graph. Further errors as in :func:`parallel_lce.linear_cross_entropy`.
+            ValueError: no ``lm_head`` is set, its rows are no shard of torchtitan's, ``skip_masked`` meets a CUDA
+                graph, or as :func:`parallel_lce.linear_cross_entropy`.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:
@@ -107,15 +104,17 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         return loss, {}
 
     def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
-        arguments = {"linear_bias": lm_head.bias, "reduction": "sum", "reduce_hidden_grad": False, **self._options}
-        arguments |= torchtitan_logit_options(lm_head) or {}
-        if not isinstance(pred, DTensor) and (group := torchtitan_tp_group()) is not None:
-            V, P, rank = lm_head.out_features, dist.get_world_size(group), dist.get_rank(group)
+        arguments = {"linear_bias": lm_head.bias, "reduction": "sum", "reduce_hidden_grad": False}
+        arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
+        arguments |= _logit_options(lm_head) or {}
+        if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
+            V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
+            rank = dist.get_rank(group)
             start, stop = (min(V, -(-V // P) * at) for at in (rank, rank + 1))  # the last shards may be smaller
             if len(lm_head.weight) != stop - start:
                 raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
             arguments |= {"process_group": group, "vocab_start": start}
-        if self._skip_masked:
+        if self.config.skip_masked:
             arguments["counted_tokens"] = count = parallel_lce.count_tokens(_local(labels))
             if count.unknown:
                 raise ValueError(f"{_OURS}: skip_masked needs training.disable_cuda_graphs: no graph can read a count")
@@ -133,13 +132,24 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def _logit_options(lm_head: Any) -> dict[str, Any] | None:
+    """The scale and soft-cap of ``lm_head`` as arguments of the fused loss. None: it has a forward of its own."""
+    instead, forward = vars(lm_head).get("forward"), type(lm_head).forward  # fully_shard derives a class
+    if instead is None or is_own(instead, TORCHTITAN_DISTRIBUTED):
+        if is_own(forward, "torch.nn.modules.linear", "Linear.forward"):
+            return {}
+        if is_own(forward, *TORCHTITAN_SOFT_CAPPED):
+            return {"logit_scale": lm_head.output_multiplier, "logit_softcap": lm_head.output_soft_cap_temp}
+    return None
+
+
 def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     """Why torchtitan might compute something else, if it might. The same on every rank."""
     functions = (ChunkedLossWrapper.__call__, CrossEntropyLoss.__call__, loss_fn.fn)
     names = ("ChunkedLossWrapper.__call__", "CrossEntropyLoss.__call__", "cross_entropy_loss")
     if not all(is_own(function, _LOSSES, name) for function, name in zip(functions, names, strict=True)):
         return "other code has replaced a function of its losses"
-    if torchtitan_logit_options(lm_head) is None:
+    if _logit_options(lm_head) is None:
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
     around = hooks(lm_head, "forward", "backward", "backward_pre")
     if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from parallel_lce import neighbours
 from parallel_lce.core import private
-from parallel_lce.core.budget import lean_budget
 from parallel_lce.core.options import NO_LABEL, as_int64
+from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_statistics
-from parallel_lce.heads import FusedHead, call_unit, fused_class, is_unit, unfuse
+from parallel_lce.heads import Derived, FusedHead, call_unit, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import is_own, named_as, warn
 from parallel_lce.run.token_count import count_labels, count_of_labels
@@ -33,8 +33,8 @@ from parallel_lce.run.token_count import count_labels, count_of_labels
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _LOSS_ARGUMENTS = "logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"
-# Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, the kind of logits that the
-# loss got, and the metrics.
+# Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, whether the loss got deferred
+# logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 
 
@@ -47,8 +47,7 @@ class _Door:
 
     def __init__(self, name: str, accuracy: bool, metrics: bool, eval_logits: bool, options: dict[str, Any]) -> None:
         self.name, self.token_accuracy, self.token_metrics, self.eval_logits = name, accuracy, metrics, eval_logits
-        self.options, self.has_metrics = options, accuracy or metrics
-        self.said: dict[str, str] = {}
+        self.options, self.said = options, dict[str, str]()
 
     def __deepcopy__(self, memo: dict) -> _Door:
         return self  # also that of a copy of the output layer alone, as PEFT makes one
@@ -71,9 +70,9 @@ class Linear(FusedHead, nn.Linear):
         if not self._is_wanted():
             return nn.Module.__call__(self, *arguments, **options)
         # A forward of transformers' tensor parallelism gathers the logits: it is for real ones.
-        placements = getattr(private.parameters_of(self).get("weight"), "placements", ())
-        if placements and neighbours.is_transformers(vars(self).get("forward")) and len(arguments) == 1:
-            if all(each.is_shard(0) or each.is_replicate() for each in placements):
+        weight, planned = private.parameters_of(self).get("weight"), vars(self).get("forward")
+        if isinstance(weight, DTensor) and arguments and neighbours.is_of(neighbours.TRANSFORMERS, planned):
+            if all(each.is_shard(0) or each.is_replicate() for each in weight.placements):
                 if (logits := _deferred(self, arguments[0], planned=True)) is not None:
                     return logits
         return super().__call__(*arguments, **options)
@@ -109,19 +108,20 @@ def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = Fals
             door.say(f"makes its logits: {reason}")
         return None
     operands = tuple(each for each in (weight, bias) if each is not None and not planned)
-    make: Callable[..., Tensor] = lambda hidden, *operands: nn.functional.linear(hidden, *operands)  # noqa: E731
-    if planned:
-        make = functools.partial(nn.Module.__call__, layer)
-    elif unit is not None:
-        dtype = private.fsdp_output_dtype(unit) if isinstance(unit, FSDPModule) else None
-        make = lambda hidden: call_unit(unit, layer, hidden, _logits)[0].to(dtype or hidden.dtype)  # noqa: E731
+    if isinstance(unit, FSDPModule):
+        dtype = private.fsdp_output_dtype(unit)
+
+    def make(hidden: Tensor, *operands: Tensor) -> Tensor:
+        if planned:
+            return nn.Module.__call__(layer, hidden)
+        if unit is None:
+            return nn.functional.linear(hidden, *operands)
+        logits = call_unit(unit, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
+        return logits[0].to(dtype or hidden.dtype)
+
     parameter = private.parameters_of(layer).get("weight")
     source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    return (nn.functional.linear(hidden, weight, bias),)
 
 
 def _reason(hidden: Any, weight: Any) -> str | None:
@@ -164,26 +164,24 @@ class _Loss:
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         given = {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
         call, logits, ignore = _running.get(), given["logits"], given.get("ignore_index", NO_LABEL)
+        if type(logits) is not DeferredLogits:
+            return self.own(**given)
         labels, target = given.get("labels"), given.get("shift_labels")
         count = count_of_labels(labels if target is None else target, target is None) if ignore == NO_LABEL else None
         if target is None:
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
-        target, kind, found, loss = as_int64(target).to(logits.device), type(logits), None, None
-        if kind is DeferredLogits:
-            reason = self._reason(logits, target, given.get("vocab_size"))
-            if reason is None:
-                items, target = given.get("num_items_in_batch"), target.reshape(logits.shape[:-1])
-                loss, found = self._fused(logits, target, items, ignore, count)
-            else:
-                if logits.source.grad:
-                    self.door.say(f"computes its own loss, of all logits: {reason}")
-                given["logits"] = logits = logits.real(THE_LOSS)
-        if call is not None and (kind is DeferredLogits or call.taken is None):  # of several losses the output layer's
-            call.taken = kind
-            if self.door.has_metrics:
-                found = _of_logits(logits.detach(), target, ignore) if found is None else found
-                call.metrics = _metrics(self.door, target.reshape(found[0].shape), ignore, *found)
-        return self.own(**given) if loss is None else loss
+        target, metrics = as_int64(target).to(logits.device), {}
+        reason = self._reason(logits, target, given.get("vocab_size"))
+        if reason is None:
+            target, items = target.reshape(logits.shape[:-1]), given.get("num_items_in_batch")
+            loss, metrics = self._fused(logits, target, items, ignore, count)
+        else:
+            if logits.source.grad:
+                self.door.say(f"computes its own loss, of all logits: {reason}")
+            loss = self.own(**given | {"logits": logits.real(THE_LOSS)})
+        if call is not None:
+            call.deferred, call.metrics = True, metrics
+        return loss
 
     def _reason(self, logits: DeferredLogits, target: Tensor, entries: Any) -> str | None:
         if entries != logits.shape[-1] or target.numel() * entries != logits.numel():
@@ -193,8 +191,8 @@ class _Loss:
         return logits.why_not_fused()
 
     def _fused(self, logits: DeferredLogits, target: Tensor, items: Any, ignore: int, count: Any) -> tuple:
-        """The loss and, for metrics, what :func:`_of_logits` gives."""
-        door, source, counted, found = self.door, logits.source, target != ignore, []
+        """The loss, and the metrics as fields of the output."""
+        door, source, counted, metrics = self.door, logits.source, target != ignore, {}
         options: dict[str, Any] = {**door.options, **(logits.epilogue() or {}), "counted_tokens": count}
         options["logits_budget"] = lean_budget(options["logits_budget"])
         if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
@@ -202,13 +200,14 @@ class _Loss:
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             options["linear_bias"] = bias
-            if not door.has_metrics:
+            if not (door.token_accuracy or door.token_metrics):
                 options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
             else:
                 options.update(mask=None if count is None else counted, argmax=True, entropy=door.token_metrics)
                 each = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
-                found.extend(_whole(value) for value in (each.argmax, each.target_log_prob, each.entropy))
+                found = [_whole(value) for value in (each.argmax, each.target_log_prob, each.entropy)]
+                metrics.update(_metrics(door, target, counted, *found))
                 loss = -found[1].sum() / (1 if items is not None else counted.sum().clamp(min=1))
             # The mean of no tokens is NaN, as transformers'.
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
@@ -218,23 +217,15 @@ class _Loss:
             source.close_after(loss)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, found or None
+        return loss, metrics
 
 
 def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _of_logits(logits: Tensor, target: Tensor, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token the id of its largest logit, the log-probability of its label, and the entropy."""
-    log_p = torch.log_softmax(logits.float(), -1)
-    labels = target.masked_fill(target == ignore, 0).view(*log_p.shape[:-1], 1)
-    return logits.argmax(-1), log_p.gather(-1, labels).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-
-def _metrics(door: _Door, target: Tensor, ignore: int, argmax: Tensor, log_prob: Tensor, entropy: Any) -> dict:
-    """The fields of the output. Tokens with the target ``ignore`` do not count."""
-    counted, metrics = target != ignore, {}
+def _metrics(door: _Door, target: Tensor, counted: Tensor, argmax: Tensor, log_prob: Tensor, entropy: Any) -> dict:
+    metrics = {}
     if door.token_accuracy:
         metrics["token_accuracy"] = ((argmax == target) & counted).sum() / counted.sum().clamp(min=1)
     if door.token_metrics:
@@ -252,23 +243,21 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 
 
 @functools.partial(torch.compiler.disable, recursive=False)
-def _run(door: _Door, model: Any, forward: Callable, labels: Any, arguments: tuple, named: dict[str, Any]) -> Any:
+def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, labels: Any = None, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
     if model.training or not door.eval_logits:
-        if isinstance(shifted := named.get("shift_labels"), Tensor):
-            count_labels(shifted)
-        elif isinstance(labels, Tensor) and labels.dim():
-            count_labels(labels, shifted=True)
-    call = SimpleNamespace(unit=_unit_of(model), labelled=labels is not None, taken=None, metrics={})
+        shifted = named.get("shift_labels")
+        count_labels(labels if shifted is None else shifted, shifted=shifted is None)
+    named |= {} if labels is None else {"labels": labels}
+    call = SimpleNamespace(unit=_unit_of(model), labelled=labels is not None, deferred=False, metrics={})
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)
     finally:
         _running.reset(token)
-    if call.labelled and call.taken is not DeferredLogits and model.training and torch.is_grad_enabled():
-        other = "it gets logits that its output layer did not defer: call patch(model) again if that was replaced"
-        said = other if call.taken else "its forward does not call model.loss_function"
-        None if door.said else door.say(f"computes its own loss: {said}")
+    if call.labelled and not call.deferred and not door.said and model.training and torch.is_grad_enabled():
+        others = "with logits that its output layer did not defer: call patch(model) again if that was replaced"
+        door.say(f"computes its own loss: its forward does not call model.loss_function, or {others}")
     if call.metrics and isinstance(output, dict) and output.get("loss") is not None:
         return _with_fields(type(output), (*call.metrics,))(**output, **call.metrics)
     return output
@@ -287,42 +276,27 @@ def _unit_of(model: Any) -> Any:
 @functools.cache
 def _patched(base: type) -> Any:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
-    place = [*inspect.signature(base.forward).parameters, "labels"].index("labels") - 1
     get = base.loss_function.fget  # by a name that Dynamo can trace
 
-    class Patched(base):
-        _parallel_lce_base = base
+    class Patched(Derived, base):
+        _made_by = _patched, base
 
         @functools.partial(named_as, base.forward)
         def forward(self, *arguments, **named):
             door = self.__dict__.get(_DOOR)
             if door is None or _is_one_graph(say=self.training):
                 return base.forward(self, *arguments, **named)
-            labels = arguments[place] if 0 <= place < len(arguments) else named.get("labels")
-            return _run(door, self, base.forward, labels, arguments, named)
+            return _run(door, self, base.forward, *arguments, **named)
 
-        @property
-        def loss_function(self):
-            own = get(self) if torch.compiler.is_compiling() else super().loss_function
-            door = self.__dict__.get(_DOOR)
+        def _loss_of(self):
+            own, door = get(self), self.__dict__.get(_DOOR)
             is_fused = door is not None and not _is_one_graph() and neighbours.is_causal_lm_loss(own)
             return _Loss(door, own) if is_fused else own
 
-        @loss_function.setter
-        def loss_function(self, value):
-            base.loss_function.__set__(self, value.own if isinstance(value, _Loss) else value)
-
-        def __reduce_ex__(self, protocol):
-            make, (kind, *rest), *state = super().__reduce_ex__(protocol)
-            return (_made, (make, base, *rest), *state) if kind is Patched else (make, (kind, *rest), *state)
+        loss_function = property(_loss_of, base.loss_function.fset)
 
     Patched.__name__, Patched.__qualname__, Patched.__module__ = base.__name__, base.__qualname__, base.__module__
     return Patched
-
-
-def _made(make: Callable[..., Any], base: type, *rest: Any) -> Any:
-    """For copies and pickles."""
-    return make(_patched(base), *rest)
 
 
 def patch(
@@ -334,7 +308,7 @@ def patch(
     logits_budget: int | None = None,
     gradient_filter: float | None = None,
 ) -> _Model:
-    """Lets a causal language model of transformers compute its training loss without logits.
+    """Lets a causal language model of transformers compute its training loss without logits. Returns ``model``.
 
     In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]`` that
     the output layer gets, with its bias and the model's scale and soft-cap: 0-dimensional, fp32 (fp64 for fp64); NaN,
@@ -346,25 +320,23 @@ def patch(
             transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
             PEFT's models the base model is patched. The classes of it and of its output layer become subclasses of the
             same names; parameters, modules and state dict stay. A second call replaces the options.
-        token_accuracy: outputs with a loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this call's
-            counted tokens whose label has the largest logit. Tuples get none.
-        token_metrics: outputs with a loss get, for each position's next token, ``predicted_ids``, the id of the largest
-            logit, ``log_probs`` of the label and ``entropies`` in nats: ``[b, s]`` each, without gradients; -1 and 0
-            where no label counts. Not with a ``gradient_filter``.
-        eval_logits: False: in eval mode a loss makes no logits either.
+        token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
+            call's counted tokens whose label has the largest logit. Tuples get none.
+        token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
+            largest logit, ``log_probs`` of the label and ``entropies`` in nats: ``[b, s]`` each, without gradients; -1
+            and 0 where no label counts. Not with a ``gradient_filter``.
+        eval_logits: False, or with metrics: in eval mode a loss makes no logits either.
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
             environment's, else 128 MiB.
 
-    Returns ``model``. Collectives: those of the model, and one further gather of an output layer that FSDP1 shards
-    alone; under a tensor-parallel plan those of the fused function instead of the gather of the logits. A first use of
-    ``output.logits`` has those of the output layer's forward.
+    Collectives: those of the model, and one further gather of an output layer that FSDP1 shards alone; under a
+    tensor-parallel plan those of the fused function instead of the gather of the logits.
 
     Raises:
-        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; or an
+        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; an
             option that the fused functions refuse; in a forward, as these do.
-        RuntimeError: logits are used for the first time after FSDP or ZeRO has taken back the weight, an optimizer's
-            step, or a write that raises a version; or get a hook after the loss. A write through ``weight.data``
-            outside of ``torch.optim.Optimizer`` is not seen.
+        RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
+            the weight, an optimizer's step, or a write that raises a version.
     """
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     if token_metrics and gradient_filter is not None:
@@ -378,10 +350,11 @@ def patch(
         raise ValueError(f"the output layer of {kind.__name__} has no nn.Linear: {owner.get_output_embeddings()}")
     if (token_accuracy or token_metrics) and given is not None:
         raise ValueError(f"metrics need {kind.__name__}.forward, which was replaced: patch the model before that")
+    eval_logits = eval_logits and not (token_accuracy or token_metrics)
     door = _Door(kind.__name__, token_accuracy, token_metrics, eval_logits, options)
     owner.__class__, layer.__class__ = _patched(kind), fused_class(type(layer), Linear)
     vars(owner)[_DOOR] = vars(layer)[_DOOR] = door
-    if neighbours.is_ligers(inspect.unwrap(given or kind.forward)):
+    if neighbours.is_of(neighbours.LIGER, inspect.unwrap(given or kind.forward)):
         door.say("has Liger's forward, with a fused loss of its own")
     return model
 
@@ -393,8 +366,7 @@ def unpatch(model: _Model) -> _Model:
         if isinstance(layer, Linear) and vars(layer).pop(_DOOR, None) is not None:
             unfuse(layer)
     vars(owner).pop(_DOOR, None)
-    if "_parallel_lce_base" in vars(type(owner)):  # else fully_shard's class is around it, which then does nothing
-        owner.__class__ = type(owner)._parallel_lce_base
+    unfuse(owner)
     return model
 
 

@@ -7,7 +7,6 @@ Importing this module does not import TRL; calling ``patch()`` does.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,16 @@ from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids
 from parallel_lce.call.prepare import autocasted, prepare
-from parallel_lce.core.budget import DEFAULT_BUDGET, lean_budget
 from parallel_lce.core.options import Options, Tensors, check_option
+from parallel_lce.core.plan import DEFAULT_BUDGET, lean_budget
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.distillation import check_beta, check_pair, detached
 from parallel_lce.distillation.blocks import Divergence, divergences
 from parallel_lce.functional import token_statistics
-from parallel_lce.neighbours import TRL_DIVERGENCE, TRL_LOG_PROBS, TRL_OUTPUTS
-from parallel_lce.patching import is_own, warn
+from parallel_lce.neighbours import TRL_DIVERGENCE, TRL_LOG_PROBS
+from parallel_lce.patching import exchange, is_own, warn
 
+OUTPUTS = "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 _settings: dict[str, int | None] = {"logits_budget": None}
 
 
@@ -53,9 +53,9 @@ class _Fused:
 
 
 def _log_probs(
-    hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=TRL_OUTPUTS
+    hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=OUTPUTS
 ) -> tuple[Tensor | None, ...]:
-    """``TRL_OUTPUTS`` of ``hidden [N, D]``, ``weight [V, D]``, ``bias [V]`` and ids ``targets [N]``: ``[N]`` each, None
+    """``OUTPUTS`` of ``hidden [N, D]``, ``weight [V, D]``, ``bias [V]`` and ids ``targets [N]``: ``[N]`` each, None
     if it is not among ``outputs``; the log-probabilities in any case. The first two have a gradient. Weight and bias
     are cast to the dtype of the hidden states. A target outside the vocabulary has the logit 0."""
     targets = int64_ids("targets", targets)
@@ -116,6 +116,7 @@ def _side(hidden, weight, bias, temperature, logit_scale, softcap) -> tuple:
 
 
 _FUNCTIONS = (TRL_LOG_PROBS, _log_probs), (TRL_DIVERGENCE, _divergence)
+_replaced: list[tuple[list[tuple[str, str]], _Fused]] = []
 
 
 def patch(*, logits_budget: int | None = None) -> None:
@@ -126,9 +127,9 @@ def patch(*, logits_budget: int | None = None) -> None:
     ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else
     128 MiB, and 1 GiB for the divergence; a second call replaces it.
 
-    What ours refuse TRL's own compute, with one :class:`TRLWarning` for each reason: a parameter of DeepSpeed's ZeRO-3,
-    a weight of a quantized class, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose
-    bias has another dtype than its projection. A function that somebody else has replaced stays, with a warning.
+    What ours refuse TRL's own compute, with one :class:`TRLWarning` for each reason: a parameter of ZeRO-3, a quantized
+    weight, a tensor as temperature or scale, a soft-cap that is not positive, a divergence whose bias has another dtype
+    than its projection. A function that somebody else has replaced stays, with a warning.
 
     Collectives: those by which TRL gathers a sharded weight.
 
@@ -136,26 +137,23 @@ def patch(*, logits_budget: int | None = None) -> None:
         ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.
     """
     check_option("logits_budget", logits_budget)
+    unpatch()
     try:
         found = [getattr(importlib.import_module(home), name) for ((home, name), *_), _ in _FUNCTIONS]
     except (ImportError, AttributeError) as error:
         raise ImportError(f"parallel_lce.trl needs TRL 1.16 or later (pip install trl): {error}") from error
     _settings["logits_budget"] = logits_budget
     for own, (places, fused) in zip(found, _FUNCTIONS):
-        stock = all(is_own(getattr(own, name, None), places[0][0]) for name in ("forward", "backward"))
-        ours = _Fused(own, fused) if stock else None
-        for module, name in places:
-            held = getattr(sys.modules.get(module), name, None)
-            if held is own and ours is not None:
-                setattr(sys.modules[module], name, ours)
-            elif held is not None and not isinstance(held, _Fused):
-                warn(f"parallel_lce: {module}.{name} is {held}, not TRL's function as released: it stays", TRLWarning)
+        others = [".".join(places[0])]
+        if all(is_own(getattr(own, name, None), places[0][0]) for name in ("forward", "backward")):
+            _replaced.append((places, _Fused(own, fused)))
+            others = exchange(places, own, _replaced[-1][1])
+        for place in others:
+            warn(f"parallel_lce: {place} is not TRL's function as released: it stays", TRLWarning)
 
 
 def unpatch() -> None:
     """Undoes :func:`patch`, if it was called."""
-    for places, _ in _FUNCTIONS:
-        for module, name in places:
-            held = getattr(sys.modules.get(module), name, None)
-            if isinstance(held, _Fused):
-                setattr(sys.modules[module], name, held.own)
+    while _replaced:
+        places, ours = _replaced.pop()
+        exchange(places, ours, ours.own)

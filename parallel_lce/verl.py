@@ -6,13 +6,12 @@ that variable an import changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from parallel_lce import neighbours, rl
 from parallel_lce.core.options import check_flag
-from parallel_lce.patching import Replacements, warn
+from parallel_lce.patching import Replacements, exchange, warn
 from parallel_lce.run.token_count import TokenCount, count_tokens
 
-_NAME = "linear_cross_entropy"
+_PLACES = [(module, "linear_cross_entropy") for module in neighbours.VERL_KERNEL]
 _settings = {"skip_masked": False}
 _replacements = Replacements()
 # Of the tokens of this step, which count, and their number: None until the tokens are packed for the model.
@@ -42,9 +41,8 @@ def _linear_cross_entropy(
     if several and trained and type(hidden.grad_fn).__name__ not in neighbours.VERL_SUMMED:
         raise RuntimeError(
             "parallel_lce.verl: on Megatron without sequence parallelism nothing in verl sums the gradient of the "
-            "hidden states over the tensor-parallel ranks, so that training would go wrong. Set "
-            "megatron.sequence_parallel=True, or use_fused_kernels=False. In a forward of your own call "
-            "parallel_lce.rl.linear_cross_entropy"
+            "hidden states over the tensor-parallel ranks. Set megatron.sequence_parallel=True, or "
+            "use_fused_kernels=False. In a forward of your own call parallel_lce.rl.linear_cross_entropy"
         )
     if _settings["skip_masked"]:
         _wrap_steps()
@@ -57,16 +55,7 @@ def _linear_cross_entropy(
     return rl.linear_cross_entropy(*given, **named)
 
 
-@contextlib.contextmanager
-def _step_with(mask: Tensor | None, count: TokenCount | None = None) -> Iterator[None]:
-    token = _counted.set(None if mask is None else (mask, count))
-    try:
-        yield
-    finally:
-        _counted.reset(token)
-
-
-# Each of the functions below is called instead of ``own``, one of verl's.
+# Each of the functions below is called instead of ``own``, one of verl's. The steps run in a context of their own.
 
 
 def _fsdp_step(own: Callable, engine: Any, micro_batch: Any, *rest: Any, **named: Any) -> Any:
@@ -75,14 +64,15 @@ def _fsdp_step(own: Callable, engine: Any, micro_batch: Any, *rest: Any, **named
     packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
     # Ulysses would give each rank a part of the tokens.
     mask = _mask_of(micro_batch) if packed and not engine.use_ulysses_sp else None
-    with _step_with(mask, None if mask is None else count_tokens(mask)):
-        return own(engine, micro_batch, *rest, **named)
+    context = copy_context()
+    context.run(_counted.set, None if mask is None else (mask, count_tokens(mask)))
+    return context.run(own, engine, micro_batch, *rest, **named)
 
 
 def _megatron_step(own: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> Any:
-    batch = next(batch_iter)
-    with _step_with(_mask_of(batch)):
-        return own(engine, itertools.chain([batch], batch_iter), *rest, **named)
+    batch, context = next(batch_iter), copy_context()
+    context.run(_counted.set, None if (mask := _mask_of(batch)) is None else (mask, None))
+    return context.run(own, engine, itertools.chain([batch], batch_iter), *rest, **named)
 
 
 def _pack(own: Callable, ids: Any, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
@@ -123,27 +113,23 @@ def _wrap_steps() -> None:
     for (module, *of_class, name), function in _WRAPPERS.items():
         if (owner := sys.modules.get(module)) is not None:
             owner = getattr(owner, of_class[0]) if of_class else owner
-            _replacements.replace(owner, name, partial(_wrapped, function, owner, name))
+            _replacements.replace(owner, name, partial(_around, function))
 
 
-def _wrapped(function: Callable, owner: Any, name: str, _: Any) -> Callable:
-    own = getattr(owner, name)
+def _around(function: Callable, own: Callable) -> Callable:
     return lambda *given, **named: function(own, *given, **named)
 
 
 def patch(*, skip_masked: bool | None = None) -> None:
     """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, whose docstring has
-    shapes, dtypes, collectives and errors. verl calls it with ``use_fused_kernels``, on FSDP with
-    ``impl_backend=triton``. What verl refuses there stays refused. A function that other code has put in verl's place
-    stays, with a warning.
+    shapes, dtypes, collectives and errors. It also raises ``RuntimeError`` where nothing in verl sums the gradient of
+    the hidden states: on Megatron without sequence parallelism at TP > 1. A function that other code has put in verl's
+    place stays, with a warning.
 
-    ``skip_masked``: tokens that a batch's ``loss_mask`` leaves out of verl's losses, such as those of the prompts, cost
-    nothing in the FSDP engine (with ``use_remove_padding``, without Ulysses) and the Megatron engine, from a process's
-    second batch on; their log-probabilities and entropies are 0. To this end the engines' ``forward_step`` is wrapped
-    when the function is first called. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
-
-    The function raises ``RuntimeError`` on Megatron without sequence parallelism at TP > 1, where nothing in verl sums
-    the gradient of the hidden states.
+    ``skip_masked``: tokens that a batch's ``loss_mask`` leaves out of verl's losses cost nothing in the FSDP engine
+    (with ``use_remove_padding``, without Ulysses) and the Megatron engine, from a process's second batch on; their
+    log-probabilities and entropies are 0. To this end the engines' ``forward_step`` is wrapped when the function is
+    first called. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
 
     Raises:
         ImportError: there is no verl, or one without this function. ValueError: an invalid ``skip_masked``.
@@ -154,32 +140,21 @@ def patch(*, skip_masked: bool | None = None) -> None:
         skip_masked = text == "1"
     check_flag("skip_masked", skip_masked)
     try:
-        kernel: Any = importlib.import_module(neighbours.VERL_KERNEL[0])
-        stock = kernel.LinearCrossEntropy.apply
+        stock = importlib.import_module(neighbours.VERL_KERNEL[0]).LinearCrossEntropy.apply
     except (ImportError, AttributeError) as error:
         raise ImportError(f"parallel_lce.verl needs verl 0.9 or later (pip install verl): {error}") from error
     _settings["skip_masked"] = skip_masked
-    for module, held in _held():
-        if held == stock:
-            setattr(module, _NAME, _linear_cross_entropy)
-        elif held is not _linear_cross_entropy:
-            said = f"{module.__name__}.{_NAME} is other code's and stays: import parallel_lce.verl before that code"
-            warn(f"parallel_lce.verl: {said}", UserWarning)
+    for place in exchange(_PLACES, stock, _linear_cross_entropy):
+        said = f"{place} is other code's and stays: import parallel_lce.verl before that code"
+        warn(f"parallel_lce.verl: {said}", UserWarning)
 
 
 def unpatch() -> None:
     """Undo :func:`patch`, except what other code has replaced since."""
     _settings["skip_masked"] = False
-    for module, held in _held():
-        if held is _linear_cross_entropy:
-            setattr(module, _NAME, sys.modules[neighbours.VERL_KERNEL[0]].LinearCrossEntropy.apply)
+    if (kernel := sys.modules.get(neighbours.VERL_KERNEL[0])) is not None:
+        exchange(_PLACES, _linear_cross_entropy, kernel.LinearCrossEntropy.apply)
     _replacements.restore()
-
-
-def _held() -> list[tuple[Any, Any]]:
-    """verl's modules that are imported, and their linear_cross_entropy."""
-    modules = [sys.modules[name] for name in neighbours.VERL_KERNEL if name in sys.modules]
-    return [(module, getattr(module, _NAME)) for module in modules]
 
 
 if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):

@@ -3,11 +3,9 @@ megatron-core that they run on."""
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,31 +38,22 @@ from world import Member
 VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
 
 SUPPORTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-# These are for Python 3.12 and newer. What the tests import of them also runs on 3.11.
-_PYTHON_312 = ("0.17.1", "0.18.2", "0.19.2")
-
-# Folders that hold megatron/core, such as checkouts of Megatron-LM, to run the same tests on.
-CHECKOUTS = [Path(p) for p in os.environ.get("PARALLEL_LCE_TEST_MEGATRON", "").split(os.pathsep) if p]
-OTHERS = [v for v in SUPPORTED if v != releases.installed("megatron-core")] + [p.name for p in CHECKOUTS]
-# As parameters of a test. Whoever names a checkout asks for it.
-OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow if v in SUPPORTED else ()) for v in OTHERS]
-_BETWEEN = [v for v in OTHERS if v in SUPPORTED[1:-1]]
+OTHERS = [v for v in SUPPORTED if v != releases.installed("megatron-core")]
+OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow) for v in OTHERS]
 
 
 def of_other_releases(cases: list[tuple]) -> list:
-    """A release and a case: the oldest, the newest and checkouts have all cases, those between divide them."""
-    parts = {version: cases[i :: len(_BETWEEN)] for i, version in enumerate(_BETWEEN)}
-    return [
-        pytest.param(*v.values, *case, marks=v.marks) for v in OTHER_RELEASES for case in parts.get(*v.values, cases)
-    ]
+    """A release and a case: the oldest and the newest have all cases, those between divide them."""
+    between = [v for v in OTHERS if v in SUPPORTED[1:-1]]
+    parts = {version: cases[i :: len(between)] for i, version in enumerate(between)}
+    return [pytest.param(v, *case, marks=pytest.mark.slow) for v in OTHERS for case in parts.get(v, cases)]
 
 
 def path_of(release: str) -> str:
-    """A folder to import that release from: a checkout, or what pip installs."""
-    for checkout in CHECKOUTS:
-        if checkout.name == release:
-            return str(checkout)
-    return str(releases.folder_of("megatron-core", release, (3, 12) if release in _PYTHON_312 else (3, 11)))
+    """A folder to import that release from, which pip installs. Those from 0.17 on are for Python 3.12 and newer; what
+    the tests import of them also runs on 3.11."""
+    python = (3, 12) if release in SUPPORTED[3:] else (3, 11)
+    return str(releases.folder_of("megatron-core", release, python))
 
 
 @dataclass(frozen=True)
@@ -283,12 +272,10 @@ def losses_of(model: torch.nn.Module, spec: Model, batch: Batch) -> torch.Tensor
 
 @dataclass
 class Batch:
-    """``tokens``, ``labels`` and ``positions [b, s]`` of this rank, ``mask [1, 1, s, s]``."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
+    tokens: torch.Tensor  # [b, s], of this rank
+    labels: torch.Tensor  # [b, s]
+    positions: torch.Tensor  # [b, s]
+    mask: torch.Tensor  # [1, 1, s, s]
 
 
 def batch(number: int, spec: Model, device: torch.device) -> Batch:

@@ -89,12 +89,9 @@ def _hooked_after_a_step(z):
     return after
 
 
-def _in_place(change):
-    def changed(z):
-        change(z)
-        return z
-
-    return changed
+def _doubled(z):
+    z.mul_(2)
+    return z
 
 
 def _view_of_changed(z):
@@ -124,7 +121,6 @@ USES = {
     "a view": (lambda z: z.view(-1, V), True),
     "transposed": (lambda z: z.transpose(0, 1).contiguous().transpose(0, 1), True),
     "indexed": (lambda z: z[:, :, None][..., 0, :], True),
-    "a clone": (lambda z: z.clone(), True),
     "a use beside it": (_looked_at, True),
     "cast on the way": (lambda z: z.float().to(z.device, torch.float64), True),
     "a sum": (lambda z: z + 1, False),
@@ -132,16 +128,13 @@ USES = {
     "a part of the vocabulary": (lambda z: torch.cat([z[..., :7], z[..., 7:]], -1), False),
     "a Function": (Tripled.apply, False),
     "a Function that gives its input": (Passed.apply, False),
-    "a Function of a step": (lambda z: Tripled.apply(z.clone() * 2), False),
     "a Function of detached logits": (lambda z: Tripled.apply(z.detach()) + z, False),
     "a hook": (_hooked, False),
-    "a hook before a step": (lambda z: _hooked(z) * 2, False),
     "a hook after a step": (_hooked_after_a_step, False),
     "a hook after a use": (lambda z: _hooked(_looked_at(z)), False),
-    "a product in place": (_in_place(lambda z: z.mul_(2)), False),
+    "a product in place": (_doubled, False),
     "rebound": (_rebound, False),
     "masked in place": (_masked, False),
-    "a view changed in place": (_in_place(lambda z: z.view(-1, V).mul_(2)), False),
     "a view of changed logits": (_view_of_changed, False),
     "a reentrant checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=True), False),
     "a checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=False), False),
@@ -217,6 +210,8 @@ def test_programs_see_a_tensor():
         for other in (pickle.loads(pickle.dumps(z)), copy.deepcopy(z), z + 0):
             assert type(other) is torch.Tensor
             assert_close(other, nn.functional.linear(z.source.hidden, z.source.weight, z.source.bias), 1e-12)
+        for kind in (torch.int64, "meta"):
+            assert type(z.source.layer(z.source.hidden).to(kind)) is torch.Tensor
     z = z.source.layer(z.source.hidden)
     z.retain_grad()
     loss_of(z)[0].backward()
@@ -337,3 +332,5 @@ def test_the_modes_are_those_of_the_layers_call():
     with torch.no_grad():
         assert z.real("a test").requires_grad and not (z + 0).requires_grad and not loss_of(z)[0].requires_grad
     assert not loss_of(z.detach())[0].requires_grad
+    with torch.inference_mode():  # where no version shows a change
+        assert loss_of(layer(hidden)) != loss_of(_doubled(layer(hidden)))

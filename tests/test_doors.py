@@ -1,5 +1,4 @@
-"""The benchmark of steps in transformers, TRL, verl and torchtitan, on the CPU: by default with stand-ins; with --all
-also with releases of transformers, TRL and torchtitan."""
+"""The benchmark of steps in transformers, TRL, verl and torchtitan, with stand-ins of them, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,16 +16,13 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import parallel_lce.megatron
 import parallel_lce.verl
 import torchtitan_standin
-import torchtitan_training
+import trl_standin
 from benchmarks import doors
 from benchmarks.engine import timing
 from blocks import counted_forwards
 from parallel_lce.backends import torch_backend
 from parallel_lce.transformers import LogitsWarning
-from releases import ROOT, folder_of
-from tools import ran
-from transformers_models import OTHERS, RELEASE
-from transformers_standin import CausalLM, ChunkedLogProbFunction, installed_trl
+from transformers_standin import CausalLM
 
 FIRST = {"llama": "transformers", "qwen2": "transformers", "trl": "TRL", "verl": "verl", "verl-wide": "verl"}
 FIRST |= {"torchtitan": "torchtitan", "qwen2-eval": "transformers"}
@@ -37,7 +33,7 @@ COMMAND = ["--device", "cpu", "--rounds", "2"]
 def kernel(hidden, weight, labels, temperature, reduction):
     """verl's contract."""
     rest = labels.view(-1), temperature, None, None, 1.0, ("log_probs", "entropy")
-    return ChunkedLogProbFunction.apply(hidden.flatten(0, -2), weight, None, *rest)[:2]
+    return trl_standin.ChunkedLogProbFunction.apply(hidden.flatten(0, -2), weight, None, *rest)[:2]
 
 
 @pytest.fixture
@@ -51,7 +47,7 @@ def libraries(monkeypatch):
     verl = ModuleType(name := "verl.utils.kernel.linear_cross_entropy")
     verl.linear_cross_entropy = kernel
     verl.LinearCrossEntropy = SimpleNamespace(apply=kernel)
-    with installed_trl(), torchtitan_standin.installed() as door:
+    with trl_standin.installed(), torchtitan_standin.installed() as door:
         own = {name: each for name, each in sys.modules.items() if name.partition(".")[0] in STAND_INS or each is door}
     for name, module in own.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -103,54 +99,23 @@ def test_a_share_of_the_tokens_counts(libraries, tmp_path, capsys):
     assert "llama: 2 x 16 tokens, 25% counted, V=512" in capsys.readouterr().out
 
 
-def test_ours_runs_within_its_own_steps_alone(libraries, monkeypatch, tmp_path):
-    def refuse(*_, **__):
-        raise RuntimeError("ours was called")
-
-    monkeypatch.setattr("parallel_lce.trl.token_statistics", refuse)
-    monkeypatch.setattr("parallel_lce.rl.statistics_of", refuse)
-    monkeypatch.setattr("parallel_lce.transformers.linear_cross_entropy", refuse)
-    monkeypatch.setattr("parallel_lce.linear_cross_entropy", refuse)
-    status, cases = measured(tmp_path / "figures.json", "--cases", *FIRST)
-    assert status == 1
-    for name, first in FIRST.items():
-        assert_measured(cases[name][first])
-        assert cases[name]["ours"]["refused"] == "failed: RuntimeError: ours was called"
+WRONG = {
+    "refused: loss ": lambda log_probs: 1.002 * log_probs,
+    "refused: the gradient ": lambda log_probs: log_probs.detach() * 0.9 + log_probs * 0.1,
+    "refused: loss nan": lambda log_probs: log_probs * torch.nan,
+}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (lambda log_probs: 1.002 * log_probs, "refused: loss "),
-        (lambda log_probs: log_probs.detach() * 0.9 + log_probs * 0.1, "refused: the gradient "),
-        (lambda log_probs: log_probs * torch.nan, "refused: loss nan"),
-    ],
-)
-def test_what_differs_is_not_timed(wrong, reason, libraries, monkeypatch, tmp_path):
+@pytest.mark.parametrize("reason", WRONG)
+def test_what_differs_is_not_timed(reason, libraries, monkeypatch, tmp_path):
     right = parallel_lce.verl.rl.linear_cross_entropy
 
     def changed(*given, **named):
         log_probs, entropy = right(*given, **named)
-        return wrong(log_probs), entropy
+        return WRONG[reason](log_probs), entropy
 
     monkeypatch.setattr(parallel_lce.verl.rl, "linear_cross_entropy", changed)
     status, cases = measured(tmp_path / "figures.json", "--cases", "verl")
     assert status == 1 and "seconds" not in cases["verl"]["ours"]
     assert cases["verl"]["ours"]["refused"].startswith(reason)
     assert_measured(cases["verl"]["verl"])
-
-
-@pytest.mark.slow
-def test_releases(tmp_path):
-    folder = folder_of("transformers", RELEASE, others=tuple(OTHERS.split()))
-    (tmp_path / "site-packages").symlink_to(folder)  # datasets needs this name, as in transformers_models.py
-    path = tmp_path / "figures.json"
-    folders = f"{tmp_path / 'site-packages'}:{torchtitan_training.release()}"
-    environment = {"PYTHONPATH": folders, "HF_HUB_OFFLINE": "1"}
-    names = ["llama", "qwen2", "qwen2-eval", "grpo", "trl", "torchtitan"]
-    command = [sys.executable, "-m", "benchmarks.doors", *COMMAND, "--json", str(path), "--cases", *names]
-    done = ran(*command, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case in json.loads(path.read_text())["cases"]:
-        for row in case["ways"][:2]:
-            assert_measured(row)

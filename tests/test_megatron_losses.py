@@ -84,35 +84,20 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
 
 
 @on_ranks(1)
-def test_metrics_stay_if_the_losses_of_one_sequence_change(member):
-    patch(token_metrics=True)
-    model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
-    given = data.tokens[:1], data.positions[:1], data.mask
-    losses = model(*given, labels=data.labels[:1])
-    expected = losses.detach().clone()
-    losses.detach().zero_()
-    assert torch.equal(token_metrics(model).cross_entropy, expected) and expected.any()
-
-
-@on_ranks(1)
 def test_metrics_are_those_of_the_main_head(member):
     spec = Model(mtp=1)
     patch(token_metrics=True, skip_masked=True)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     ddp = in_ddp(model.config, model)
-    losses = ddp(data.tokens, data.positions, data.mask, labels=data.labels)
-    assert torch.equal(token_metrics(ddp).cross_entropy, losses.detach())
+    losses = ddp(data.tokens[:1], data.positions[:1], data.mask, labels=data.labels[:1])
+    expected = losses.detach().clone()
     losses.sum().backward()
+    losses.detach().zero_()  # as Megatron's schedules free its memory
+    assert torch.equal(token_metrics(ddp).cross_entropy, expected) and expected.any()
     kept = token_metrics(model)
     with torch.no_grad():
         token_log_probs(model, data.tokens, data.positions, data.mask, data.labels)  # its heads have losses, too
     assert token_metrics(model) is kept
-    unpatch()
-    main_grad = model.output_layer.weight.main_grad.clone()
-    ddp.zero_grad_buffer()
-    patch(skip_masked=True)
-    ddp(data.tokens, data.positions, data.mask, labels=data.labels).sum().backward()
-    assert_close(main_grad, model.output_layer.weight.main_grad, 1e-5)
 
 
 @pytest.mark.parametrize("options", [dict(z_loss=0.1), dict(label_smoothing=0.1), dict(vocab_size=VOCAB - 7)], ids=str)

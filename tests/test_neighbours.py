@@ -9,7 +9,6 @@ from megatron.core.tensor_parallel import mappings
 from torch import nn
 
 import megatron_models
-import test_trl
 import test_verl
 import torchtitan_training
 import transformers_models
@@ -17,9 +16,6 @@ from parallel_lce import neighbours
 from parallel_lce.patching import is_own
 from releases import folder_of
 from tools import on_ranks
-from world import mesh_of
-
-# --- torchtitan, 0.3.0 ---
 
 
 @pytest.mark.slow
@@ -29,36 +25,24 @@ def test_torchtitans_output_layers_compute_what_the_fused_loss_is_told(member):
     from torchtitan.models.common.decoder_sharding import colwise_config
     from torchtitan.models.muse_glimmer.model import SoftCappedLinear
 
+    from parallel_lce.torchtitan import _logit_options
+
     lm_head = SoftCappedLinear.Config(
         in_features=4, out_features=6, output_multiplier=0.7, output_soft_cap_temp=3.0, sharding_config=colwise_config()
     ).build()
     nn.init.normal_(lm_head.weight)
-    x, given = torch.arange(8.0).view(1, 2, 4), neighbours.torchtitan_logit_options(lm_head)
+    x, given = torch.arange(8.0).view(1, 2, 4), _logit_options(lm_head)
     scale, cap = given["logit_scale"], given["logit_softcap"]
     torch.testing.assert_close(lm_head(x), cap * torch.tanh(scale * (x @ lm_head.weight.T) / cap))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_dims, "device_type", "cpu")
         lm_head.parallelize(parallel_dims.ParallelDims(1, 1, 1, 2, 1, 1, 2))  # sets a forward of the instance
-    assert "forward" in vars(lm_head) and neighbours.torchtitan_logit_options(lm_head) == given
-    lm_head.forward = lambda x: 2 * x
-    assert neighbours.torchtitan_logit_options(lm_head) is None
-
-
-@pytest.mark.slow
-@on_ranks(2, path_of=lambda given: str(torchtitan_training.release()))
-def test_torchtitans_tensor_parallel_group_is_that_of_its_region(member):
-    for names, expected in (("tp",), 2), (("dp",), None):
-        with torchtitan_training.released(mesh_of("cpu", (2,), names)):
-            group = neighbours.torchtitan_tp_group()
-            assert (group and group.size()) == expected
-
-
-# --- transformers, 5.24 ---
+    assert "forward" in vars(lm_head) and _logit_options(lm_head) == given
 
 
 @pytest.mark.slow
 @on_ranks(1, path_of=lambda given: transformers_models.site())
-def test_transformers_losses_and_plans_are_known_by_their_package(member):
+def test_losses_and_plans_of_transformers_and_functions_of_trl_are_known(member):
     from transformers.distributed.tensor_parallel import ColwiseParallel
     from transformers.loss import loss_utils
 
@@ -68,21 +52,11 @@ def test_transformers_losses_and_plans_are_known_by_their_package(member):
         patch.setattr(loss_utils, "fixed_cross_entropy", lambda *given, **named: None)
         assert not neighbours.is_causal_lm_loss(loss_utils.ForCausalLMLoss)
     layer = ColwiseParallel().install_forward(nn.Linear(2, 2), None)
-    assert neighbours.is_transformers(layer.forward) and not neighbours.is_transformers(nn.Linear(2, 2).forward)
-
-
-# --- TRL, 1.16 ---
-
-
-@pytest.mark.slow
-@on_ranks(1, path_of=lambda given: test_trl.site())
-def test_trls_modules_hold_its_functions_by_these_names(member):
+    of_transformers = functools.partial(neighbours.is_of, neighbours.TRANSFORMERS)
+    assert of_transformers(layer.forward) and not of_transformers(nn.Linear(2, 2).forward)
     for places in (neighbours.TRL_DIVERGENCE, neighbours.TRL_LOG_PROBS):
         (function,) = {getattr(importlib.import_module(module), name) for module, name in places}
         assert is_own(function.forward, places[0][0]) and is_own(function.backward, places[0][0])
-
-
-# --- verl, 0.9.1 ---
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import sys
 from dataclasses import fields
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import parallel_lce
 import torchtitan_standin
 from releases import ROOT
+from tools import ran
 
 LOGITS = "logit_scale logit_softcap temperature"
 TENSOR_PARALLEL = "process_group sequence_parallel sequence_dim vocab_start vocab_size reduce_dtype reduce_hidden_grad"
@@ -106,6 +108,11 @@ def test_functions_and_their_arguments(name):
         positional, _, others = arguments.partition("*")
         assert [p.name for p in parameters if p.name not in named] == positional.split(), function
         assert named == {*others.split()}, function
+
+
+def test_modules_are_attributes_of_the_package():
+    code = "import parallel_lce; assert parallel_lce.transformers.patch and parallel_lce.rl.linear_cross_entropy"
+    assert ran(sys.executable, "-c", code, cwd=ROOT).returncode == 0
 
 
 def test_fields_of_statistics():

@@ -11,19 +11,15 @@ import parallel_lce.transformers as door
 from transformers_models import KINDS, RELEASE_ALONE, RELEASES, batch, fused, model_of, near, on_releases, warned
 
 
-@pytest.mark.parametrize("how", ["training", "evaluation", "own logits", "own loss"])
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @RELEASES
 @on_releases()
-def test_metrics_of_each_token(member, release, kind, how):
-    model, given = model_of(release, kind).train(how in ("training", "own loss")), batch(0)
+def test_metrics_of_each_token(member, release, kind, training):
+    model, given = model_of(release, kind).train(training), batch(0)
     own = copy.deepcopy(model)
-    door.patch(model, token_metrics=True, token_accuracy=True, eval_logits=how == "own logits")
-    if how == "own loss":
-        model.get_output_embeddings().register_forward_hook(lambda layer, given, z: z + 0)
-    with warned() as said:
-        found, expected = model(**given), own(**given)
-    assert len(said) == (how == "own loss") and fused(found) == (how in ("training", "evaluation"))
+    found, expected = door.patch(model, token_metrics=True, token_accuracy=True)(**given), own(**given)
+    assert fused(found)
     near(found.loss.detach(), expected.loss.detach())
     target = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
     counted, log_p = target >= 0, torch.log_softmax(expected.logits.detach().double(), -1)
@@ -32,10 +28,13 @@ def test_metrics_of_each_token(member, release, kind, how):
     near(found["entropies"].double(), -(log_p.exp() * log_p).sum(-1) * counted)
     assert not any(found[name].requires_grad for name in ("log_probs", "entropies"))
     near(found["token_accuracy"], (log_p.argmax(-1) == target)[counted].float().mean())
-    if how == "training":
-        found.loss.backward(), expected.loss.backward()
-        for name, p in own.named_parameters():
-            near(model.get_parameter(name).grad, p.grad)
+    found.loss.backward(), expected.loss.backward()
+    for name, p in own.named_parameters():
+        near(model.get_parameter(name).grad, p.grad)
+    model.get_output_embeddings().register_forward_hook(lambda layer, given, z: z + 0)
+    with warned() as said:
+        assert "log_probs" not in model.train()(**given)
+    assert len(said) == 1  # the model's own loss
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

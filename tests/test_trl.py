@@ -2,14 +2,11 @@
 head and trainers run, too."""
 
 import contextlib
-import functools
 import importlib
 import itertools
 import sys
 import tempfile
 import types
-import warnings
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,80 +14,19 @@ import torch
 from torch.nn import functional as F
 
 from measures import assert_near
-from parallel_lce import neighbours
 from parallel_lce import trl as door
-from releases import folder_of
 from test_checks import _Wrapper
-from tools import on_ranks, with_modules
+from transformers_models import RELEASE_ALONE, RELEASES, D, V, on_releases, warned
+from trl_standin import ChunkedDivergenceFunction, ChunkedLogProbFunction, installed
 
-RELEASE = "5.24.0"  # of transformers, beside TRL 1.16
-OTHERS = "accelerate==1.15.0 regex==2026.11.19 psutil==7.2.2 datasets==5.2.0 pandas==3.1.1 pyarrow==26.0.1 dill==0.4.1 "
-OTHERS += "multiprocess==0.70.19 xxhash==4.1.0 requests==2.34.2 urllib3==2.8.0 certifi charset_normalizer"
-OTHERS += " trl==1.16.0 peft==0.21.2"
-RELEASED = pytest.param("release", marks=pytest.mark.slow)
-V, D, OUTPUTS = 97, 32, neighbours.TRL_OUTPUTS
-
-
-@functools.cache
-def site() -> str:
-    """The folder of the release. datasets pickles functions, by dill, which knows installed modules by its name."""
-    folder = Path(tempfile.mkdtemp()) / "site-packages"
-    folder.symlink_to(folder_of("transformers", RELEASE, others=tuple(OTHERS.split())))
-    return str(folder)
-
-
-def on_releases(*releases):
-    """The body runs with each of them."""
-    on = on_ranks(1, lambda given: site() if given["release"] == "release" else None)
-    given = pytest.mark.parametrize("release", releases)
-    return lambda body: pytest.mark.parametrize("device", ["cpu"])(given(on(body)))
-
-
-def _log_softmax(hidden, weight, bias, logit_scale, softcap, temperature):
-    bias = None if bias is None else bias.to(hidden.dtype)
-    z = F.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    return z, z.log_softmax(-1)
-
-
-class ChunkedLogProbFunction:
-    @classmethod
-    def apply(cls, *arguments):
-        return cls.forward(None, *arguments)
-
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
-        z, log_p = _log_softmax(hidden, weight, bias, logit_scale, softcap, temperature)
-        p, picked = log_p.exp(), log_p.gather(-1, targets[:, None]).squeeze(-1)
-        entropy, squares = -(p * log_p).sum(-1), p.square().sum(-1).log().detach()
-        found = dict(zip(OUTPUTS[1:], (entropy, squares, z.mean(-1).detach(), z.argmax(-1) == targets)))
-        return picked, *(value if name in outputs else None for name, value in found.items())
-
-    def backward(ctx, *upstream):
-        raise NotImplementedError
-
-
-class ChunkedDivergenceFunction(ChunkedLogProbFunction):
-    def forward(ctx, x, w, b, y, u, c, beta, temperature=1.0, scale=1.0, cap=None, teacher_scale=1.0, teacher_cap=None):
-        _, log_p = _log_softmax(x, w, b, scale, cap, temperature)
-        teacher = y.detach(), u[: len(w)].detach(), c if c is None else c[: len(w)].detach()
-        _, log_q = _log_softmax(*teacher, teacher_scale, teacher_cap, temperature)
-        p, q = log_p.exp(), log_q.exp()
-        log_m = (beta * q + (1 - beta) * p).log()
-        of_q, of_p = (q * (log_q - (log_m if beta else log_p))).sum(-1), (p * (log_p - log_m)).sum(-1)
-        divergence = of_q if beta == 0 else of_p if beta == 1 else beta * of_q + (1 - beta) * of_p
-        return divergence, -(p * log_p).sum(-1).detach()
-
-
+OUTPUTS = door.OUTPUTS
 TRUTH = ChunkedLogProbFunction, ChunkedDivergenceFunction
 
 
 @contextlib.contextmanager
 def patched(release: str):
-    """TRL's two functions before and after ``patch()``, called twice. This module is the stand-ins' home."""
-    given = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.kernels", "trl.trainer.utils")}
-    given |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), sys.modules[__name__])
-    given["trl.trainer.utils"]._ChunkedLogProbFunction = ChunkedLogProbFunction
-    with with_modules(given) if release == "stand-in" else contextlib.nullcontext():
+    """TRL's two functions before and after ``patch()``, called twice."""
+    with installed() if release == "stand-in" else contextlib.nullcontext():
         user = "trl.kernels.chunked_divergence" if release == "stand-in" else "trl.trainer.distillation_trainer"
         modules = [importlib.import_module(name) for name in ("trl.trainer.utils", user)]
         held = lambda: (modules[0]._ChunkedLogProbFunction, modules[1].ChunkedDivergenceFunction)  # noqa: E731
@@ -124,7 +60,8 @@ def normal(*shapes):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-@on_releases("stand-in", RELEASED)
+@RELEASES
+@on_releases()
 def test_log_probs_and_their_gradients_are_trls(member, release):
     with patched(release) as (own, ours):
         h, w, b = normal((23, D), (V, D), (V,))
@@ -148,7 +85,8 @@ def test_log_probs_and_their_gradients_are_trls(member, release):
             assert_near(*pair, 2e-6)
 
 
-@on_releases("stand-in", RELEASED)
+@RELEASES
+@on_releases()
 def test_divergences_and_their_gradients_are_trls(member, release):
     """The teacher is wider, and has more rows."""
     with patched(release) as (own, ours):
@@ -165,17 +103,8 @@ def test_divergences_and_their_gradients_are_trls(member, release):
             agree(three, (x, w, b if biased else None), (y, u, c if biased else None, *rest), upstream, 1)
 
 
-@contextlib.contextmanager
-def said():
-    """Yields the texts of the door's warnings. pytest.warns would end the process of a rank."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(each.message) for each in found if each.category is door.TRLWarning]
-
-
-@on_releases("stand-in", RELEASED)
+@RELEASES
+@on_releases()
 def test_what_ours_refuse_trls_own_computes_and_it_is_said_once(member, release):
     x, w, ids = torch.randn(5, D), torch.randn(V, D), torch.arange(5)
     of_zero, quantized = torch.nn.Parameter(w.clone()), w.as_subclass(_Wrapper)
@@ -187,12 +116,13 @@ def test_what_ours_refuse_trls_own_computes_and_it_is_said_once(member, release)
     with patched(release) as (_, ours):
         for which, words, given in cases:
             own = types.SimpleNamespace(__name__="it", apply=lambda *arguments: arguments)
-            with said() as found, mock.patch.object(ours[which], "own", own):
+            with warned((door.TRLWarning,)) as found, mock.patch.object(ours[which], "own", own):
                 assert ours[which].apply(*given) == ours[which].apply(*given) == given
             assert len(found) == 1 and words in found[0]
 
 
-@on_releases("stand-in", RELEASED)
+@RELEASES
+@on_releases()
 def test_a_function_that_somebody_else_has_put_there_stays(member, release):
     with patched(release) as (own, _):
         utils, derived = sys.modules["trl.trainer.utils"], type("Derived", own[0].__mro__[:1], {})
@@ -201,16 +131,10 @@ def test_a_function_that_somebody_else_has_put_there_stays(member, release):
             (own[0], "backward", staticmethod(F.silu), own[0]),
         ):
             door.unpatch()
-            with mock.patch.object(owner, name, value), said() as found:
+            with mock.patch.object(owner, name, value), warned((door.TRLWarning,)) as found:
                 door.patch()
                 assert utils._ChunkedLogProbFunction is kept
-            assert any("utils._ChunkedLogProbFunction is" in text and "it stays" in text for text in found)
-            vars(utils)["_ChunkedLogProbFunction"] = own[0]
-
-
-def test_a_budget_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="logits_budget must be"):
-        door.patch(logits_budget=-1)
+            assert "hunkedLogProbFunction is not TRL's function as released: it stays" in found[0], found
 
 
 def _tokenizer():
@@ -236,7 +160,8 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize("name", [*TRAINERS])
-@on_releases(RELEASED)
+@RELEASE_ALONE
+@on_releases()
 def test_trainers_log_what_they_log_without(member, release, name):
     import transformers as hf
     import trl
@@ -257,7 +182,7 @@ def test_trainers_log_what_they_log_without(member, release, name):
             torch.nn.init.normal_(teacher.get_output_embeddings().weight, std=0.5)
             given["teacher_model"] = teacher
         configured, called = TRAINERS[name]
-        with mock.patch.object(door, called, wraps=getattr(door, called)) as calls, said() as none:
+        with mock.patch.object(door, called, wraps=getattr(door, called)) as calls, warned((door.TRLWarning,)) as none:
             if ours:
                 door.patch()
             options = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured

@@ -230,55 +230,24 @@ def test_what_the_engines_return_and_every_gradient_are_those_of_logits(member, 
 @RELEASES
 @on_ranks(2, _path_of)
 def test_where_nothing_sums_the_gradient_training_is_refused(member, verl):
-    """Without sequence parallelism. Scores without a gradient are right, and so is whoever adds the mapping."""
-    verls("utils.kernel.linear_cross_entropy")
+    """Scores without a gradient are right, and so is whoever adds the mapping."""
+    kernel = verls("utils.kernel.linear_cross_entropy")
     door.patch()
-    module = verls("models.mcore.model_forward_fused")
     megatron_models.build(member, megatron_models.Model(ranks=member.ranks), {})
     whole, weight, labels = normal(12, 32).float(), normal(96, 32, seed=1).float(), torch.arange(12) * 7
     truth = whole.double().requires_grad_()
     expected = reference.statistics(truth @ weight.double().t() / 0.7, labels)["target_log_prob"]
     expected.sum().backward()
-    given = dict(output_layer=SimpleNamespace(weight=weight.chunk(member.ranks)[member.rank]), output_weight=None)
-    given |= dict(labels=labels, context=module.FusedOutputProcessorContext(temperature=0.7))
-    given["config"] = SimpleNamespace(sequence_parallel=False)
-
-    def log_probs(hidden):
-        return module.fused_output_processor(hidden_states=hidden[:, None], **given).log_probs
+    rest = weight.chunk(member.ranks)[member.rank], labels, 0.7, "none", member.group
 
     hidden = whole.clone().requires_grad_()
-    assert "nothing in verl sums the gradient" in words_of_error(lambda: log_probs(hidden))
+    refused = words_of_error(lambda: kernel.linear_cross_entropy(hidden, *rest))
+    assert "nothing in verl sums the gradient" in refused
     with torch.no_grad():
-        assert_near(log_probs(hidden), expected, 2e-5)
-    kernel = module.linear_cross_entropy
-    copied = mappings.copy_to_tensor_model_parallel_region
-    with mock.patch.object(module, "linear_cross_entropy", lambda states, *rest: kernel(copied(states), *rest)):
-        log_probs(hidden).sum().backward()
+        assert_near(kernel.linear_cross_entropy(hidden, *rest)[0], expected, 2e-5)
+    copied = mappings.copy_to_tensor_model_parallel_region(hidden)
+    kernel.linear_cross_entropy(copied, *rest)[0].sum().backward()
     assert_near(hidden.grad, truth.grad, 2e-5)
-    door.unpatch()
-
-
-@ON_CPU
-@pytest.mark.parametrize("verl", [RELEASED])
-@on_ranks(1, _path_of)
-def test_what_verl_refuses_with_fused_kernels_stays_refused(member, verl):
-    verls("utils.kernel.linear_cross_entropy")
-    door.patch()
-    tensordict = importlib.import_module("tensordict")
-    for more, words in (
-        (dict(temperature=torch.ones(3)), "per sample temperature"),
-        (dict(calculate_sum_pi_squared=True), "not supported with use_fused_kernels"),
-    ):
-        _, _, batch = _batch("")
-        for name, value in more.items():
-            del batch[name]
-            batch[name] = value if isinstance(value, torch.Tensor) else tensordict.NonTensorData(value)
-        try:
-            _fsdp_engine(_Dense(), batch)
-            said = ""
-        except (AssertionError, NotImplementedError) as refusal:
-            said = str(refusal)
-        assert words in said
     door.unpatch()
 
 
@@ -303,8 +272,13 @@ def test_a_function_of_other_code_stays(member, verl):
     assert any("model_forward_fused.linear_cross_entropy is other code's and stays" in str(w.message) for w in said)
 
 
-def test_the_environment_skips_masked_tokens(monkeypatch):
-    """Unless patch() says otherwise."""
+def test_without_verl_patch_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)  # its import fails
+    with pytest.raises(ImportError, match="needs verl 0.9 or later .pip install verl."):
+        door.patch()
+
+
+def test_the_environment_skips_masked_tokens_unless_patch_says_otherwise(monkeypatch):
     monkeypatch.syspath_prepend(standin())
     for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
         monkeypatch.delitem(sys.modules, name)
@@ -331,22 +305,22 @@ assert (kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply) != {patc
 """
 
 
-def _run(code: str, path: tuple[Path | str, ...], environment: dict[str, str]) -> None:
+def _run(code: str, environment: dict[str, str]) -> None:
     forget("megatron", "parallel_lce")
-    sys.path[:0] = map(str, path)
+    sys.path.insert(0, standin())
     os.environ.update(environment)
     exec(code, {})
 
 
-def _python(code: str, *path: Path | str, **environment: str) -> None:
-    launched(1, _run, code, path, environment)
+def _python(code: str, **environment: str) -> None:
+    launched(1, _run, code, environment)
 
 
 def test_the_line_of_the_page_and_nothing_else_patches():
     (line,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     name, value = re.match(r"(\w+)=(\S+) python3 -m verl", line).groups()
-    _python(IMPORT.format(patched=True), standin(), **{name: value})
-    _python(IMPORT.format(patched=False), standin())
+    _python(IMPORT.format(patched=True), **{name: value})
+    _python(IMPORT.format(patched=False))
 
 
 def test_the_python_of_the_page_and_nothing_else_imports_a_trainer():

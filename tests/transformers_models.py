@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import parallel_lce.transformers as door
 from parallel_lce import linear_cross_entropy
@@ -19,7 +18,6 @@ from parallel_lce.deferred import DeferredLogits
 from releases import folder_of
 from tools import on_ranks
 from transformers_standin import CausalLM
-from world import Member
 from wrappers import whole
 
 RELEASE = "5.24.0"
@@ -87,27 +85,9 @@ def batch(seed: int) -> dict:
     return {"input_ids": ids, "labels": labels}
 
 
-def saved(model, member: Member) -> str:
-    """A folder that rank 0 has written and all ranks load from."""
-    folder = [tempfile.mkdtemp()]
-    if member.rank == 0:
-        model.save_pretrained(folder[0])
-    if member.ranks > 1:
-        dist.broadcast_object_list(folder)
-    return folder[0]
-
-
 def fused(output) -> bool:
     """Its logits are a tensor, and not made."""
     return type(output.logits) is DeferredLogits and output.logits.state.real is None
-
-
-def accuracy_of(logits, labels):
-    top, labels = logits[:, :-1].argmax(-1), labels[:, 1:]
-    return ((top == labels) & (labels != -100)).sum() / (labels != -100).sum()
-
-
-# --- beside the model's own loss ------------------------------------------------------------------------
 
 
 def near(found, expected) -> None:
@@ -128,13 +108,6 @@ def same(a, b) -> None:
 
 
 @contextlib.contextmanager
-def without_a_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", door.LogitsWarning)
-        yield
-
-
-@contextlib.contextmanager
 def warned(kinds: tuple[type[Warning], ...] = (door.LogitsWarning,)):
     """Yields a list of what warnings of these kinds say, complete at the end."""
     said: list[str] = []
@@ -144,10 +117,10 @@ def warned(kinds: tuple[type[Warning], ...] = (door.LogitsWarning,)):
     said += [str(w.message) for w in caught if issubclass(w.category, kinds)]
 
 
-def beside_stock(habit, model, given, **options) -> tuple[list[str], bool]:
+def beside_stock(habit, model, given) -> tuple[list[str], bool]:
     """What was said, and whether the last loss was fused, of a habit that gives what it gives without the patch."""
     stock = habit(copy.deepcopy(model), given, lambda m: m)
     with warned() as said, mock.patch.object(door, "linear_cross_entropy", wraps=linear_cross_entropy) as called:
-        ours = habit(model, given, functools.partial(door.patch, **options))
+        ours = habit(model, given, door.patch)
     same(stock, ours)
     return said, called.called

@@ -1,7 +1,6 @@
 """What parallel_lce.transformers uses of transformers 5, of the same contract."""
 
 import copy
-import types
 from collections import OrderedDict
 
 import torch
@@ -9,10 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
 
-import test_trl
 from parallel_lce.neighbours import TRANSFORMERS
-from test_trl import ChunkedLogProbFunction
-from tools import with_modules
 
 TRANSFORMERS.add(__name__)  # this module stands for that package
 
@@ -35,13 +31,6 @@ class Output(OrderedDict):
         return self[name]
 
 
-def ForMaskedLMLoss(logits, labels, vocab_size, **kwargs):
-    return nn.functional.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1))
-
-
-LOSS_MAPPING = {"ForCausalLM": ForCausalLMLoss, "ForMaskedLM": ForMaskedLMLoss}
-
-
 # As transformers does for its outputs. FSDP2 of torch 2.11 finds a forward's tensors only in what is registered.
 register_pytree_node(Output, lambda o: ([*o.values()], [*o]), lambda values, names: Output(zip(names, values)))
 
@@ -53,11 +42,11 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model["embed"].weight
-        self.vocabulary, self.loss_type, self.cap, self.scale = V, "ForCausalLM", cap, scale
+        self.vocabulary, self.cap, self.scale = V, cap, scale
 
     @property
     def loss_function(self):
-        return self._loss_function if hasattr(self, "_loss_function") else LOSS_MAPPING[self.loss_type]
+        return getattr(self, "_loss_function", ForCausalLMLoss)
 
     @loss_function.setter
     def loss_function(self, value) -> None:
@@ -97,39 +86,15 @@ class ModulesToSave(nn.Module):
         return self.modules_to_save["default"](*arguments, **options)
 
 
-class ColwiseGatherOutput:
-    """transformers' style of this name, on the layer alone."""
+def install_forward(layer: nn.Module, mesh, dim: int) -> None:
+    """transformers' styles colwise_gather_output, ``dim`` 0, and rowwise_split_input, 1, on the layer alone."""
+    for name, parameter in [*layer.named_parameters()]:
+        setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(dim)])))
+    original_forward = layer.forward
 
-    def install_forward(self, module: nn.Module, mesh) -> None:
-        for name, parameter in [*module.named_parameters()]:
-            setattr(module, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)])))
-        original_forward = module.forward
+    def tp_forward(hidden):
+        hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        hidden = hidden.redistribute(placements=[Shard(hidden.ndim - 1) if dim else Replicate()])
+        return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
 
-        def tp_forward(hidden):
-            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-            return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
-
-        module.forward = tp_forward
-
-
-class RowwiseSplitInput:
-    """transformers' style of this name, on the layer alone."""
-
-    def install_forward(self, module: nn.Module, mesh) -> None:
-        module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(1)]))
-        original_forward = module.forward
-
-        def tp_forward(hidden):
-            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-            hidden = hidden.redistribute(placements=[Shard(hidden.ndim - 1)])
-            return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
-
-        module.forward = tp_forward
-
-
-def installed_trl():
-    """A context in which TRL's modules are stand-ins, with the functions of test_trl."""
-    modules = {name: types.ModuleType(name) for name in ("trl", "trl.trainer", "trl.kernels", "trl.trainer.utils")}
-    modules |= dict.fromkeys(("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"), test_trl)
-    vars(modules["trl.trainer.utils"])["_ChunkedLogProbFunction"] = ChunkedLogProbFunction
-    return with_modules(modules)
+    layer.forward = tp_forward

@@ -26,7 +26,7 @@ elif __name__ == "verl.utils.kernel.linear_cross_entropy":
     linear_cross_entropy = LinearCrossEntropy.apply
 
 
-get_non_tensor_data, FusedOutputProcessorContext = dict.get, SimpleNamespace
+get_non_tensor_data = dict.get
 
 
 def TensorDict(data, batch_size=None):

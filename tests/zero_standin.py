@@ -1,6 +1,5 @@
 """A stand-in of what the hooks of DeepSpeed's ZeRO-3 do around a module's forward and backward."""
 
-import contextlib
 import sys
 from collections import OrderedDict
 from unittest import mock
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from tools import with_modules
 
@@ -35,21 +35,8 @@ def _release(parameter) -> None:
     parameter.data = torch.empty(0)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias=None):
-        ctx.save_for_backward(hidden, weight, bias)
-        return torch._C._nn.linear(hidden, weight, bias)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight, bias = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        return gradient @ weight, rows.T @ hidden.flatten(0, -2), None if bias is None else rows.sum(0)
-
-
 def zero3_linear_wrap(hidden, weight, bias=None):
-    return _Linear.apply(hidden, weight, bias)
+    return torch._C._nn.linear(hidden, weight, bias)
 
 
 def installed():
@@ -63,17 +50,10 @@ def partition(parameter) -> None:
     """Leaves it empty, with this rank's part beside it, and lets a backward sum its gradient into ``total``."""
     flat = parameter.data.flatten()
     flat = F.pad(flat, (0, -len(flat) % dist.get_world_size()))
-    # The whole parameter's place in the graph.
-    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0] if parameter.requires_grad else None
-    vars(parameter).update(ds_id=id(parameter), ds_shape=parameter.shape, node=node)
+    vars(parameter).update(ds_id=id(parameter), ds_shape=parameter.shape)
     parameter.ds_tensor = flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
     parameter.total = torch.zeros_like(parameter.ds_tensor)
-    if node is not None:
-        node.register_hook(_reducing(parameter))
-    _release(parameter)
 
-
-def _reducing(parameter):
     def reduce(*_) -> None:
         flat = parameter.grad.flatten()
         dist.all_reduce(flat)
@@ -81,19 +61,10 @@ def _reducing(parameter):
         parameter.total += flat.chunk(dist.get_world_size())[dist.get_rank()]
         parameter.grad = None
 
-    return reduce
-
-
-@contextlib.contextmanager
-def gathered(*parameters):
-    """A context in which they are whole."""
-    for parameter in parameters:
-        _gather(parameter)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            _release(parameter)
+    if parameter.requires_grad:  # the whole parameter's place in the graph
+        parameter.node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        parameter.node.register_hook(reduce)
+    _release(parameter)
 
 
 class StandIn:
@@ -109,14 +80,7 @@ class StandIn:
 
     def _hook(self, module: nn.Module) -> None:
         own = [p for p in OrderedDict.values(module._parameters) if p is not None]
-
-        def fetch() -> None:
-            for parameter in own:
-                _gather(parameter)
-
-        def release() -> None:
-            for parameter in own:
-                _release(parameter)
+        fetch, release = (lambda: [*map(_gather, own)]), (lambda: [*map(_release, own)])
 
         def identity(before_backward):
             class Around(torch.autograd.Function):
@@ -129,17 +93,20 @@ class StandIn:
                     before_backward()
                     return gradient
 
-            return lambda values: _mapped(Around.apply, values)
+            return lambda values: tree_map_only(Tensor, Around.apply, values)
 
         opened, closed = identity(fetch), identity(release)
-        pre = [lambda module, given: fetch(), lambda module, given: closed(given)]
-        post = [lambda module, given, output: release(), lambda module, given, output: opened(output)]
-        for hook in (*pre, *post):
-            hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-        for hook in pre:
-            module.register_forward_pre_hook(hook)
-        for hook in post:
-            module.register_forward_hook(hook)
+
+        def before(module, given):
+            fetch()
+            return closed(given)
+
+        def after(module, given, output):
+            release()
+            return opened(output)
+
+        before.__module__ = after.__module__ = "deepspeed.runtime.zero.parameter_offload"
+        module.register_forward_pre_hook(before), module.register_forward_hook(after)
 
     def __call__(self, **given):
         with mock.patch.object(Parameters, "strict", True):
@@ -150,24 +117,12 @@ class StandIn:
             value.register_hook(hook)
         return output
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
     def step(self) -> None:
         for parameter in self.parameters:
             parameter.ds_tensor -= self.rate * parameter.total
             parameter.total.zero_()
 
     def whole(self) -> list[Tensor]:
-        with gathered(*self.parameters):
-            return [parameter.detach().clone() for parameter in self.parameters]
-
-
-def _mapped(function, values):
-    if isinstance(values, tuple):
-        return tuple(_mapped(function, value) for value in values)
-    if isinstance(values, dict):
-        for name in values:
-            values[name] = _mapped(function, values[name])
-        return values
-    return function(values) if isinstance(values, Tensor) else values
+        for parameter in self.parameters:
+            _gather(parameter)
+        return [parameter.detach().clone() for parameter in self.parameters]

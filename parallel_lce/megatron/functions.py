@@ -9,9 +9,6 @@ from megatron.core.tensor_parallel import cross_entropy, layers
 
 from parallel_lce.neighbours import MEGATRON_LOSS, MEGATRON_PROJECTION
 
-_own: dict[str, Any] = {}
-"""Functions that were found to be Megatron's, by their names: most calls only compare."""
-
 
 def is_megatrons(function: Any) -> bool:
     """Whether Megatron-core wrote a function or class. A program's own, which may have its name, has other globals."""
@@ -23,32 +20,32 @@ def is_megatrons(function: Any) -> bool:
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
 
 
+_own: dict[str, list[Any]] = {}
+"""By module, the functions that were found to be Megatron's. A program may replace one later: each call compares."""
+
+
 def why_projection_is_not_megatrons(layer: Any) -> str | None:
     """The first replaced function, of those that make the logits of an output layer, in a sentence; None without."""
-    of_layer = getattr(layer._forward_impl, "__func__", layer._forward_impl)
-    return _replaced("_forward_impl", of_layer) or _first_replaced(layers, MEGATRON_PROJECTION)
+    if not is_megatrons(layer._forward_impl):
+        return "_forward_impl is not Megatron's own; leave Megatron's in place"
+    return _replaced(layers, MEGATRON_PROJECTION)
 
 
 def why_loss_is_not_megatrons() -> str | None:
     """The same of the functions that make the unfused cross-entropy."""
-    public = "tensor_parallel.vocab_parallel_cross_entropy", tensor_parallel.vocab_parallel_cross_entropy
-    return _replaced(*public) or _first_replaced(cross_entropy, MEGATRON_LOSS)
+    return _replaced(tensor_parallel, _PUBLIC) or _replaced(cross_entropy, MEGATRON_LOSS)
 
 
-def _first_replaced(module: Any, table: dict[str, tuple[str, ...]]) -> str | None:
-    for kind, names in table.items():
-        owner = vars(module)[kind] if kind else module
-        own = vars(owner)
-        for name in names:
-            if name in own and (reason := _replaced(f"{kind}.{name}", own[name])) is not None:
-                return reason
+_PUBLIC = {"": ("vocab_parallel_cross_entropy",)}
+
+
+def _replaced(module: Any, table: dict[str, tuple[str, ...]]) -> str | None:
+    """``table``: names of functions and, by their class, of methods, of which a class may inherit some."""
+    found = [(vars(vars(module)[kind]) if kind else vars(module)).get(name) for kind in table for name in table[kind]]
+    if found != _own.get(module.__name__):
+        names = [f"{kind or module.__name__}.{name}" for kind in table for name in table[kind]]
+        for name, function in zip(names, found):
+            if function is not None and not is_megatrons(function):
+                return f"{name} is not Megatron's own; leave Megatron's in place"
+        _own[module.__name__] = found
     return None
-
-
-def _replaced(name: str, function: Any) -> str | None:
-    if _own.get(name) is function:
-        return None
-    if is_megatrons(function):
-        _own[name] = function
-        return None
-    return f"{name} is not Megatron's own; leave Megatron's in place"

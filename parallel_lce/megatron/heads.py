@@ -9,9 +9,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor, nn
 
 from parallel_lce.call.checks import dispatches
-from parallel_lce.core.options import as_int64
 from parallel_lce.core.private import outside_graphs, parameters_of, submodules_of
-from parallel_lce.deferred import DeferredLogits, Source
+from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.heads import FusedHead, call_unit, fused_class, is_unit
 from parallel_lce.megatron.functions import why_projection_is_not_megatrons
 from parallel_lce.megatron.loss import fused_losses, swapped
@@ -68,48 +67,44 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
             return "the output layer's parametrizations may give another weight each time; fold them into the weight"
         if (reason := why_projection_is_not_megatrons(self)) is not None:
             return reason
-        used, expected = self._used(passed), [self.output_size_per_partition, self.input_size]
+        own, expected = parameters_of(self).get("weight"), (self.output_size_per_partition, self.input_size)
+        used = own if passed is None else passed
         if used is None:
             return "the output layer has no parameter named weight, and none is passed to it"
-        weights = used, self._used(None)  # the passed weight may be a detached view of the layer's own
-        if any(hasattr(w, "__fsdp_param__") for w in weights) or getattr(self, "gtp_remat_size", 1) > 1:
+        # The passed weight may be a detached view of the layer's own.
+        sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__")
+        if sharded or getattr(self, "gtp_remat_size", 1) > 1:
             return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
-        if not is_unit(self) and (dispatches(type(used)) or list(used.shape) != expected):
-            return f"the output weight is a {type(used).__name__} {list(used.shape)}; use a plain one of {expected}"
+        if (used.shape != expected or dispatches(type(used))) and not is_unit(self):
+            return f"the output weight is a {type(used).__name__} {[*used.shape]}; use a plain one of {[*expected]}"
         if getattr(self, "disable_grad_reduce", False):
             return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
-        if self.config.defer_embedding_wgrad_compute:
-            return DEFERS_WEIGHT_GRADIENT
-        return None
+        return DEFERS_WEIGHT_GRADIENT if self.config.defer_embedding_wgrad_compute else None
 
     def _deferred(self, hidden: Tensor, passed: Tensor | None, gather: bool | None, unit: Any) -> tuple:
         ranks = 1 if self.tp_group is None else self.tp_group.size()
-        parallel, used, bias = self.sequence_parallel, self._used(passed), None if self.skip_bias_add else self.bias
-        whole = partial(gather_from_sequence_parallel_region, group=self.tp_group) if parallel and ranks > 1 else None
-        make = partial(self._real, passed, gather, parallel, unit is not None)
-        operands = (None, None) if unit is not None else (used, bias)
+        used, bias, whole = self._used(passed), self.bias, None
+        first, *others, _ = hidden.shape
+        if self.sequence_parallel and ranks > 1:
+            first, whole = ranks * first, partial(gather_from_sequence_parallel_region, group=self.tp_group)
+        make = partial(self._real, passed, gather, unit is not None)
+        operands = (None, None) if unit is not None else (used, None if self.skip_bias_add else bias)
         call: Any = Source(self, hidden, *operands, make, self._say_use, unit=unit, parameter=used, whole=whole)
-        call.shared, call.sequence_parallel = passed is not None, parallel  # for the loss
+        call.shared = passed is not None  # for the loss
         gathers = self.gather_output if gather is None else gather
         entries = self.output_size if gathers else self.output_size_per_partition
-        shape = hidden.shape[0] * (ranks if parallel else 1), *hidden.shape[1:-1], entries
-        logits = DeferredLogits.of(call, shape, getattr(self, "output_dtype", None))
-        return logits, self.bias if self.skip_bias_add else None
+        logits = DeferredLogits.of(call, (first, *others, entries), getattr(self, "output_dtype", None))
+        return logits, bias if self.skip_bias_add else None
 
     def _say_use(self, _: Source, use: str) -> None:
         self._say(f"{use!r} of the output layer's result wants them")
 
-    def _real(self, passed: Any, gather: Any, parallel: bool, unit: bool, hidden: Tensor) -> Tensor:
-        """The stock layer's logits, with the sequence parallelism of the call."""
-        before, self.sequence_parallel = self.sequence_parallel, parallel
-        try:
-            if unit:  # called by FSDP's hooks
-                stock = super().forward
-                return call_unit(self, self, hidden, lambda h, weight, bias: (stock(h, None, gather)[0],))[0]
-            keep_autograd_gradient(self._used(passed))
-            return super().forward(hidden, passed, gather)[0]
-        finally:
-            self.sequence_parallel = before
+    def _real(self, passed: Any, gather: Any, unit: bool, hidden: Tensor) -> Tensor:
+        stock = super().forward
+        if unit:  # called by FSDP's hooks
+            return call_unit(self, self, hidden, lambda h, weight, bias: (stock(h, None, gather)[0],))[0]
+        keep_autograd_gradient(self._used(passed))
+        return stock(hidden, passed, gather)[0]
 
 
 _module = linear_cross_entropy_module()
@@ -134,15 +129,15 @@ class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnPar
         if not output_cross_entropy_loss:
             return super().forward(input_, weight, runtime_gather_output)
         logits, bias = super().forward(input_, weight, False)
-        target = swapped(as_int64(labels))
-        if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None and bias is None:
+        assert labels is not None
+        logits, target = logits if bias is None else logits + bias, labels.transpose(0, 1)
+        if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None:
             losses = fused_losses(logits, target, ignore_index)
         else:
-            logits = logits if bias is None else logits + bias
-            losses = vocab_parallel_cross_entropy(logits[...], target, tp_group=self.tp_group)
+            real = logits.real(THE_LOSS) if isinstance(logits, DeferredLogits) else logits
+            losses = vocab_parallel_cross_entropy(real, target, tp_group=self.tp_group)
             losses = losses.masked_fill(target == ignore_index, 0.0)
-        losses = swapped(losses)
-        total = losses if reduction == "none" else losses.sum()
+        total = swapped(losses) if reduction == "none" else losses.sum()
         return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 

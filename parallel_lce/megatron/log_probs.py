@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import INTEGERS, check_no_gradient, check_values, described, public
+from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, check_flag, check_option, check_options
+from parallel_lce.core.options import check_flag
 from parallel_lce.deferred import DeferredLogits
 from parallel_lce.megatron.loss import counted, model_group, statistics, token_loss_of
 from parallel_lce.megatron.settings import MARK, running
 from parallel_lce.megatron.switch import fuse, language_model, replace_loss
-from parallel_lce.run.token_count import count_labels
-
-# Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
-_REFUSED = "runtime_gather_output inference_context inference_params output_processor output_processor_context".split()
 
 
 class TokenLogProbs(NamedTuple):
@@ -37,9 +32,9 @@ class TokenLogProbs(NamedTuple):
 
 
 class Scoring:
-    """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""
+    """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits)``, a tuple of tensors."""
 
-    def __init__(self, function: str, labels: Tensor | None, of: Callable[..., tuple[Tensor, ...]]) -> None:
+    def __init__(self, function: str, labels: Tensor | None, of: Callable[[DeferredLogits], tuple]) -> None:
         self.function, self.labels, self._of = function, labels, of
         self.results = 0
 
@@ -49,7 +44,7 @@ class Scoring:
             raise self.refused(f"something has replaced the output layer's result, by one of type {kind}")
         if (reason := logits.why_not_fused()) is not None:
             raise self.refused(reason)
-        found = self._of(logits, self.labels)
+        found = self._of(logits)
         self.results = len(found)
         return found
 
@@ -82,17 +77,15 @@ def token_log_probs(
             parallelism these are this rank's labels, and with packed sequences ``[1, tokens]``. The label -100 has the
             log-probability 0, without a gradient; another one outside the vocabulary, to which padding rows belong, has
             NaN, and on a CPU it is refused. May be None on pipeline stages other than the last.
-        temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
-            all tensor-parallel ranks, without a gradient. Its values, which must be > 0, are not checked, since the
-            host would have to wait for the device.
+        temperature: divides the logits: a number > 0; or a floating-point tensor of the labels' shape, the same on all
+            tensor-parallel ranks, without a gradient, whose values are not checked.
         entropy: whether to return the entropy of the divided logits, too.
         forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params`` and
             ``loss_mask``, which only masks the losses of multi-token prediction.
 
     Returns:
-        On the last pipeline stage :class:`TokenLogProbs`. On other stages the model's own output, the hidden states for
-        the next stage. As in stock, padding rows of the vocabulary take part in the softmax, unless the model was
-        patched with a ``vocab_size``.
+        On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output. As in stock, padding rows
+        of the vocabulary take part in the softmax, unless the model was patched with a ``vocab_size``.
 
     The model's forward adds the losses of heads for multi-token prediction: any backward through the result includes
     their gradients, once per call. In evaluation mode with gradients disabled these losses are not computed.
@@ -102,20 +95,20 @@ def token_log_probs(
     the weight's gradient goes to ``main_grad`` if DistributedDataParallel has made one, else to autograd.
 
     Raises:
-        ValueError: the model cannot be fused, or labels, temperature or forward arguments do not fit. Raised before the
-            model is called.
+        ValueError: the model cannot be fused, or labels or temperature do not fit.
         TypeError: the model's forward does not take one of ``forward_arguments``.
         RuntimeError: something in the model's forward makes real logits.
     """
-    inner = _scored_model(model)
+    inner, last = _scored_model(model)
     check_flag("entropy", entropy)
 
-    def of(temperature: float | Tensor, logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
+    def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
+        assert labels is not None
         return statistics(logits, labels, temperature, entropy, counted(vars(inner)[MARK], labels))
 
-    given = input_ids, position_ids, attention_mask, labels
-    output = _scored("token_log_probs", model, inner, given, temperature, of, forward_arguments)
-    return TokenLogProbs(*output) if _is_last(inner) else output
+    given = input_ids, position_ids, attention_mask
+    output = _scored("token_log_probs", model, inner, given, labels, of, forward_arguments)
+    return TokenLogProbs(*output) if last else output
 
 
 @public
@@ -137,28 +130,22 @@ def token_loss(
     """The loss of :func:`parallel_lce.token_loss`, of a model's ``labels``, and its metrics ``[b, s]``.
 
     Calls the model as :func:`token_log_probs` does, with its arguments, collectives and errors. ``per_token`` values
-    have the labels' shape; they and ``loss`` are not used on pipeline stages other than the last, where the result is
-    the model's own output. If dW goes to a ``main_grad``, backward forms the gradients.
+    have the labels' shape. On pipeline stages other than the last the result is the model's own output. If dW goes to a
+    ``main_grad``, backward forms the gradients.
     """
-    inner = _scored_model(model)
-    options = Options("megatron.token_loss", reduction=reduction, loss_function=True, entropy=entropy)
-    options = options._replace(sum_p_squared=sum_p_squared, mean_logit=mean_logit)
-    check_options(options)
-    values, names = check_values(loss, per_token, reduction, labels) if _is_last(inner) else (), []
+    inner, last = _scored_model(model)
+    values, names = check_values(loss, per_token, reduction, labels) if last else (), []
+    options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
 
-    def of(temperature: float | Tensor, logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
+    def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
+        assert labels is not None
         total, metrics = token_loss_of(logits, labels, temperature, options, loss, values)
         names.extend(metrics)
         return total, *metrics.values()
 
-    given = input_ids, position_ids, attention_mask, labels
-    output = _scored("token_loss", model, inner, given, temperature, of, forward_arguments)
-    return (output[0], dict(zip(names, output[1:]))) if _is_last(inner) else output
-
-
-def _is_last(inner: Any) -> bool:
-    """Whether the language model is of the last pipeline stage."""
-    return bool(getattr(inner, "post_process", True))
+    given = input_ids, position_ids, attention_mask
+    output = _scored("token_loss", model, inner, given, labels, of, forward_arguments)
+    return (output[0], dict(zip(names, output[1:]))) if last else output
 
 
 def _scored(
@@ -166,37 +153,29 @@ def _scored(
     model: torch.nn.Module,
     inner: Any,
     given: tuple[Tensor | None, ...],
-    temperature: float | Tensor,
-    of: Callable[..., tuple[Tensor, ...]],
-    forward_arguments: dict[str, object],
+    labels: Tensor | None,
+    of: Callable[[DeferredLogits], tuple],
+    forward_arguments: dict[str, Any],
 ) -> Any:
-    """The output of the model's forward, whose loss is ``of(temperature, logits, labels)``. ``given``: input and
-    position ids, attention mask and labels."""
-    for name in _REFUSED:
-        if forward_arguments.get(name) is not None:
-            raise ValueError(f"{function} takes no {name}: it gives no logits")
-    last, (input_ids, *_, labels) = _is_last(inner), given
-    decoder_input = forward_arguments.get("decoder_input")
-    divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
-    scoring = Scoring(function, labels, partial(of, divisor))
-    if last:
+    """The output of the model's forward, whose loss is ``of(logits)``. ``given``: input and position ids, and attention
+    mask."""
+    scoring = Scoring(function, labels, of) if getattr(inner, "post_process", True) else None
+    if scoring is not None:
+        if not isinstance(labels, Tensor) or labels.dim() != 2:
+            raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
         replace_loss()
         if MARK not in vars(inner) and (reason := fuse(inner)[0]) != "fused":
             raise ValueError(f"{function} makes no logits: {reason}")
-        if vars(inner)[MARK].settings.skip_masked:
-            count_labels(labels)
     layout = Layout.of(debug.state.group, False)
     if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
-        debug.agree(layout, {"function": function}, {})
+        debug.agree(layout, function, {})
     debug.state.awaited = False
-    # The model may have been built with parallel_output=False, which gathers the logits.
-    arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
-    token = running.set(scoring if last else None)
+    token = running.set(scoring)
     try:
-        output = model(*given[:3], **arguments)
+        output = model(*given, labels=labels, **forward_arguments)
     finally:
         running.reset(token)
-    if last and not (isinstance(output, tuple) and len(output) == scoring.results):
+    if scoring is not None and not (isinstance(output, tuple) and len(output) == scoring.results):
         raise RuntimeError(
             f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"
@@ -204,40 +183,13 @@ def _scored(
     return output
 
 
-def _scored_model(model: Any) -> Any:
-    """The language model in its wrappers, whose forward takes labels ``[b, s]``. Debug mode learns its group."""
-    try:
-        inner = language_model(model)
-        taken = inspect.signature(inner.forward).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    except ValueError:
-        inner, taken, anything = model, {}, False
-    if not (anything or {"labels", "runtime_gather_output"} <= {*taken}):
+def _scored_model(model: Any) -> tuple[Any, bool]:
+    """The language model in its wrappers, whose forward takes labels ``[b, s]``; and whether it is of the last pipeline
+    stage. Debug mode learns its group."""
+    inner = language_model(model)
+    parameters = inspect.signature(inner.forward).parameters
+    if "lm_labels" in parameters:
         kind = type(inner).__name__
-        raise ValueError(
-            f"model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got {kind}"
-        )
+        raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, got {kind}")
     debug.state.group = model_group(inner)
-    return inner
-
-
-def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
-    """The divisor of the logits: a number, or floating-point ``[b, s]``. Raises ``ValueError`` if the labels or the
-    temperature do not fit."""
-    if not isinstance(temperature, Tensor):
-        check_option("temperature", temperature)
-    if labels is None and not last:
-        return temperature
-    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype not in INTEGERS:
-        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
-    if input_ids is not None and input_ids.shape != labels.shape:
-        raise ValueError(f"labels must have input_ids' shape {list(input_ids.shape)}, got {list(labels.shape)}")
-    if not isinstance(temperature, Tensor):
-        return temperature
-    if temperature.shape != labels.shape or temperature.is_complex():
-        expected = f"a number > 0, or real ones of labels' shape {list(labels.shape)}"
-        raise ValueError(f"temperature must be {expected}, got {list(temperature.shape)} of {temperature.dtype}")
-    check_no_gradient("temperature", temperature)
-    if temperature.device != labels.device:
-        raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
-    return temperature if temperature.is_floating_point() else temperature.float()
+    return inner, bool(getattr(inner, "post_process", True))

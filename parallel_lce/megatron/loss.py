@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel_lce.core.budget import default_budget, lean_budget
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
+from parallel_lce.core.plan import default_budget, lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import MARK, Fusion, running
+from parallel_lce.megatron.settings import MARK, Chosen, Fusion, running
 from parallel_lce.neighbours import is_global_group
 from parallel_lce.run.compaction import counted_loss, counted_statistics
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
-from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import TokenCount, count_of_labels
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -38,9 +38,8 @@ class TokenMetrics(NamedTuple):
 
 def token_metrics(model: nn.Module) -> TokenMetrics:
     """The metrics of the tokens of the last loss of ``model``, a Megatron model in any wrappers, under
-    ``patch(token_metrics=True)``. The loss itself computes them, in its one pass. Of a model with heads for multi-token
-    prediction they are those of the main head. Call it after the model's forward, as in the loss function of Megatron's
-    schedules, on the last pipeline stage.
+    ``patch(token_metrics=True)``. The loss itself computes them; of a model with heads for multi-token prediction that
+    of the main head. Call it after the model's forward, on the last pipeline stage. Collectives: none.
 
     Raises:
         ValueError: no such loss has run.
@@ -64,14 +63,14 @@ def model_loss(
     """
     from parallel_lce.megatron.functions import why_loss_is_not_megatrons
 
-    chosen, target = fusion.settings, swapped(as_int64(labels))
+    chosen = fusion.settings
     by_choice, deferred = chosen.cross_entropy == "logits", isinstance(logits, DeferredLogits)
     if not by_choice:
         reason = "the loss gets real logits: give the model labels, and fuse(model) again if its output layer is new"
         if deferred:
             reason = why_loss_is_not_megatrons() or logits.why_not_fused()
         if reason is None:
-            return swapped(_fused(model, fusion, logits, target, counted(fusion, labels)))
+            return swapped(_fused(model, fusion, logits, labels))
         if changes := chosen.changes():
             raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
         if deferred or not fusion.said:  # else the output layer has said why
@@ -80,7 +79,7 @@ def model_loss(
         logits = logits.real(THE_LOSS)
     group = model_group(model)
     if by_choice or (isinstance(model.config.cross_entropy_fusion_impl, Chosen) and not is_global_group(group)):
-        losses = swapped(vocab_parallel_cross_entropy(logits, target, tp_group=group))
+        losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
     else:
         losses = own(model, labels, logits, *others, **named)
     return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
@@ -92,24 +91,8 @@ def model_group(model: Any) -> Any:
     return getattr(getattr(model, "pg_collection", None), "tp", of_layer)
 
 
-class Chosen(str):
-    """What the configuration of a model that chose this package says from then on. Megatron's own code reads "native",
-    which every release knows. ``fusion``: what ``cross_entropy_loss_fusion`` was; that becomes False, since Megatron's
-    own loss of real logits is its unfused one."""
-
-    fusion: bool
-
-    def __new__(cls, fusion: bool = True) -> Chosen:
-        self = super().__new__(cls, "native")
-        self.fusion = fusion
-        return self
-
-    def __reduce__(self) -> tuple:
-        return Chosen, (self.fusion,)
-
-
 def swapped(tokens: Tensor) -> Tensor:
-    """``[b, s]``, as Megatron's labels and losses, to ``[s, b]``, as its activations; or the reverse."""
+    """``[s, b]``, as Megatron's activations, to ``[b, s]``, as its labels and losses."""
     return tokens.transpose(0, 1).contiguous()
 
 
@@ -121,30 +104,28 @@ def counted(fusion: Fusion, labels: Tensor) -> TokenCount | None:
     return count_of_labels(labels) or fusion.rolled
 
 
-def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, target: Tensor, count: TokenCount | None) -> Tensor:
+def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
-    chosen = fusion.settings
+    chosen, target, count = fusion.settings, labels.transpose(0, 1), counted(fusion, labels)
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
         return fused_losses(logits, target, ignored, count)
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
-    options = Options("Megatron's output layer", argmax=True, mean_logit=smoothing > 0)
-    found = _statistics(logits, target, options, count)
+    target = as_int64(target)
+    found = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
     outside = (target < 0) | (target >= found.vocab_size)
     entropy = found.lse - torch.where(outside, found.max_logit.detach(), found.target_logit)
-    losses = entropy
+    losses, squares = entropy, found.lse.square()
     if smoothing:
         losses = (1 - smoothing) * losses - smoothing * found.mean_log_prob
     if z_loss:
-        losses = losses + z_loss * found.lse.square()
-    metrics = entropy, chosen.z_loss * found.lse.square(), found.argmax == target
+        losses = losses + z_loss * squares
+    metrics = entropy, chosen.z_loss * squares, found.argmax == target
     if ignored is not None:
-        losses = losses.masked_fill(target == ignored, 0.0)
-        metrics = [value.masked_fill(target == ignored, 0) for value in metrics]
+        losses, *metrics = (value.masked_fill(target == ignored, 0) for value in (losses, *metrics))
     # Copies: the losses may be changed in place, and Megatron's schedules free their memory.
     vars(model)[_METRICS] = TokenMetrics(*[swapped(value.detach()).clone() for value in metrics])
-    logits.source.close_after(losses)
     return losses
 
 
@@ -154,10 +135,9 @@ def fused_losses(
     """Losses of ``target [s, b]``, fp32 ``[s, b]``. A token with the target ``ignore_index`` has loss 0 and no
     gradient; it costs nothing if the others were counted. Collectives: as in
     :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``."""
-    options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
     entry = fused_loss if count is None else partial(counted_loss, counted_tokens=count)
-    (losses,) = _run(logits, target, options, lambda *given, **named: (entry(*given, **named),))
-    logits.source.close_after(losses)
+    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+    (losses,) = _run(logits, target, lambda *given, **named: (entry(*given, **named),), options)
     return losses
 
 
@@ -166,15 +146,13 @@ def statistics(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. ``temperature``, a
     number or ``[b, s]``, divides the logits. Collectives: as in :func:`parallel_lce.token_statistics`."""
-    options = Options("token_log_probs", ignore_index=NO_LABEL, entropy=entropy)
-    found = _statistics(logits, swapped(labels), options, count, temperature)
-    values = [swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None]
-    logits.source.close_after(values[0])
-    return tuple(values)
+    given = dict(ignore_index=NO_LABEL, entropy=entropy)
+    found = _statistics(logits, labels.transpose(0, 1), count, temperature, **given)
+    return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
 
 def _statistics(
-    logits: DeferredLogits, target: Tensor, options: Options, count: TokenCount | None, temperature: Any = 1.0
+    logits: DeferredLogits, target: Tensor, count: TokenCount | None, temperature: Any = 1.0, **options: Any
 ) -> TokenStatistics:
     """With a ``count`` of the targets that are not -100, of these alone."""
     entry, found, names = fused_statistics, {}, []
@@ -186,7 +164,7 @@ def _statistics(
         names.extend(name for name, value in found.items() if isinstance(value, Tensor))
         return tuple(found[name] for name in names)
 
-    values = _run(logits, target, options, tensors, temperature)
+    values = _run(logits, target, tensors, options, temperature)
     return TokenStatistics(**{**found, **dict(zip(names, values))})
 
 
@@ -194,7 +172,7 @@ def token_loss_of(
     logits: DeferredLogits,
     labels: Tensor,
     temperature: float | Tensor,
-    options: Options,
+    options: dict[str, Any],
     loss: Callable[..., Any],
     values: tuple[Tensor, ...],
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -207,39 +185,39 @@ def token_loss_of(
         names.extend(metrics)
         return total, *metrics.values()
 
-    options = options._replace(ignore_index=NO_LABEL)
-    total, *metrics = _run(logits, swapped(labels), options, tensors, temperature)
-    logits.source.close_after(total)
+    options = dict(options, ignore_index=NO_LABEL, loss_function=True)
+    total, *metrics = _run(logits, labels.transpose(0, 1), tensors, options, temperature)
     return total, {name: swapped(metric) for name, metric in zip(names, metrics)}
 
 
 def _run(
-    logits: DeferredLogits, target: Tensor, options: Options, entry: Callable[..., tuple], temperature: Any = 1.0
-) -> tuple:
-    """``entry`` of :mod:`parallel_lce.run.entry`, as a tuple of tensors, with the settings of the model. ``target [s,
-    b]``; ``temperature``: a number or ``[b, s]``."""
+    logits: DeferredLogits, target: Tensor, entry: Callable[..., tuple], given: dict[str, Any], temperature: Any = 1.0
+) -> tuple[Tensor, ...]:
+    """``entry``, of :mod:`parallel_lce.run.entry`, as a tuple of tensors, with the ``given`` options and the model's
+    settings. ``target [s, b]``; ``temperature``: a number or ``[b, s]``. From the backward of a result on no logits can
+    be made: DistributedDataParallel and its optimizer may change the weight."""
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
-    chosen: Any = fusion.settings
-    given = dict(reduce_dtype=chosen.reduce_dtype, vocab_size=chosen.vocab_size, logits_budget=chosen.logits_budget)
-    given |= dict(sequence_parallel=call.sequence_parallel, **(logits.epilogue() or {}))
+    chosen = fusion.settings
+    options = dict(given, **(logits.epilogue() or {}), sequence_parallel=layer.sequence_parallel)
+    options |= dict(reduce_dtype=chosen.reduce_dtype, vocab_size=chosen.vocab_size, logits_budget=chosen.logits_budget)
     if fusion.heads > 1:  # all calls keep saved memory until backward
         default = default_budget(call.hidden.device)
-        given["logits_budget"] = lean_budget(chosen.logits_budget, default // fusion.heads)
-    if not (options.entropy or options.sum_p_squared or options.mean_logit):
-        given["gradient_filter"] = chosen.gradient_filter  # else gradients are large where probabilities are small
-    if layer.training and options.reduction is not None and not options.loss_function:
-        given |= dict(z_loss=chosen.z_loss, label_smoothing=chosen.label_smoothing)
-    each = None
-    if isinstance(temperature, Tensor):
-        each = temperature.transpose(0, 1)
-    else:
-        given["temperature"] = temperature
-    options = options._replace(**given)
+        options["logits_budget"] = lean_budget(chosen.logits_budget, default // fusion.heads)
+    if not (given.get("entropy") or given.get("sum_p_squared") or given.get("mean_logit")):
+        options["gradient_filter"] = chosen.gradient_filter  # else gradients are large where probabilities are small
+    if layer.training and given.get("reduction") == "none":
+        options |= dict(z_loss=chosen.z_loss, label_smoothing=chosen.label_smoothing)
+    each = temperature.transpose(0, 1) if isinstance(temperature, Tensor) else None
+    if each is None:
+        options["temperature"] = temperature
 
-    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
-        return entry(options, tensors, layer.tp_group, main_grad=main_grad)
+        return entry(Options("Megatron's output layer", **options), tensors, layer.tp_group, main_grad=main_grad)
 
-    return logits.run(run)
+    results = logits.run(run)
+    for result in results:
+        call.close_after(result)
+    return results

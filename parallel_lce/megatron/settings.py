@@ -24,11 +24,8 @@ running: ContextVar[Any] = ContextVar("running", default=None)
 
 
 class LogitsWarning(RuntimeWarning):
-    """Training makes the whole logits.
-
-    Not a UserWarning: Megatron-LM's programs show UserWarnings only on the first rank, which has no output layer under
-    pipeline parallelism.
-    """
+    """Training makes the whole logits. No UserWarning: Megatron-LM's programs show those on the first rank alone, which
+    has no output layer under pipeline parallelism."""
 
 
 _OF_LOSS = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
@@ -69,19 +66,21 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {settings.reduce_dtype!r}")
     check_flag("skip_masked", settings.skip_masked)
     check_flag("token_metrics", settings.token_metrics)
-    options = Options("patch", "none", logits_budget=settings.logits_budget, gradient_filter=settings.gradient_filter)
-    smoothed = dict(z_loss=settings.z_loss, label_smoothing=settings.label_smoothing, vocab_size=settings.vocab_size)
-    check_options(options := options._replace(**smoothed))
+    options = Options.of("patch", {**settings._asdict(), "reduction": "none"})
+    check_options(options)
     for feature in features_of(options, Tensors(None, None)):
         feature.check(options, Tensors(None, None), None)
     if settings.cross_entropy == "logits":
         for name in ("gradient_filter", "skip_masked", *_OF_LOSS):
             if value := getattr(settings, name):
-                raise ValueError(
-                    f"{name}={value} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
-                    "patch(), call unpatch()"
-                )
+                remedy = "if it is that of an earlier patch(), call unpatch()"
+                raise ValueError(f"{name}={value} needs cross_entropy='output_layer', got 'logits'; {remedy}")
     return settings
+
+
+class Chosen(str):
+    """ "native", in the configuration of a model that chose this package: Megatron's own code knows that name. There
+    ``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
 
 
 class Fusion:
@@ -92,6 +91,7 @@ class Fusion:
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         self.parameters = [*inspect.signature(model.forward).parameters]
+        self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: set[str] = set()
         # Of the model's last call: whether it got labels, and how many labels of MTP count at most.
         self.has_labels = True
@@ -103,14 +103,14 @@ class Fusion:
 
     def say(self, training: bool, reason: str) -> None:
         """Warn, once for a reason, that training makes logits: on one of the ranks that have the output layer."""
-        if not training or not torch.is_grad_enabled() or reason in self.said:
-            return
-        self.said.add(reason)
-        if speaks():
-            warn(f"parallel_lce: training makes the whole logits, which need not exist: {reason}", LogitsWarning)
+        if training and torch.is_grad_enabled() and reason not in self.said:
+            self.said.add(reason)
+            if speaks():
+                warn(f"parallel_lce: training makes the whole logits, which need not exist: {reason}", LogitsWarning)
 
 
 def speaks() -> bool:
+    """Whether this rank is the one that warns, of those that have the same part of the pipeline."""
     from megatron.core import parallel_state as ranks
 
     if not ranks.is_initialized():

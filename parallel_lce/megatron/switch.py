@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.megatron import settings
-from parallel_lce.megatron.loss import Chosen, model_loss
-from parallel_lce.megatron.settings import MARK, Fusion, LogitsWarning, running
+from parallel_lce.megatron.loss import model_loss
+from parallel_lce.megatron.settings import MARK, Chosen, Fusion, LogitsWarning, running
 from parallel_lce.patching import Replacements, warn
 from parallel_lce.run.token_count import count_labels
 
 IMPLEMENTATION = "parallel_lce"
 KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()
 """Default of a setting: that of an earlier call, else its own."""
-LABELS = "labels", "lm_labels"
-"""Names of the labels among the arguments of Megatron's models."""
 _REASON = "_parallel_lce_reason"
 _LOSS = "compute_language_model_loss"
 _replacements = Replacements()
@@ -49,25 +47,24 @@ def patch(
     Call it before the model is built. Such a model is fused (:func:`fuse`) at the end of its construction. Other models
     do not change, and say so once. A later call changes the given settings of all models that it fused, from their next
     loss on, and keeps the others; None gives a setting its default again. Three methods of Megatron's
-    ``LanguageModule`` are replaced: ``__init__``, which makes the two values of such a configuration "native" and False
+    ``LanguageModule`` are replaced: ``__init__``, which makes the two values of such a configuration False and "native"
     for Megatron's own code; ``setup_embeddings_and_output_layer``; and ``compute_language_model_loss``.
 
     Args:
-        logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
-            Default: ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by ``1 + mtp_num_layers``.
-        cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
-            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. Then no setting may
-            change the loss. Default: ``"output_layer"``.
-        reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
-            Default: the hidden states' dtype, as in stock.
-        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`. Default: gradients are exact.
+        logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`. The default budget is divided
+            by ``1 + mtp_num_layers``.
+        cross_entropy: ``"output_layer"``, the default, fuses the projection into the loss. ``"logits"`` leaves the
+            output layer as it is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits.
+            Then no setting may change the loss.
+        reduce_dtype: None or ``torch.float32``, in which dX is summed over the ranks.
         skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
             and no cost. Within the model's forward masked labels are -100. Default: False.
-        z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, exact over all ranks; of models in
-            training mode. In evaluation mode the loss is the cross-entropy. Default: 0.
+        z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, of models in training mode.
         vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
             have no gradient. Default: all rows take part, as in stock.
         token_metrics: True: the loss also gives the metrics of its tokens, for :func:`token_metrics`. Default: False.
+
+    Collectives of the loss: those of :func:`parallel_lce.linear_cross_entropy` on the model's tensor-parallel group.
 
     Raises:
         ImportError: megatron-core is missing, or older than 0.14.
@@ -99,7 +96,7 @@ def fuse(model: Any, **given: Any) -> list[str]:
     calls with labels. ``compute_language_model_loss`` takes their operands. Where the loss is not fused, Megatron's own
     path runs, and a :class:`LogitsWarning` says why.
 
-    Returns for each chunk "fused", or the reason why not.
+    Returns for each chunk "fused", or the reason why not. Collectives: none.
 
     Raises:
         ImportError: megatron-core is missing, or older than 0.14.
@@ -107,9 +104,7 @@ def fuse(model: Any, **given: Any) -> list[str]:
     """
     chunks, own = _chunks(model), settings.resolve(settings.Settings(), given) if given else None
     replace_loss()
-    for chunk in chunks:
-        _fuse_one(chunk, own)
-    return explain(chunks)
+    return [_fuse_one(chunk, own) for chunk in chunks]
 
 
 def replace_loss() -> None:
@@ -142,11 +137,10 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str:
     from parallel_lce.megatron.functions import is_megatrons
     from parallel_lce.megatron.heads import fuse_head
 
-    fusion, config = Fusion(model, own), model.config
-    _, before = _replacements.get((_language_module(), _LOSS), (None, vars(_language_module())[_LOSS]))
+    fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     if not is_megatrons(before):
         reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
-    elif config.defer_embedding_wgrad_compute:
+    elif model.config.defer_embedding_wgrad_compute:
         reason = settings.DEFERS_WEIGHT_GRADIENT
     else:
         reason = fuse_head(getattr(model, "output_layer", None), fusion)
@@ -166,9 +160,8 @@ def language_model(model: Any) -> Any:
         # "_orig_mod" is torch.compile's name.
         inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
     if not isinstance(inner, kind):
-        raise ValueError(
-            f"model must be a language model of Megatron's, alone or in wrappers, got {type(model).__name__}"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"model must be a language model of Megatron's, alone or in wrappers, got {kind}")
     return inner
 
 
@@ -197,10 +190,10 @@ def _consuming(own: Callable) -> Callable:
     def __init__(self: Any, *given: Any, **named: Any) -> None:
         config = named.get("config", given[0] if given else None)
         name = getattr(config, "cross_entropy_fusion_impl", None)
-        if name == IMPLEMENTATION or (fuses_native and name == "native" and not isinstance(name, Chosen)):
+        chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
+        if chosen and config.cross_entropy_loss_fusion:
             # Megatron 0.20 raises for names that it does not know.
-            config.cross_entropy_fusion_impl = Chosen(bool(config.cross_entropy_loss_fusion))
-            config.cross_entropy_loss_fusion = False
+            config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = Chosen("native"), False
         own(self, *given, **named)
 
     return __init__
@@ -210,13 +203,12 @@ def _fusing(own: Callable) -> Callable:
     @functools.wraps(own)
     def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
-        name = self.config.cross_entropy_fusion_impl
-        if not isinstance(name, Chosen):
-            reason = f"its configuration has cross_entropy_fusion_impl={name!r}, not 'parallel_lce'"
-        elif not name.fusion:
-            reason = "cross_entropy_fusion_impl='parallel_lce' has no effect with cross_entropy_loss_fusion=False"
-        else:
+        name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
+        if isinstance(name, Chosen):
             reason = _fuse_one(self, None)
+        else:
+            found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"
+            reason = f"its configuration has {found}, not True and 'parallel_lce'"
         vars(self)[_REASON] = reason
         if reason != "fused" and getattr(self, "post_process", True) and settings.speaks():
             warn(f"parallel_lce: a {type(self).__name__} is not fused: {reason}", LogitsWarning)
@@ -248,26 +240,19 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     """Before a fused model's forward: learns whether its caller wants losses or logits; and with ``skip_masked`` makes
     the labels of masked tokens -100, and begins to count the others."""
     fusion: Fusion = vars(model)[MARK]
-    label = next((name for name in LABELS if name in fusion.parameters or name in named), None)
     arguments = {**dict(zip(fusion.parameters, given)), **named}
-    labels, mask = arguments.get(label or ""), arguments.get("loss_mask")
-    fusion.has_labels, fusion.rolled = label is None or isinstance(labels, Tensor), None
-    if not fusion.settings.skip_masked or not isinstance(labels, Tensor) or running.get() is not None:
+    labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
+    fusion.has_labels, fusion.rolled = isinstance(labels, Tensor) or fusion.labels not in fusion.parameters, None
+    if not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
-    if isinstance(mask, Tensor) and mask.numel() == labels.numel():
-        arguments[label] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
+    if isinstance(mask, Tensor) and mask.numel() == labels.numel() and running.get() is None:
+        arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
     count = count_labels(labels)
-    if count is not None and fusion.heads > 1:
-        # A program's own loss may make other labels of them.
-        if getattr(getattr(model, _LOSS), "__func__", None) is vars(_language_module())[_LOSS]:
-            fusion.rolled = count.plus(_rolled_in(fusion, arguments, labels))
+    # A program's own loss may make other labels of them, and packed sequences roll more.
+    is_own = getattr(getattr(model, _LOSS), "__func__", None) is vars(_language_module())[_LOSS]
+    if count is not None and fusion.heads > 1 and is_own and arguments.get("packed_seq_params") is None:
+        # When MTP rolls the labels, each depth may add a label that counts at the end of each sequence, and under
+        # context parallelism of both of its pieces.
+        fusion.rolled = count.plus(2 * len(labels) * (fusion.heads - 1))
     names = fusion.parameters[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments
-
-
-def _rolled_in(fusion: Fusion, arguments: dict[str, Any], labels: Tensor) -> int:
-    """How many labels at most come from elsewhere, or count without a mask, when MTP rolls the labels ``[b, s]``: at
-    each depth one at the end of each sequence, and under context parallelism of both of its pieces."""
-    packed = getattr(arguments.get("packed_seq_params"), "cu_seqlens_q", None)
-    sequences = len(labels) if packed is None else len(packed) - 1
-    return 2 * sequences * (fusion.heads - 1)

@@ -1,22 +1,23 @@
 """Ranks whose calls differ: a result of NaN where their messages show it, and in debug mode an error on every rank that
 names the difference. test_faults.py has messages of other sizes."""
 
+import itertools
 import os
 import re
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
-from parallel_lce.backends import triton
 from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
 from parallel_lce.run.entry import fused_loss
-from tools import chosen_backend, debug_mode, on_ranks, shrunk, small
-from world import Member
+from tools import chosen_backend, debug_mode, on_ranks, shrunk
+from world import Member, mesh_of
 
 
 def _with(values, position: int, value):
@@ -82,14 +83,9 @@ SILENT = {
     "loss, SP": (lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)), "sequence_par.*", "F.*", "T.*"),
     "loss, dW": (lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()), "gradients", ".*", ".*weight=T.*"),
     "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
-    "loss, temperatures": (lambda a: dict(temperature=a["input"][:, 0].exp()), "temperature", "1.0", "'of each token'"),
+    "loss, temperatures": (lambda a: dict(temperature=a["input"][:, 0].exp()), "temperature", "1.0", "6 values of .*"),
     "loss, target": (_moved("target", 4), "target at position 4", r"\d", r"\d"),
-    "loss, weights": (
-        lambda a: dict(token_weight=a["target"].float()),
-        "token_weight",
-        "None",
-        r"\d values of digest .*",
-    ),
+    "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
     "loss, a weight": (
         lambda a: dict(token_weight=_with(a["target"].float(), 3, 0.5)),
         *("token_weight at position 3", r"\d.0", "0.5"),
@@ -98,21 +94,33 @@ SILENT = {
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
-    "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask at position 0", "1", "0", _all),
-    "logits, target": (_moved("target", 2), "target at position 2", r"\d", r"\d"),
+    "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask at position 0", "T.*", "F.*", _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
-    "divergence, tokens": (
-        lambda a: {name: a[name][1:] for name in ("student_hidden", "teacher_hidden")},
-        *("tokens", r"\(6,\)", r"\(5,\)"),
-    ),
     "divergence, scale": (dict(teacher_logit_scale=0.5), "teacher_logit_scale", ".*", "0.5"),
-    "divergence, temperatures": (
-        lambda a: dict(temperature=a["student_hidden"][:, 0].exp()),
-        *("temperature", "1.0", "'of each token'"),
-    ),
-    "top_k, softcap": (dict(logit_softcap=2.0), "logit_softcap", "None", "2.0"),
     "top_k, beta": (dict(beta=0.1), "beta", "0.0", "0.1", dict(beta=0.0)),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs at position 3", ".*", ".*"),
+    "loss, counted alone": (dict(counted_tokens=N), "counted_tokens", "None", "6"),
+    "loss, counted under SP": (
+        dict(counted_tokens=3 * N),
+        *("counted_tokens", "None", "18"),
+        lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)),
+    ),
+    "statistics, counted alone": (_all, "counted_tokens", "None", "6"),
+    "loss, counted dW": (
+        lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()),
+        *("gradients", ".*", ".*weight=T.*"),
+        dict(counted_tokens=N),
+    ),
+    "loss, counted weights": (
+        lambda a: dict(token_weight=a["token_weight"].requires_grad_()),
+        *("token_weight_gradient", "False", "True"),
+        lambda a: dict(counted_tokens=N, token_weight=a["target"].float()),
+    ),
+    "loss, integers": (
+        lambda a: dict(token_weight=_with(a["target"], 3, 9)),
+        *("token_weight at position 3", r"\d.0", "9"),
+        lambda a: dict(token_weight=a["target"].float()),
+    ),
 }
 DIFFERENT = EXPOSED | SILENT
 
@@ -174,6 +182,53 @@ def test_every_rank_raises(name, worlds, device, request):
         assert name != "loss, z_loss" or said.count("rank 0 has") == 1, said  # only what differs is named
 
 
+def _told_by_two(member: Member, names: tuple[str, str]) -> str:
+    """The error of this rank, if the last one calls the second function."""
+    function, arguments = calls(member)[names[member.rank == 2]]
+    with debug_mode(), pytest.raises(ValueError) as refusal:
+        function(**arguments)
+    return str(refusal.value)
+
+
+TWO = "loss", "statistics", "selected", "divergence", "top_k", "logits"
+
+
+@pytest.mark.parametrize("names", [pair for pair in itertools.permutations(TWO, 2)], ids=" and ".join)
+@pytest.mark.thinned
+def test_every_rank_names_the_functions_of_two(names, worlds, device):
+    expected = r"disagree about function: rank 0 has (.*), rank 1 has \1, rank 2 has (?!\1)[^;]*$"
+    for said in worlds(3).run(_told_by_two, names, timeout=30):
+        assert re.search(expected, said), said
+
+
+# What rank 1 makes of the selected ids and temperatures, of the other rank's shape and dtype; their placement there.
+OF_DTENSORS = {
+    "dtype": (lambda ids, t: (ids, t.double()), [Shard(0)], "dtype of temperature: rank 0 has .*32, rank 1 has .*64"),
+    "K": (lambda ids, t: (ids[:, :1], t), [Shard(0)], r"shape of selected: rank 0 has .*12, 2\], rank 1 has .*12, 1\]"),
+    "none": (
+        lambda ids, t: (ids.repeat(2, 1), t.repeat(2)),
+        [Replicate()],
+        "function: rank 0 has '.*, which redistributes temperature', rank 1 has 'selected_log_probs'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_DTENSORS)
+@on_ranks(2)
+def test_every_rank_names_what_differs_in_dtensors(member, name):
+    """Before DTensor's collectives of another size, or of one rank alone."""
+    change, placements, words = OF_DTENSORS[name]
+    mesh = mesh_of(member.device.type, (2,), ("tp",))
+    x, w, y = good(member.device).values()
+    ids, temperature, rows = torch.stack([y, y], 1), x[:, 0].exp(), [Shard(0)]
+    if member.rank:
+        ids, temperature = change(ids, temperature)
+    of_tokens = [DTensor.from_local(t, mesh, placements if member.rank else rows) for t in (ids, temperature)]
+    x, w = DTensor.from_local(x.repeat(2, 1), mesh, [Replicate()]), DTensor.from_local(w + member.rank, mesh, rows)
+    with debug_mode(), pytest.raises(ValueError, match=f"disagree about {words}"):
+        parallel_lce.selected_log_probs(x, w, of_tokens[0], temperature=of_tokens[1])
+
+
 WHOLE = torch.arange(V * D).view(V, D)
 # Changes of every rank's arguments, and a pattern of the message of all ranks.
 MESSAGES = {
@@ -206,14 +261,32 @@ def test_debug_mode_finds_wrong_values(member, name):
         function(**arguments | changes(arguments, member.rank))
 
 
+# Exchanges of a call, one unless it is named here: a divergence has the student's and the teacher's, and a token_loss
+# another after its function.
+EXCHANGES = {"divergence": 2, "token_loss": 2}
+
+
 @on_ranks(2)
-def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(member, kernels):
-    """The most flops of one depend on the GPU."""
-    t = small(member.device, N=40, V=208, D=32, dtype="bf16", sharpness=4.0)
-    words = "disagree about dense logits: rank 0 has True, rank 1 has False"
-    flops = mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30)
-    with chosen_backend("triton"), debug_mode(), flops, pytest.raises(ValueError, match=words):
-        parallel_lce.linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
+def test_a_call_begins_with_one_exchange(member):
+    functions = calls(member)
+    given = functions["loss"][1]
+    rows = dict(sequence_parallel=True, target=given["target"].repeat(2), counted_tokens=2 * N)
+    loss = dict(loss=lambda statistics: -statistics.target_log_prob)
+    functions |= {
+        "counted": (parallel_lce.linear_cross_entropy, given | dict(counted_tokens=N)),
+        "counted under SP": (parallel_lce.linear_cross_entropy, given | rows),
+        "masked": (parallel_lce.token_statistics, given | _all(given)),
+        "token_loss": (parallel_lce.token_loss, given | loss),
+    }
+    with debug_mode(), mock.patch.object(debug, "_gathered", wraps=debug._gathered) as gathered:
+        for name, (function, arguments) in functions.items():
+            gathered.reset_mock()
+            function(**arguments)
+            assert gathered.call_count == EXCHANGES.get(name, 1), name
+        result = parallel_lce.linear_cross_entropy(**given | dict(input=given["input"].requires_grad_()))
+        gathered.reset_mock()
+        result.backward()
+        assert gathered.call_count == 1
 
 
 # --- in another order -------------------------------------------------------------------------------
@@ -318,6 +391,9 @@ def test_equal_values_pass(member):
     call_, sign = good(member.device) | dict(process_group=member.group), -1.0 if member.rank else 1.0
     call_["token_weight"] = torch.full((N,), sign * 0.0, device=member.device)
     call_["token_weight"][2] = sign * torch.nan
+    whole = good(member.device) | dict(process_group=member.group, token_weight=torch.arange(N, device=member.device))
+    whole["linear_weight"] = whole["linear_weight"] + member.rank
+    whole["token_weight"] = whole["token_weight"].to((torch.int64, torch.float32, torch.bfloat16)[member.rank])
     call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
     call_["linear_weight"] = call_["linear_weight"] + member.rank
     call_["target"][2] = -100
@@ -325,6 +401,7 @@ def test_equal_values_pass(member):
     same = dict(z_loss=0, logit_scale=1) if member.rank else dict(z_loss=0.0, logit_scale=1.0)
     with debug_mode(), torch.device("meta"):  # whatever a program makes by default
         assert call(call_ | same).item() == plain.item() == 0
+        assert call(whole).isfinite()
 
 
 def test_one_rank(device, monkeypatch):
@@ -337,15 +414,3 @@ def test_one_rank(device, monkeypatch):
     monkeypatch.setenv("PARALLEL_LCE_DEBUG", "false")
     with pytest.raises(ValueError, match="PARALLEL_LCE_DEBUG must be 0 or 1, got 'false'"):
         call(good(device))
-
-
-@on_ranks(2)
-def test_a_module_refused_on_one_rank_starts_no_collective(member):
-    """The other rank's module starts none either: a report would meet the caller's next collective."""
-    with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
-        if member.rank == 0:
-            with pytest.raises(ValueError, match="label_smoothing"):
-                parallel_lce.LinearCrossEntropy(process_group=member.group, label_smoothing=2.0)
-        else:
-            parallel_lce.LinearCrossEntropy(process_group=member.group)
-    report.assert_not_called()

@@ -124,9 +124,9 @@ OF_STATISTICS = [
 ]  # fmt: skip
 OTHERS = torch.zeros(3, 2).long()
 SELECTED = [
-    ("selected", "must be of an integer dtype, got torch.float32", torch.zeros(N, 2)),
-    ("selected", r"must be ids of shape \[..., K\] for tokens of shape \[6\], got \[3, 2\]", OTHERS),
-    ("", r"one more than the tokens, got shapes \[6\] and \[4\]", dict(selected=(OTHERS.view(6), torch.arange(4)))),
+    ("selected", "must hold ids of an integer dtype, got torch.float32", torch.zeros(N, 2)),
+    ("selected", r"must be ids of shape \[..., K\] for tokens of shape \[6\].*, got \[3, 2\]", OTHERS),
+    ("", r"one more than the tokens, got \[6\] and \[4\]", dict(selected=(OTHERS.view(6), torch.arange(4)))),
     ("offsets", "of selected is on meta", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
     ("selected", "must .* or a pair of ids and offsets, got NoneType and Tensor", dict(selected=(None, IDS))),
     ("selected", "must be a tensor.*got", dict(selected=(1, 2)), dict(selected="ids")),
@@ -227,7 +227,12 @@ ONE_RANK = [
     ("loss", "vocab_start", r"=3 without a process group .* \[0, 3\)", 3),
     ("loss", "vocab_size", "=11 exceeds the 10 rows of .* 1 rank", 11, dict(vocab_size=11, vocab_start=0)),
     ("statistics", "top_k", "=11 exceeds the 10 entries of the vocabulary", 11),
-    ("loss", "process_group", "is of other ranks: .*global rank unknown", dist.GroupMember.NON_GROUP_MEMBER),
+    (
+        "loss",
+        "process_group",
+        "must be .* got GroupMember.NON_GROUP_MEMBER: .*global rank unknown",
+        dist.GroupMember.NON_GROUP_MEMBER,
+    ),
     ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got str", "tp"),
     ("loss", "process_group", "must be .* got str", dict(counted_tokens=3, process_group="tp")),
     ("top_k", "process_group", "must be", 5),
@@ -259,7 +264,11 @@ def test_refused(row):
             function(**arguments | _changes(argument, value))
 
 
-@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(row[:2]))
+ONE_NUMBER = r"must be one number in .* \[6\] of torch.float32: pass .* parallel_lce.linear_cross"
+OF_A_NEW_MODULE = [*OPTIONS, ("logit_scale", ONE_NUMBER, ZEROS), ("temperature", ONE_NUMBER, ZEROS)]
+
+
+@pytest.mark.parametrize("row", OF_A_NEW_MODULE, ids=lambda row: "-".join(row[:2]))
 def test_refused_when_a_module_is_made(row):
     argument, said, *values = row
     for value in values:

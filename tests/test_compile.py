@@ -17,6 +17,7 @@ from blocks import watched_backwards
 from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
+from parallel_lce.call import prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run import ops
@@ -196,6 +197,7 @@ def test_frozen_operands_and_what_is_around_a_call(name, around, inside, frozen,
     with shrunk(4000):
         fast = compiled(around(loss))[0] if inside else around(compiled(loss)[0])
         assert_as_eager(fast, around(loss), t, device)
+        assert len({call.needs for call in prepare.KNOWN.values()}) == 1, "saved for the same gradients"
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -349,14 +351,16 @@ def test_contracts_of_the_operators(options, needs, device):
     with shrunk(4000, (16, 32)):
         t = operands(24, device, bias=True)
         asked, tensors = given(t.x, t.weight, t.target, t.bias, **options)
-        arguments = ops.Arguments.of(asked, tensors, Layout())._replace(needs=[needs] * 3)
-        detached = arguments._replace(tensors=type(tensors)(*[v if v is None else v.detach() for v in tensors])).flat
+        with torch.set_grad_enabled(needs):
+            given_tensors, *others = ops.encoded(asked, tensors, Layout())
+        detached = [tensor.detach() for tensor in given_tensors], *others
         torch.library.opcheck(library.forward.default, detached)
         if needs:
             results, handle = library.forward(*detached)
-            upstream = torch.rand_like(results[0]), *[None] * (len(ops.DIFFERENTIABLE) - 1)
-            for wanted in ([True, True, True], [False, True, False]):
-                torch.library.opcheck(library.backward.default, (*detached, handle, *upstream, wanted))
+            name = "loss" if "reduction" in options else "lse"
+            for wanted in ([True, True, False, True], [False, True, False, False]):
+                backward = *detached, handle, [torch.rand_like(results[0])], name, wanted
+                torch.library.opcheck(library.backward.default, backward)
 
 
 def test_an_upstream_gradient_that_is_not_there(device):

@@ -251,14 +251,6 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(member):
         module.process_group = "tp"
 
 
-@pytest.mark.parametrize("name", ["logit_scale", "temperature"])
-def test_a_module_takes_no_number_per_token(name):
-    with pytest.raises(
-        ValueError, match=rf"{name} must be one number in .* \[6\] of torch.float32: pass .* parallel_lce.linear_cross"
-    ):
-        parallel_lce.LinearCrossEntropy(**{name: torch.ones(N)})
-
-
 def test_a_module_without_a_group(device):
     """It is pickled whole, owns no parameters, and shows its options."""
     positional = good(device).values()

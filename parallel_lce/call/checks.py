@@ -60,11 +60,10 @@ def int64_ids(name: str, ids: object) -> Tensor:
     return as_int64(ids)
 
 
-def public(function: F, shared: bool = True) -> F:
+def public(function: F) -> F:
     """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
     refusal goes through here, once: what the outermost function raises before its exchange
-    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode. ``shared``:
-    False of a constructor, which other ranks do not wait for."""
+    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -77,15 +76,14 @@ def public(function: F, shared: bool = True) -> F:
         try:
             return function(*given, **named)
         except Exception as refusal:
-            if shared and state.depth == 1 and state.awaited:
-                state.awaited = False
+            if state.depth == 1 and state.awaited:
                 if (layout := _layout_of(dict(zip(parameters, given)) | named)) is not None:
                     debug.report_refusal(layout, refusal)
             raise
         finally:
             state.depth -= 1
             if not state.depth:
-                state.group = None  # which must not outlive its destruction here
+                vars(state).clear()  # a group must not outlive its destruction here
 
     return called  # pyright: ignore[reportReturnType]
 
@@ -96,8 +94,9 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     names = ("process_group", "tp_group", "dist_process_group", "group")
     given = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
-        if (group := next((group for group in given if group is not None), None)) is not None:
-            return Layout.of(as_group(group), False)
+        for group in given:
+            if group is not None:
+                return Layout.of(as_group(group), False)
         # The weight's come first: its placements name the dimension of tensor parallelism.
         for name in sorted(arguments, key=lambda name: "weight" not in name):
             if is_dtensor(value := arguments[name]):
@@ -117,79 +116,69 @@ def as_group(group: Any) -> dist.ProcessGroup | None:
     given = type(group).__name__
     if type(group) is type(_NO_MEMBER) and group == _NO_MEMBER:
         rank = dist.get_rank() if dist.is_initialized() else "unknown"
-        raise ValueError(
-            f"process_group is of other ranks: new_group returned GroupMember.NON_GROUP_MEMBER, since this process "
-            f"(global rank {rank}) is not among its members. Call the loss on the members alone"
-        )
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        given = f"GroupMember.NON_GROUP_MEMBER: this process (global rank {rank}) is not one of the group's"
+    elif isinstance(group, DeviceMesh) and group.ndim > 1:
+        given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp']"
+    elif isinstance(group, DeviceMesh):
         if group.get_coordinate() is not None:
             return group.get_group()
         given += f" without this process (global rank {dist.get_rank()})"
-    elif isinstance(group, DeviceMesh):
-        given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp']"
     raise ValueError(
         f"process_group must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got {given}"
     )
 
 
-def is_dtensor(value: object) -> TypeGuard[Any]:
+def has_dtensor(values: Iterable[object]) -> bool:
     # Importing torch.distributed.tensor takes a second. Before, there are no DTensors.
     tensor = getattr(dist, "tensor", None)
-    return tensor is not None and isinstance(value, tensor.DTensor)
+    return tensor is not None and any([isinstance(value, tensor.DTensor) for value in values])
 
 
-def has_dtensor(values: Iterable[object]) -> bool:
-    tensor = getattr(dist, "tensor", None)
-    if tensor is not None:
-        for value in values:
-            if isinstance(value, tensor.DTensor):
-                return True
-    return False
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    return has_dtensor((value,))
 
 
 def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.Size:
     """Raise ``ValueError`` for tensors that do not fit each other, the options or the layout. Returns the tokens'
     shape."""
-    input, weight, target, bias, token_weight, *_ = tensors
-    if options.reduction is not None and not isinstance(target, Tensor):
-        raise ValueError(f"target must be a tensor, got {type(target).__name__}")
-    _check_kinds(tensors)
-    rows = weight.shape[0]
-    if bias is not None and bias.shape != (rows,):
+    input, weight, _, bias, *_ = tensors
+    _check_each(options, tensors)
+    if input.dim() < 1 + layout.sequence_parallel:
+        needed = "[S/P, ..., D] under sequence parallelism" if layout.sequence_parallel else "[..., D]"
+        raise ValueError(f"input must be {needed}, got {list(input.shape)}")
+    if weight.dim() != 2:
+        flat = ". A parameter that FSDP1 has flattened is whole only in the forward of the module that it wraps"
         raise ValueError(
-            f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
-            f"{list(weight.shape)}, got {list(bias.shape)}"
+            f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}{flat * (weight.dim() == 1)}"
         )
-    if input.dim() < 2 and layout.sequence_parallel:
-        raise ValueError(f"input must be [S/P, ..., D] under sequence parallelism, got {list(input.shape)}")
-    tokens = torch.Size(token_shape(input, layout))
-    if target is not None and target.shape != tokens:
-        where = f"input {list(input.shape)}"
-        if layout.sequence_parallel:
-            where += f" of each of {layout.ranks} sequence-parallel ranks"
-        raise ValueError(f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}")
-    if token_weight is not None and token_weight.shape != tokens:
-        raise ValueError(f"token_weight must have target's shape {list(tokens)}, got {list(token_weight.shape)}")
-    for name in ("logit_scale", "temperature"):
+    if input.shape[-1] != weight.shape[1]:
+        turned = ". Is linear_weight transposed? It has one row per entry of the vocabulary"
+        raise ValueError(
+            f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}"
+            f"{turned * (input.shape[-1] == weight.shape[0])}"
+        )
+    _check_dtypes(options, tensors)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        rows = f"[{weight.shape[0]}], one entry per row of linear_weight {list(weight.shape)}"
+        raise ValueError(f"linear_bias must have shape {rows}, got {list(bias.shape)}")
+    leading = input.shape[:-1]
+    tokens = torch.Size((leading[0] * layout.sp_size, *leading[1:]) if leading else ())
+    for name in ("target", "token_weight", "logit_scale", "temperature"):
         value = getattr(tensors, name)
-        if value is not None:
-            _check_per_token(name, value, tokens)
+        if value is not None and value.shape != tokens:
+            size, given = list(tokens), list(value.shape)
+            where = f" of each of {layout.ranks} sequence-parallel ranks" if layout.sequence_parallel else ""
+            expected = {
+                "target": f"have shape {size} for input {list(input.shape)}{where}, got {given}",
+                "token_weight": f"have target's shape {size}, got {given}",
+            }.get(name, f"be one Python number, or a tensor of target's shape {size}, got one of shape {given}")
+            raise ValueError(f"{name} must {expected}")
     _check_picks(tensors, tokens)
-    sums = accumulation_dtype(input.dtype)
-    if options.reduce_dtype not in (None, input.dtype, sums):
-        given = f"{sums} or the input's {input.dtype}, got {options.reduce_dtype!r}"
-        raise ValueError(f"reduce_dtype must be None, {given}")
-    _check_shard(options, tensors, layout)
-    vocab_size = known_vocab_size(rows, layout, options.vocab_start, options.vocab_size)
+    _check_shard(options, weight, layout)
+    vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
     for feature in features_of(options, tensors):
         feature.check(options, tensors, vocab_size)
     return tokens
-
-
-def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
-    """Shape of the tokens in the TP layout: the leading shape of ``input``, all parts together."""
-    leading = input.shape[:-1]
-    return (leading[0] * layout.sp_size, *leading[1:]) if leading else ()
 
 
 def check_kind(name: str, value: Tensor) -> None:
@@ -217,60 +206,41 @@ def dispatches(kind: type[Tensor]) -> bool:
     return not kind.__module__.startswith(TRACING)
 
 
-def _check_kinds(a: Tensors) -> None:
-    for name in ("input", "linear_weight"):
-        value = getattr(a, name)
-        if not isinstance(value, Tensor):
-            own = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}{own}")
-    tensors = {SPOKEN.get(name, name): value for name, value in a.named().items()}
-    for name, value in tensors.items():
-        check_kind(name, value)
-    for name in ("target", "linear_bias", "token_weight", "picked", "picked_offsets"):
-        value = getattr(a, name)
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{SPOKEN.get(name, name)} must be a tensor or None, got {type(value).__name__}")
-    input, weight = a.input, a.linear_weight
-    if input.dim() < 1:
-        raise ValueError(f"input must be [..., D], got {list(input.shape)}")
-    if weight.dim() != 2:
-        flat = ". A parameter that FSDP1 has flattened is whole only in the forward of the module that it wraps"
-        raise ValueError(
-            f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}{flat * (weight.dim() == 1)}"
-        )
-    if input.shape[-1] != weight.shape[1]:
-        turned = ". Is linear_weight transposed? It has one row per entry of the vocabulary"
-        raise ValueError(
-            f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}"
-            f"{turned * (input.shape[-1] == weight.shape[0])}"
-        )
-    for name, value in tensors.items():
-        if value.device != input.device:
-            raise ValueError(f"{name} is on {value.device} and input is on {input.device}")
-    if input.dtype not in FLOATS:
-        raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {input.dtype}")
-    for name in ("linear_weight", "linear_bias"):
-        value = getattr(a, name)
-        if value is not None and value.dtype != input.dtype:
-            raise ValueError(f"{name} is {value.dtype} and input is {input.dtype}: cast one, or use torch.autocast")
-    if a.target is not None and a.target.dtype not in INTEGERS:
-        raise ValueError(
-            f"target must hold class indices of an integer dtype, got {a.target.dtype} "
-            "(class probabilities are not supported)"
-        )
-    if a.token_weight is not None and a.token_weight.is_complex():
-        raise ValueError(f"token_weight must be real, got {a.token_weight.dtype}")
+def _check_each(options: Options, tensors: Tensors) -> None:
+    """Raise unless each is a plain tensor on the input's device, or None if it is optional."""
+    required = ("input", "linear_weight") + ("target",) * (options.reduction is not None)
+    for field, value in zip(Tensors._fields, tensors):
+        name = SPOKEN.get(field, field)
+        if not isinstance(value, Tensor) and (field in required or value is not None):
+            expected = "a tensor" if field in required else "a tensor or None"
+            layer = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
+            raise ValueError(f"{name} must be {expected}, got {type(value).__name__}{layer}")
+        if value is not None:
+            check_kind(name, value)
+            if value.device != tensors.input.device:
+                raise ValueError(f"{name} is on {value.device} and input is on {tensors.input.device}")
 
 
-def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
-    if value.shape != tokens:
-        raise ValueError(
-            f"{name} must be one Python number, or a tensor of target's shape {list(tokens)}, got one of shape "
-            f"{list(value.shape)}"
-        )
-    if not value.is_floating_point():
-        raise ValueError(f"{name} must be floating-point, got {value.dtype}")
-    check_no_gradient(name, value)
+def _check_dtypes(options: Options, tensors: Tensors) -> None:
+    dtype = tensors.input.dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {dtype}")
+    if options.reduce_dtype not in (None, dtype, accumulation_dtype(dtype)):
+        given = f"{accumulation_dtype(dtype)} or the input's {dtype}, got {options.reduce_dtype!r}"
+        raise ValueError(f"reduce_dtype must be None, {given}")
+    for field, value in tensors.named().items():
+        name = SPOKEN.get(field, field)
+        if field in ("linear_weight", "linear_bias") and value.dtype != dtype:
+            raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
+        if field in ("target", "picked", "picked_offsets") and value.dtype not in INTEGERS:
+            classes = " (class probabilities are not supported)" if field == "target" else ""
+            raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
+        if field == "token_weight" and value.is_complex():
+            raise ValueError(f"token_weight must be real, got {value.dtype}")
+        if field in ("logit_scale", "temperature"):
+            if not value.is_floating_point():
+                raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+            check_no_gradient(name, value)
 
 
 def check_no_gradient(name: str, value: Tensor) -> None:
@@ -294,35 +264,27 @@ def check_values(loss: Any, values: Iterable[Any], reduction: Any, target: Any) 
             expected, given = (f"{list(t.shape)} on {t.device}" for t in (target, value))
             raise ValueError(f"{name} must have target's shape {expected}, got {given}")
         check_no_gradient(name, value)
+        debug.compare_later({name: value})
     return tuple([out_of_inference(in_memory(value.detach())) for value in values])
 
 
 def _check_picks(a: Tensors, tokens: torch.Size) -> None:
-    for field in ("picked", "picked_offsets"):
-        ids = getattr(a, field)
-        if ids is not None and ids.dtype not in INTEGERS:
-            raise ValueError(f"{SPOKEN[field]} must be of an integer dtype, got {ids.dtype}")
-    if a.picked is not None and a.picked_offsets is None and (not a.picked.dim() or a.picked.shape[:-1] != tokens):
+    name, ids, offsets, count = SPOKEN["picked"], a.picked, a.picked_offsets, tokens.numel() + 1
+    if ids is None:
+        return
+    fits = offsets is not None and ids.dim() == 1 and offsets.shape == (count,)
+    if not (fits or (offsets is None and ids.dim() and ids.shape[:-1] == tokens)):
+        given = "" if offsets is None else f" and {list(offsets.shape)}"
         raise ValueError(
-            f"{SPOKEN['picked']} must be ids of shape [..., K] for tokens of shape {list(tokens)}, got "
-            f"{list(a.picked.shape)}; or a pair of ids [E] and offsets [N + 1]"
+            f"{name} must be ids of shape [..., K] for tokens of shape {list(tokens)}, or ids [E] and offsets "
+            f"[{count}], one more than the tokens, got {list(ids.shape)}{given}"
         )
-    if a.picked_offsets is not None and a.picked is not None:
-        expected = tokens.numel() + 1
-        if a.picked.dim() != 1 or a.picked_offsets.shape != (expected,):
-            raise ValueError(
-                f"{SPOKEN['picked']} must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
-                f"{list(a.picked.shape)} and {list(a.picked_offsets.shape)}"
-            )
-        if expected == 1 and a.picked.numel():
-            raise ValueError(
-                f"{SPOKEN['picked']} has {a.picked.numel()} ids, and there is no token that could have them"
-            )
+    if offsets is not None and count == 1 and ids.numel():
+        raise ValueError(f"{name} has {ids.numel()} ids, and there is no token that could have them")
 
 
-def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
-    weight, start, size = tensors.linear_weight, options.vocab_start, options.vocab_size
-    rows = weight.shape[0]
+def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:
+    rows, start, size = weight.shape[0], options.vocab_start, options.vocab_size
     if rows == 0 and (start is None or layout.ranks == 1):
         raise ValueError(f"linear_weight {list(weight.shape)} has no rows: the vocabulary is empty")
     first = layout.rank * rows if start is None else start
@@ -332,11 +294,10 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
         raise ValueError(
             f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"
         )
-    countable = start is None or layout.ranks == 1
-    if size is not None and countable and size > rows * layout.ranks:
+    total = known_vocab_size(rows, layout, start, None)
+    if size is not None and total is not None and size > total:
         raise ValueError(
-            f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
-            f"{layout.ranks} rank(s) of {rows}"
+            f"vocab_size={size} exceeds the {total} rows of linear_weight on {layout.ranks} rank(s) of {rows}"
         )
     if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) == "nccl":
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")

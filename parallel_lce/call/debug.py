@@ -1,18 +1,21 @@
 """Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
-An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
-begins with an exchange: each rank sends its arguments or, if it refuses them, its reason. Every rank raises if a rank
-refused, or if the arguments differ. So does every backward that reduces dX: its ranks send the number of its call.
+An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode a call begins
+with an exchange. Each rank sends the function that it runs and the values that must be equal on all ranks; or, if it
+refuses its arguments, its reason. Every rank raises if a rank refused, or if anything differs. A message names its
+values, so that ranks in different functions understand each other. There are further exchanges after the function of a
+``token_loss``, before each DTensor is redistributed, and before each backward that reduces dX.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
-import pickle
 import threading
+from array import array
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from hashlib import sha256
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,14 +25,13 @@ from torch import Tensor
 from parallel_lce.core.collectives import Layout, all_gather
 from parallel_lce.core.private import device_of_objects
 
-T = TypeVar("T")
-
 # Calls in debug mode so far, by the group. Names of groups are used again.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 # Largest allowed difference of a token's hidden states between ranks, relative to their norm: an all-reduce may round
 # them differently on each rank.
 _SAME_HIDDEN = 0.05
+_OF_DIGEST = "values of digest"
 
 
 def enabled() -> bool:
@@ -55,40 +57,25 @@ class _State(threading.local):
     awaited = False
     # The group of the outermost function, where its arguments do not give it.
     group: dist.ProcessGroup | None = None
+    # What the next exchange compares, too, by name.
+    others: Mapping[str, object] = {}
+    # Whether the call that is to be prepared was compared before its tokens were compacted.
+    compared = False
 
 
 state = _State()
 
-
-class Slice(NamedTuple):
-    """A rank's part of the vocabulary."""
-
-    start: int = 0
-    rows: int = 0
-    # Of the values: fingerprint()
-    values: str | None = None
-
-
-_NO_SLICE = Slice()
-
-
-class _Message(NamedTuple):
-    """A rank's message to the others."""
-
-    # Why the rank refuses its arguments, or None.
-    refusal: str | None
-    # The arguments as text, by name.
-    values: dict[str, str]
-    shard: Slice
+Slice = tuple[int, int, str | None]
+"""A rank's part of the vocabulary: first id, rows, and :func:`fingerprint`."""
 
 
 def report_refusal(layout: Layout, refusal: Exception) -> None:
-    """Called by a rank that is about to raise ``refusal``. Debug mode sends it to the other ranks, by the first two
-    collectives of :func:`agree`. Otherwise its message gets a note that the other ranks may wait."""
+    """Called by a rank that is about to raise ``refusal``. In debug mode it joins the other ranks' exchange, with its
+    reason. Otherwise its message gets a note that the other ranks may wait."""
     if layout.ranks == 1:
         return
     if _given() not in ("", "0"):  # also a malformed value, which may be this rank's alone, and the refusal
-        _gathered(layout, _Message(str(refusal), {}, _NO_SLICE))
+        _gathered(layout, {"refusal": str(refusal)})
     elif isinstance(refusal, (TypeError, ValueError)):
         note = (
             f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
@@ -98,37 +85,52 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
         refusal.args = (note,)
 
 
-def agree(
-    layout: Layout, settings: Mapping[str, object], tensors: Mapping[str, Tensor | None], shard: tuple = _NO_SLICE
-) -> list[Slice]:
-    """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
+def compare_later(values: Mapping[str, object]) -> None:
+    """In debug mode the next exchange compares these values, too: tensors by their elements."""
+    if enabled():
+        state.others = {**state.others, **values}
 
-    A setting is compared among the ranks that pass it; ``tensors``, int64 or fp64, by their elements. Returns every
-    rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of some hundred bytes; if one tensor alone differs,
-    and has as many elements on all ranks, two others with its values.
+
+def agree(
+    layout: Layout,
+    function: str,
+    values: Mapping[str, object],
+    shard: Slice | None = None,
+    hidden: Tensor | None = None,
+) -> list[Slice]:
+    """The exchange. Raises ``ValueError`` on every rank unless all run the same ``function`` with the same ``values``,
+    of tensors the same elements, and the same ``hidden`` states ``[..., D]`` up to rounding.
+
+    Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of the longest message's bytes; if one
+    tensor alone differs, and has as many elements on all ranks, two others with its elements.
     """
-    values = {name: repr(value) for name, value in settings.items()}
-    values |= {name: _digest(tensor) for name, tensor in tensors.items()}
-    messages = _gathered(layout, _Message(None, values, Slice(*shard)))
-    refusing = {rank: m.refusal for rank, m in enumerate(messages) if m.refusal is not None}
+    values, state.others = {"function": function, **values, **state.others}, {}
+    texts = {name: _text(value) for name, value in values.items()}
+    projected = None if hidden is None else _projected(hidden)
+    messages = _gathered(layout, {"texts": texts, "shard": shard, "hidden": projected})
+    refusing = [rank for rank, message in enumerate(messages) if "refusal" in message]
     if refusing:
-        first = next(iter(refusing))
-        raise ValueError(
-            f"rank(s) {[*refusing]} of process_group refused their arguments, rank {first} because: {refusing[first]}"
-        )
-    names = dict.fromkeys(name for m in messages for name in m.values)
-    values_of = {n: {rank: m.values[n] for rank, m in enumerate(messages) if n in m.values} for n in names}
-    differing = {name: said for name, said in values_of.items() if len(set(said.values())) > 1}
+        reason = f"rank {refusing[0]} because: {messages[refusing[0]]['refusal']}"
+        raise ValueError(f"rank(s) {refusing} of process_group refused their arguments, {reason}")
+    names = dict.fromkeys(name for message in messages for name in message["texts"])
+    by_rank = {name: [message["texts"].get(name, "nothing") for message in messages] for name in names}
+    differing = {name: texts for name, texts in by_rank.items() if len({*texts}) > 1}
+    if "function" in differing:  # of others the values differ, too
+        differing = {"function": differing["function"]}
+    if len(differing) == 1:
+        ((name, texts),) = differing.items()
+        sizes = {text.rpartition(" ")[0] for text in texts}
+        if len(sizes) == 1 and sizes.pop().endswith(_OF_DIGEST):
+            differing = _first_difference(layout, name, values[name])
     if differing:
-        alone = len(differing) == 1
-        differences = [
-            _difference(layout, name, tensor)
-            if alone and (tensor := tensors.get(name)) is not None and len({*map(_size, said.values())}) == 1
-            else f"{name}: {_by_rank(said)}"
-            for name, said in differing.items()
-        ]
-        raise ValueError(f"the ranks of process_group disagree about {'; '.join(differences)}")
-    shards = [m.shard for m in messages]
+        told = {n: ", ".join(f"rank {r} has {text}" for r, text in enumerate(texts)) for n, texts in differing.items()}
+        text = "; ".join(f"{name}: {of_ranks}" for name, of_ranks in told.items())
+        raise ValueError(f"the ranks of process_group disagree about {text}")
+    if hidden is not None:
+        _check_hidden([message["hidden"] for message in messages])
+    if shard is None:
+        return []
+    shards = [(start, rows, values) for start, rows, values in (message["shard"] for message in messages)]
     _check_unlike(shards)
     return shards
 
@@ -142,19 +144,42 @@ def next_call(layout: Layout) -> int | None:
     return number
 
 
-def agree_about_backward(layout: Layout, call: int) -> None:
-    """Raise ``ValueError`` on every rank unless all run the backward of the call of this number. Collectives: those of
-    :func:`agree`."""
-    agree(layout, {"the call whose backward runs": call}, {})
+def fingerprint(rows: Tensor) -> str | None:
+    """A digest of ``rows [R, n]``, of fp64 sums of the rows and columns. None if all rows have one sum, as those of a
+    weight of zeros and a single row: other ranks may have the same."""
+    sums, columns = (rows.detach().sum(dim, dtype=torch.float64).nan_to_num() for dim in (1, 0))
+    return None if len(sums) == 0 or (sums == sums[0]).all() else _text(torch.cat([sums, columns]))
 
 
-def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
-    """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, up to rounding. One
-    all-gather of objects, 2 fp64 numbers per token: the norm, and the component along one random direction."""
+def _text(value: object) -> str:
+    """Of a tensor the number of its elements, and a digest: the same for equal numbers of any dtype. All NaN are one
+    number, and so are 0 and -0."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    numbers = value.detach().flatten().double().nan_to_num(torch.finfo(torch.float64).max, torch.inf, -torch.inf) + 0.0
+    return f"{len(numbers)} {_OF_DIGEST} {sha256(array('d', numbers.tolist())).hexdigest()[:12]}"
+
+
+def _first_difference(layout: Layout, name: str, tensor: Any) -> dict[str, list[str]]:
+    """The ranks' elements at the first position at which they differ."""
+    elements = zip(*_gathered(layout, tensor.detach().flatten().tolist()))
+    for position, of_ranks in enumerate(elements):
+        if len({repr(element + 0.0) for element in of_ranks}) > 1:  # -0.0 + 0.0 is 0.0
+            return {f"{name} at position {position}": [*map(repr, of_ranks)]}
+    raise AssertionError(f"{name} has other digests")
+
+
+def _projected(hidden: Tensor) -> list[list[float]]:
+    """Of each token the norm of its hidden states, and their component along one random direction."""
     flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
-    norm, along = _stacked(layout, torch.stack([flat.norm(dim=1), flat @ direction])).nan_to_num().unbind(1)
+    return torch.stack([flat.norm(dim=1), flat @ direction]).nan_to_num().tolist()
+
+
+def _check_hidden(projected: list[list[list[float]]]) -> None:
+    """Raise ``ValueError`` unless all ranks have the same hidden states."""
+    norm, along = torch.tensor(projected, dtype=torch.float64, device="cpu").unbind(1)
     apart = (norm - norm[0]).abs() + (along - along[0]).abs() > _SAME_HIDDEN * norm.amax(0)
     if apart.any():
         rank, token = apart.nonzero()[0].tolist()
@@ -165,89 +190,29 @@ def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
         )
 
 
-def _difference(layout: Layout, name: str, tensor: Tensor) -> str:
-    """Text with the first position at which the ranks' ``tensor`` differ, and each rank's value there."""
-    all_values = _stacked(layout, tensor.detach().flatten())
-    apart = (all_values != all_values[0]) & ~(all_values.isnan() & all_values[0].isnan())
-    position = int(apart.any(0).nonzero()[0])
-    said = {rank: repr(value) for rank, value in enumerate(all_values[:, position].tolist())}
-    return f"{name} at position {position}: {_by_rank(said)}"
-
-
-def _by_rank(said: dict[int, str]) -> str:
-    return ", ".join(f"rank {rank} has {value}" for rank, value in said.items())
-
-
-def _digest(tensor: Tensor | None) -> str:
-    """The number of int64 or fp64 values, and a digest. All NaN are one value, and so are 0 and -0."""
-    if tensor is None:
-        return repr(None)
-    # clone() gives even a tensor of one element the stride of 1 that a view as bytes needs.
-    values = tensor.detach().flatten().cpu().clone(memory_format=torch.contiguous_format)
-    if values.is_floating_point():
-        values = values.nan_to_num(torch.finfo(values.dtype).max, torch.inf, -torch.inf) + 0
-    digest = hashlib.sha256(bytes(values.view(torch.uint8).tolist()))
-    return f"{tensor.numel()} values of digest {digest.hexdigest()[:12]}"
-
-
-def _size(digest: str) -> str:
-    """The number of a tensor's values, by its digest."""
-    return digest.partition(" ")[0]
-
-
-def _stacked(layout: Layout, values: Tensor) -> Tensor:
-    """Every rank's ``values [...]``, int64 or fp64, as ``[P, ...]`` on the CPU."""
-    stacked = torch.tensor(_gathered(layout, values.tolist()), dtype=values.dtype, device="cpu")
-    return stacked.view(layout.ranks, *values.shape)
-
-
-def _gathered(layout: Layout, own: T) -> list[T]:
-    """Every rank's object, in rank order, without NumPy, which torch's collectives of objects need. Collectives: an
-    all-gather of the sizes, 1 int64, and one of the bytes of the largest."""
-    state.awaited = False
-    device = device_of_objects(layout.group)
-    message = pickle.dumps(own)
-
-    def gathered(row: list[int], dtype: torch.dtype) -> Tensor:
-        sent = torch.tensor(row, dtype=dtype, device=device)
-        received = torch.empty(layout.ranks * len(row), dtype=dtype, device=device)
-        all_gather(received, sent, group=layout.group, async_op=True).wait()
-        return received.view(layout.ranks, len(row))
-
-    sizes = gathered([len(message)], torch.int64).flatten().tolist()
-    rows = gathered([*message, *bytes(max(sizes) - len(message))], torch.uint8).tolist()
-    return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes)]
-
-
-def fingerprint(rows: Tensor) -> str | None:
-    """A digest of ``rows [R, n]``, of fp64 sums of the rows and columns. None if all rows have one sum, as those of a
-    weight of zeros and a single row: other ranks may have the same."""
-    sums, columns = (rows.detach().sum(dim, dtype=torch.float64).nan_to_num() for dim in (1, 0))
-    return None if len(sums) == 0 or (sums == sums[0]).all() else _digest(torch.cat([sums, columns]))
-
-
 def _check_unlike(shards: list[Slice]) -> None:
     """Raise ``ValueError`` if two ranks have the same values for different parts of the vocabulary."""
     seen: dict[str, int] = {}
-    for rank, shard in enumerate(shards):
-        if shard.values is not None and (first := seen.setdefault(shard.values, rank)) != rank:
+    for rank, (start, rows, values) in enumerate(shards):
+        if values is not None and (first := seen.setdefault(values, rank)) != rank:
             raise ValueError(
-                f"ranks {first} and {rank} of process_group hold the same {shard.rows} rows of the vocabulary, as "
-                f"entries from {shards[first].start} and from {shard.start} on: did you forget to shard? Each rank "
-                "passes its own part; with the whole on every rank pass no process_group, or vocab_size"
+                f"ranks {first} and {rank} of process_group hold the same {rows} rows of the vocabulary, as entries "
+                f"from {shards[first][0]} and from {start} on: did you forget to shard? Each rank passes its own part; "
+                "with the whole on every rank pass no process_group, or vocab_size"
             )
 
 
-def check_cover(shards: list[Slice], vocab_size: int | None) -> int:
-    """V. Raises ``ValueError`` if the shards leave a gap or overlap, or have fewer than ``vocab_size`` rows or none."""
-    end = 0
-    for start, rows in sorted(s[:2] for s in shards if s.rows):
-        if start != end:
-            kind = "a gap" if start > end else "an overlap"
-            raise ValueError(f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}")
-        end = start + rows
-    if end == 0:
-        raise ValueError(f"the vocabulary is empty: none of the {len(shards)} shards has a row")
-    if vocab_size is not None and vocab_size > end:
-        raise ValueError(f"vocab_size={vocab_size} exceeds the {end} rows of all shards")
-    return end if vocab_size is None else vocab_size
+def _gathered(layout: Layout, message: Any) -> list[Any]:
+    """Every rank's message, in rank order, as JSON: torch's collectives of objects need NumPy. Collectives: an
+    all-gather of the lengths, 1 int64, and one of the bytes of the longest."""
+    state.awaited = False
+    device, text = device_of_objects(layout.group), json.dumps(message).encode()
+
+    def gathered(row: list[int], dtype: torch.dtype) -> list[list[int]]:
+        sent = torch.tensor(row, dtype=dtype, device=device)
+        received = torch.empty(layout.ranks * len(row), dtype=dtype, device=device)
+        all_gather(received, sent, group=layout.group, async_op=True).wait()
+        return received.view(layout.ranks, len(row)).tolist()
+
+    longest = max(gathered([len(text)], torch.int64))[0]
+    return [json.loads(bytes(row)) for row in gathered([*text.ljust(longest)], torch.uint8)]

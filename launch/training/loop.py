@@ -4,7 +4,6 @@ Schedule, data-parallel wrapper, gradient reduction and optimizer are Megatron-c
 """
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,10 +25,8 @@ from benchmarks.engine.peak_memory import peak_memory
 from training.config import Config, TrainConfig, save_config
 from training.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.model import build_model, padded_vocab_size
-from training.report import Metrics, remove_results
+from training.report import WARM_UP_STEPS, Metrics, remove_results
 from training.text import Batch, Batches, by_frequency, load_text, split
-
-WARM_UP_STEPS = 2  # not in the median step time and the peak memory
 
 
 class Stepper:
@@ -275,7 +272,6 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
         text=batches.text.source,
         losses=losses,
         step_seconds=seconds,
-        median_step_seconds=statistics.median(seconds[WARM_UP_STEPS:] or seconds),
         step_peak_bytes=step_peak,
         held_bytes=held,
         loss_peak_bytes=loss_peak,

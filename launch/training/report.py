@@ -13,6 +13,7 @@ the stock runs may not differ. All losses must be finite.
 """
 
 import math
+import statistics
 from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
@@ -35,6 +36,7 @@ COLOURS = dict(zip(RUNS, ("#9aa5b1", "#c2410c", "#2563a8", "#0f766e", "#7c3aed")
 # Sections of the configuration that must be equal in all runs, since the report shows only one run's. FREE: settings of
 # these sections that may differ.
 SHARED = {"model", "train", "parallel", "memory"}
+WARM_UP_STEPS = 2  # not in the step times and the peak memory
 FREE = {"train": {"sample_order"}, "parallel": {"device", "timeout_seconds"}}
 
 
@@ -51,11 +53,16 @@ class Metrics(BaseModel):
     text: str  # where the text is from
     losses: Annotated[list[float], Field(min_length=1)]  # of each step
     step_seconds: list[float]  # of each step
-    median_step_seconds: float  # of the steps after the warm-up
     step_peak_bytes: int | None  # largest of all ranks, after the warm-up; None on a CPU
     held_bytes: list[int] = []  # by tensors of rank 0, after each step; empty on a CPU
     loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
     held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
+
+    def step_times(self) -> tuple[float, float, float]:
+        """Times in ms of the steps after the warm-up: tenth percentile, median and ninetieth percentile."""
+        times = sorted(1e3 * s for s in self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
+        last = len(times) - 1
+        return times[round(0.1 * last)], statistics.median(times), times[round(0.9 * last)]
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -164,7 +171,7 @@ def _check_same_settings(stock: Metrics, name: str, run: Metrics) -> None:
 
 def write_report(comparison: Comparison, folder: Path, tolerance: float, command: str) -> str:
     """Writes report.md, report.png and report.json, which `command` makes again. Returns what the terminal shows."""
-    run, summary = comparison.runs["stock"], _summary_table(comparison)
+    run, summary = comparison.runs["stock"], _summary_table(comparison) + _on_times(comparison)
     settings = "\n".join(
         f"- {section}: " + ", ".join(f"{key}={value}" for key, value in getattr(run.config, section))
         for section in ("model", "train", "parallel")
@@ -202,12 +209,13 @@ def _summary_table(comparison: Comparison) -> str:
     measured = (config.memory.micro_batch or 0) * train.sequence
     step_peaks, loss_peaks = zip(*((run.step_peak_bytes, run.loss_peak_bytes) for run in runs))
     distances = [(None, None), *map(mean_and_largest, comparison.differences.values())]
+    times = [run.step_times() for run in runs]
     rows = [
         ("final loss", ".6f", [run.losses[-1] for run in runs]),
         ("held-out loss", ".6f", [run.held_out_loss for run in runs]),
         ("difference from stock's losses, mean", ".2e", [mean for mean, _ in distances]),
         ("difference from stock's losses, largest", ".2e", [largest for _, largest in distances]),
-        (f"step of {tokens} tokens, median, ms", ".1f", [1e3 * run.median_step_seconds for run in runs]),
+        (f"step of {tokens} tokens, ms: p10, median, p90", "", [" / ".join(map("{:.0f}".format, t)) for t in times]),
         ("peak memory of a step, MiB per rank", ".1f", [size and size / 2**20 for size in step_peaks]),
         ("memory held after step 10, MiB on rank 0", ".3f", [_held(run.held_bytes[9:10]) for run in runs]),
         ("memory held after the last step, MiB on rank 0", ".3f", [_held(run.held_bytes) for run in runs]),
@@ -216,6 +224,14 @@ def _summary_table(comparison: Comparison) -> str:
     ]  # fmt: skip
     texts = [[name, *("" if value is None else format(value, form) for value in values)] for name, form, values in rows]
     return _table([["", *comparison.runs], *(row for row in texts if any(row[1:]))])
+
+
+def _on_times(comparison: Comparison) -> str:
+    """A sentence on the step times, where a difference of medians may be noise."""
+    (low, _, high), (our_low, _, our_high) = (comparison.runs[n].step_times() for n in ("stock", "parallel_lce"))
+    if max(low, our_low) > min(high, our_high):
+        return ""
+    return "\n\nThe step times of both losses overlap between p10 and p90: a difference of their medians may be noise."
 
 
 def _held(sizes: list[int]) -> float | None:

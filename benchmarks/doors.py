@@ -40,7 +40,7 @@ import parallel_lce.megatron
 import parallel_lce.transformers
 import parallel_lce.trl
 from parallel_lce import count_tokens
-from parallel_lce.core.budget import BUDGET_VARIABLE
+from parallel_lce.core.plan import BUDGET_VARIABLE
 
 from .engine import ways
 from .engine.libraries import group_of_one

@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 
 from parallel_lce import token_statistics
-from parallel_lce.backends import triton_forward
 from parallel_lce.kernels import product
 from parallel_lce.kernels.tuning import Tile
 
@@ -35,15 +34,13 @@ _SIZES = [(128, 256), (128, 128), (64, 128)]
 PORTABLE = [Tile(*size, *rest) for size, rest in itertools.product(_SIZES, itertools.product((32, 64), (4, 8), (3, 4)))]
 BLOCKS = (8, 16, 32)  # row blocks per launch
 SHOWN = 8  # fastest candidates that are printed for each call
-_PROGRAMS = {}  # of the forward, which keeps the launches of a tile
 
 
 @contextmanager
 def forced(tile: Tile, blocks: int) -> Iterator[None]:
     """Every product uses this tile, and launches of at most `blocks` row blocks."""
     of_launch = mock.patch.object(product, "blocks_per_launch", lambda count, *_: max(1, min(count, blocks)))
-    programs = mock.patch.object(triton_forward, "_PROGRAMS", _PROGRAMS.setdefault((tile, blocks), {}))
-    with of_launch, programs, mock.patch.object(product, "tile_of", lambda *_: tile):
+    with of_launch, mock.patch.object(product, "tile_of", lambda *_: tile):
         yield
 
 

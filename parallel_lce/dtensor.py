@@ -23,7 +23,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import SPOKEN, Options, Tensors, check_option, is_count
-from parallel_lce.run.statistics import NAMES, TokenStatistics
+from parallel_lce.run.results import NAMES, TokenStatistics
 
 # The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
 _TENSOR_PARALLEL = {"tp", "tensor", "model", "parallel"}
@@ -294,7 +294,9 @@ class DTensorAdapter:
             return value
         layout = Layout.of(self.group, False)
         if debug.enabled() and layout.ranks > 1:
-            debug.agree(layout, {"function": f"{self.options.function}, which redistributes {name}"}, {})
+            given = {"shape": [*value.shape], "dtype": value.dtype, "placements": value.placements, "to": placements}
+            function = f"{self.options.function}, which redistributes {name}"
+            debug.agree(layout, function, {f"{what} of {name}": of_name for what, of_name in given.items()})
             debug.state.awaited = True
         return value.redistribute(placements=placements)
 

@@ -17,7 +17,7 @@ from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count, with_counted_hidden
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
-from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import TokenCount
 
 
@@ -51,11 +51,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
-    There is no ``[N, V]`` tensor of logits, except for small problems whose fp32 logits fit the budget
-    (:func:`parallel_lce.core.plan.plan`). The same call of PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy``
-    gives the same answer, with four exceptions: the loss of bf16 and fp16 input is fp32; the mean of no tokens is 0
-    instead of NaN; class weights, class probabilities and ``options`` are refused; on a GPU a target outside the
-    vocabulary gives NaN.
+    There is no ``[N, V]`` tensor of logits. The same call of PyTorch 2.13's
+    ``torch.nn.functional.linear_cross_entropy`` gives the same answer, with four exceptions: the loss of bf16 and fp16
+    input is fp32; the mean of no tokens is 0 instead of NaN; class weights, class probabilities and ``options`` are
+    refused; on a GPU a target outside the vocabulary gives NaN.
 
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
@@ -78,8 +77,7 @@ def linear_cross_entropy(
             token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
         temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
-            be > 0 and are not checked. With a tensor and a ``logit_softcap`` backward recomputes every logit, except in
-            small problems.
+            be > 0 and are not checked. With a tensor and a ``logit_softcap`` backward recomputes every logit.
         process_group: the tensor-parallel group that shards the vocabulary, or a one-dimensional DeviceMesh. None, or a
             group of one rank, means no parallelism. No other group is used.
         sequence_parallel: ``input`` is split along ``sequence_dim`` over ``process_group``.
@@ -91,9 +89,9 @@ def linear_cross_entropy(
             equal shards only.
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
-        logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
-            forward to backward, a small problem's logits, and the working block (docs/usage.md, "Memory", which also
-            has the errors of exponentials that are saved in one byte). It must be equal on all ranks. A smaller one
+        logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials saved from forward to
+            backward, and the working block (docs/usage.md, "Memory", which also has the errors of exponentials that are
+            saved in one byte). It must be equal on all ranks. A smaller one
             allows 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits. Without a reduction of dX,
             recomputed logits may also use as many bytes as dX: dX is allocated later. None: that of the environment's
             ``PARALLEL_LCE_LOGITS_BUDGET``, else a thirty-second of the GPU's memory (4.25 GiB on an H200), and 1 GiB on
@@ -140,10 +138,10 @@ def linear_cross_entropy(
 
     A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all others in blocks
     of at most 256 MiB, each started a block ahead. The first gather of a backward overlaps dX only in the Triton
-    backend with all exponentials, or a small problem's logits, saved. There is no reduction if ``input`` needs no
-    gradient, or with ``reduce_hidden_grad=False``. If gradients are formed in forward, each block of R tokens gathers
-    its hidden states there (SP), gathers its partials (C * R + 3 elements), and reduces its dX after the next block's
-    gather of partials. Backward then has no collective; a second backward repeats those of forward.
+    backend with all exponentials saved. There is no reduction if ``input`` needs no gradient, or with
+    ``reduce_hidden_grad=False``. If gradients are formed in forward, each block of R tokens gathers its hidden states
+    there (SP), gathers its partials (C * R + 3 elements), and reduces its dX after the next block's gather of partials.
+    Backward then has no collective; a second backward repeats those of forward.
 
     **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
     tensor parallelism, shards the weight with ``Shard(0)``: its group and its ids are used. ``input`` is ``Replicate``

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,6 @@ class LinearCrossEntropy(nn.Module):
         ValueError: at once, for an option that the function refuses for all tensors.
     """
 
-    @partial(public, shared=False)
     def __init__(
         self,
         *,

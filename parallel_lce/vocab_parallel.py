@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import backend_of
-from parallel_lce.backends.protocol import Backend
+from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
@@ -66,17 +66,17 @@ def vocab_parallel_cross_entropy(
     logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
     backend = backend_of(logits, _SUITABLE)
     if layout.ranks > 1 and debugging:
-        settings = {
-            "function": "vocab_parallel_cross_entropy",
+        values = {
+            "target": target,
             "tokens": tuple(target.shape),
             "entries per rank": entries,
             "dtype": vocab_parallel_logits.dtype,
             "label_smoothing": label_smoothing,
             "backend": backend.NAME,
         }
-        shard = debug.Slice(layout.rank * entries, entries, debug.fingerprint(logits))
+        shard = layout.rank * entries, entries, debug.fingerprint(logits)
         with renamed(process_group="tp_group"):
-            debug.agree(layout, settings, {"target": as_int64(target)}, shard)
+            debug.agree(layout, "vocab_parallel_cross_entropy", values, shard)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
@@ -136,7 +136,9 @@ class _LogitsCrossEntropy(torch.autograd.Function):
             backend.logits_partial(logits, target, columns.shifted, partial)
             gather.local.copy_(partial[:SHIFTED])
             gather.start()
-            merged, vocab_size = gather.finish(backend.merge_ranks)
+            merged, vocab_size = gather.local, entries
+            if layout.ranks > 1:
+                merged, vocab_size, _ = gather.finish(backend.merge_ranks)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
         inside = (ids >= 0) & (ids < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)

@@ -10,18 +10,17 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import parallel_lce
-from parallel_lce.backends import triton as backend
+from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import TRAILER, Columns
 from parallel_lce.distillation import divergence
 from parallel_lce.features.filter import form
 from parallel_lce.features.filter.kernels import products, windows
-from parallel_lce.kernels import partials
+from parallel_lce.kernels import partials, results
 from tools import shrunk
 
 NAMES = {
@@ -148,15 +147,14 @@ def _in_blocks(tokens: int, call: Callable) -> Callable:
 
 
 def small(tokens: int, every_option: bool, group: dist.ProcessGroup | None, device: str) -> None:
-    """Losses of dense logits, and of logits that exist; log-probabilities of sets."""
-    target, options = torch.zeros(tokens, dtype=torch.int64, device=device), {}
+    """A mean; results of partials that are merged; losses of logits that exist; log-probabilities of sets."""
+    target = torch.zeros(tokens, dtype=torch.int64, device=device)
     x, weight = operands(tokens, 304, 64, torch.bfloat16, device)
-    if every_option:
-        options |= dict(label_smoothing=0.1, logit_softcap=5.0, logit_scale=torch.ones(tokens, device=device))
-    with mock.patch.object(backend, "DENSE_FLOPS", 1e30):
-        for reduction in ("none", "mean"):
-            options |= dict(reduction=reduction, process_group=group)
-            parallel_lce.linear_cross_entropy(x, weight, target, **options).sum().backward()
+    parallel_lce.linear_cross_entropy(x, weight, target, process_group=group).backward()
+    smoothing, everything = 0.1 * every_option, dict.fromkeys(("mean_logit", "entropy", "argmax"), every_option)
+    for kind, options in ("loss", dict(label_smoothing=smoothing, z_loss=smoothing)), ("statistics", everything):
+        wanted = Wanted(kind, Options("a call", **options), target)
+        results.results_of(torch.ones(wanted.options.columns.count, tokens, device=device), 304, wanted)
     logits = torch.randn(tokens, 300).to(device, torch.bfloat16).requires_grad_()
     parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.1 * every_option, tp_group=group).sum().backward()
     sets = target.repeat(3), torch.arange(tokens + 1, device=device) * 3

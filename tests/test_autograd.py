@@ -15,8 +15,8 @@ from measures import assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
-from parallel_lce.run import statistics as statistics_module
 from parallel_lce.run.entry import fused_loss
+from parallel_lce.run.results import DIFFERENTIABLE
 from tools import REDUCED, chosen_backend, fields, given, shrunk, small, statistics
 
 SIZE = dict(N=48, V=200, D=8)
@@ -168,7 +168,7 @@ def test_every_statistic_may_be_changed_in_place(sets, backend, device):
     def gradients(change):
         found = statistics(t.x.view(4, 6, 16), t.weight, t.target.view(4, 6), selected=selected, top_k=2)
         changed = {name: change(value) for name, value in fields(found).items() if value.dim()}
-        total = sum(value.sum() for name, value in changed.items() if name in statistics_module.DIFFERENTIABLE)
+        total = sum(value.sum() for name, value in changed.items() if name in DIFFERENTIABLE)
         return torch.autograd.grad(total, (t.x, t.weight))
 
     def halved(value):
@@ -201,8 +201,7 @@ def test_a_token_of_any_stride(backend, device):
     assert longer.stride(0) == 17 and torch.equal(*losses)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_what_autograd_gets_beside_main_grad_is_cleared(dense, device, kernels):
+def test_what_autograd_gets_beside_main_grad_is_cleared(device, kernels):
     """In saved memory, of which a second backward runs."""
     t, found = small(device, N=48, V=200, D=8, dtype="bf16"), []
     total = torch.zeros_like(t.weight, dtype=torch.float32)
@@ -211,7 +210,7 @@ def test_what_autograd_gets_beside_main_grad_is_cleared(dense, device, kernels):
         found.append(within(memory, t.weight).zero_())
         return found[-1]
 
-    with chosen_backend("dense" if dense else "triton"):
+    with chosen_backend("triton"):
         options, tensors = given(t.x, t.weight, t.target, reduction="none")
         loss = fused_loss(options, tensors, None, main_grad=MainGrad(total, placeholder)).sum()
         loss.backward(retain_graph=True)

@@ -11,7 +11,7 @@ import parallel_lce
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of
-from parallel_lce.backends.protocol import Backend
+from parallel_lce.backends.interface import Backend
 
 
 @pytest.fixture

@@ -17,12 +17,8 @@ pytest.importorskip("triton", reason="needs triton")
 from blocks import launches
 from cases import DTYPES, normal
 from parallel_lce import linear_cross_entropy, token_statistics
-from parallel_lce.backends import named, triton_backward, triton_forward
-from parallel_lce.backends.interface import ForwardTask, Projection, Scratch
-from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.options import Options
-from parallel_lce.core.partials import TRAILER, Columns
-from parallel_lce.kernels import loss_kernels, partials
+from parallel_lce.backends import named, triton_backward
+from parallel_lce.backends.interface import Scratch
 from tools import chosen_backend, on_ranks, shrunk, small
 
 KINDS = 9  # of tokens, in turn
@@ -219,50 +215,3 @@ def test_slices_that_are_projected_again(N, D, budget, block, slices, device, mo
         loss.sum().backward()
     assert freed.called == (N in (300, 600))  # nothing was saved
     assert [each.given["entries"] for each in found if each.of_gradient] == slices
-
-
-def test_launches_are_kept_for_each_kind_of_block(kernels, device):
-    """Whatever a kept launch depends on gives a block a program of its own. The interpreter keeps no compiled kernel,
-    and would not show a wrong one."""
-    x, weight = normal(40, 64).to(device, torch.bfloat16), normal(300, 64, seed=1).to(device, torch.bfloat16)
-    each = torch.ones(40, device=device)
-    projection = Projection(weight, None, 0, 300)
-    task = ForwardTask(projection, x, torch.zeros(40, dtype=torch.int64, device=device), Columns(), 300)
-    maps = [LogitMap(2.0), LogitMap(1.0, None, 5.0), LogitMap(1.0, each), LogitMap(1.0, each, None, each)]
-    kinds = [
-        task,
-        *[task._replace(projection=replace(projection, logit_map=each)) for each in maps],
-        task._replace(projection=replace(projection, bias=weight[:, 0].contiguous())),
-        *[task._replace(projection=replace(projection, **given)) for given in (dict(start=7), dict(real_rows=256))],
-        *[task._replace(columns=Columns(**{name: True})) for name in ("weighted", "argmax", "low")],
-        *[task._replace(save=save) for save in (0, 256)],
-        *[task._replace(**given) for given in (dict(codes=True), dict(save_window_partials=True), dict(target=None))],
-        task._replace(x=x[:39]),
-        task._replace(x=x.half(), projection=replace(projection, weight=weight.half())),
-    ]
-    traits = [triton_forward._traits(kind, kind.x) for kind in kinds]
-    assert len(set(traits)) == len(kinds)
-    assert triton_forward._traits(task._replace(out=normal(3, 40).to(device)), x.clone()) == traits[0]
-
-
-def test_launches_over_ranks_and_of_losses_are_kept_for_each_kind(kernels, device, monkeypatch):
-    """As above: one launch for each kind, however often it comes."""
-    of_ranks, of_losses = {}, {}
-    monkeypatch.setattr(partials, "_OF_RANKS", of_ranks)
-    monkeypatch.setattr(loss_kernels, "_LOSSES", of_losses)
-    gathered = [(ranks, Columns(), 8, None) for ranks in (2, 3)]
-    gathered += [(2, Columns(), 9, None), (2, Columns(), 8, 20), (2, Columns(), 8, 18)]
-    gathered += [(2, Columns(**{name: True}), 8, None) for name in ("weighted", "squared", "shifted")]
-    for ranks, columns, rows, vocab_size in 2 * gathered:
-        message = torch.ones(ranks, columns.count * rows + TRAILER, device=device)
-        partials.merge_ranks(message, columns, rows, vocab_size)
-    assert len(of_ranks) == len(gathered)
-    plain, each, size = Options("a loss", "none"), torch.ones(8, device=device), torch.tensor(20, device=device)
-    losses = [(8, 20, None, plain), (7, 20, None, plain), (8, 18, None, plain), (8, size, None, plain)]
-    losses += [(8, 20, each, plain), (8, 20, each.half(), plain)]
-    options = dict(ignore_index=3), dict(label_smoothing=0.1), dict(z_loss=0.1), dict(outside_is_nan=False)
-    losses += [(8, 20, None, plain._replace(**given)) for given in options]
-    for rows, vocab_size, weight, given in 2 * losses:
-        merged, target = torch.ones(4, rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
-        loss_kernels.token_losses(merged, vocab_size, target, weight, given)
-    assert len(of_losses) == len(losses)

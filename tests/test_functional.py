@@ -109,23 +109,6 @@ def test_blocks_pieces_and_shards(c, factor, worlds, backend, device):
     assert_holds(c, factor, backend, worlds, device)
 
 
-SMALL = dict(dtype="bf16", sharpness=4.0, block_bytes=None)
-MANY = EVERYTHING | dict(z_loss=1e-3, softcap=5.0, token_weight="positive", frozen=("bias",))
-DENSE = [
-    of(40, 208, 32, reduction="mean", **SMALL),
-    of(40, 208, 32, **SMALL, **MANY),
-    of(40, 208, 32, reduction="mean", bias="plain", offset=300.0, frozen=("bias",), **SMALL),
-    of(40, 208, 32, rows=(208, 0), reduction="mean", **SMALL),
-    of(40, 208, 32, rows=(104, 104), reduction="mean", label_smoothing=0.1, **SPLIT | SMALL),
-]
-
-
-@pytest.mark.parametrize("c", DENSE, ids=str)
-def test_small_problems(c, worlds, kernels, device):
-    """Whose logits are saved."""
-    assert_holds(c, 1.0, "dense", worlds, device)
-
-
 LONG = dict(block_bytes=1 << 16)
 HARD = [
     # Sums of many terms, and several windows of rows and entries.

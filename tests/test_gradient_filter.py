@@ -27,8 +27,10 @@ EPS = 2**-7
 
 @pytest.fixture(autouse=True)
 def _chosen(kernels):
-    with chosen_backend("triton"), mock.patch.dict(choice._CHOICES, clear=True):
+    choice.forget()
+    with chosen_backend("triton"):
         yield
+    choice.forget()
 
 
 def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4) -> list[Tensor]:

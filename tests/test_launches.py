@@ -24,7 +24,7 @@ import kernel_calls
 import parallel_lce
 from measures import error
 from parallel_lce.kernels import mainloop_choice
-from parallel_lce.kernels.relaunch import Bound, Relaunched
+from parallel_lce.kernels.relaunch import Relaunched
 from releases import folder_of, installed
 from tools import chosen_backend, small
 
@@ -205,14 +205,14 @@ def test_a_launch_for_which_triton_compiles_anew_is_not_taken_for_the_same(first
     assert (recorder.compiled, recorder.again) == (2, [])
 
 
-def test_bound_launches_pass_plain_tensors_alone_as_addresses(driver):
+def test_plain_tensors_alone_are_passed_as_addresses(driver):
     recorder = Recorder()
-    bound = Bound(Relaunched(recorder), (4,), (7, 1.5, None), BLOCK=128, num_warps=4)
-    bound(X)
-    bound(torch.nn.Parameter(torch.ones(8)))
+    kernel = Relaunched(recorder)
+    launched(kernel)
+    launched(kernel, torch.nn.Parameter(torch.ones(8)))
     assert (recorder.compiled, len(recorder.again)) == (1, 1)
     with pytest.raises(ValueError, match="no kernel can read a TwoTensor"):
-        bound(TwoTensor(X, X))
+        launched(kernel, TwoTensor(X, X))
     with pytest.raises(TypeError, match="a str is no argument of a kernel"):
         launched(Relaunched(recorder), bias="text")
 

@@ -19,8 +19,8 @@ from benchmarks.engine.peak_memory import peak_memory
 from cases import DTYPES, make, normal, part
 from parallel_lce.backends import backend_of, torch_backend, triton_forward
 from parallel_lce.call import prepare
-from parallel_lce.core.budget import default_budget
 from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.plan import default_budget
 from parallel_lce.run.entry import fused_loss
 from tools import alone, everywhere, on_ranks, shrunk
 from world import Member
@@ -183,12 +183,14 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
 def test_what_autograd_gets_beside_main_grad_takes_the_exponentials_memory(device):
     """Megatron's hook waits for a gradient whose values do not matter. It is as large as the weight, a quarter of the
     exponentials."""
-    output_layer = pytest.importorskip("parallel_lce.megatron.output_layer", reason="needs megatron-core")
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    from parallel_lce.megatron.main_grad import main_grad_of
+
     t = make(256, 8192, 64, "fp32", device=device)
     weight = t.weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
     options = Options("test", reduction="none", logits_budget=GiB)
-    real, peaks = output_layer.main_grad_of(weight, True, False), []
+    real, peaks = main_grad_of(weight, True, False), []
     for main_grad in (replace(real, placeholder=lambda memory: None), real):
 
         def step():

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallel_lce.core.budget import DEFAULT_BUDGET
-from parallel_lce.core.plan import GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
+from parallel_lce.core.plan import DEFAULT_BUDGET, GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
 from parallel_lce.core.plan import plan as plan_of
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -131,8 +130,6 @@ HEAD = dict(tokens=8192, shard_rows=128256, hidden_size=4096, itemsize=2, budget
 SMALL = dict(tokens=8192, shard_rows=32768, hidden_size=2048, itemsize=2, budget=0, gradients=BF16)
 LONG = dict(tokens=1 << 16, shard_rows=32768, hidden_size=512, itemsize=4, budget=0, gradients=FP32)
 EXISTING = replace(BF16, weight_new=False)
-FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients=BF16, dense_flops=1e12)
-EVALUATED = FEW | dict(gradients=None)
 # Each has a call, what changes of it, and whether the plan then is so.
 CHOICES = {
     "by vocabulary": [
@@ -171,25 +168,6 @@ CHOICES = {
         # A whole of fewer rows is as good.
         (LONG, dict(flops_per_byte=200, tokens=200, hidden_size=64), True),
     ],
-    # Small problems save logits that fit the budget.
-    "dense": [
-        (FEW, dict(dense_flops=7.1e10), True),  # of 6 * 256 * 32768 * (1024 + 384)
-        (FEW, dict(dense_flops=7.0e10), False),
-        (FEW, dict(tokens=2048, hidden_size=256), True),
-        (FEW, dict(tokens=2049, hidden_size=256), False),
-        (FEW, dict(budget=256 * 32768 * 4), True),
-        (FEW, dict(budget=256 * 32768 * 4 - 1), False),
-        (FEW, dict(savable=False), True),
-        # Forward alone: 8 * 2 * 256 * 32768 * (1024 + 656). It keeps no hidden states, and gathers at most 256 MiB.
-        (EVALUATED, dict(dense_flops=2.26e11), True),
-        (EVALUATED, dict(dense_flops=2.25e11), False),
-        (EVALUATED, dict(ranks=4, sp_size=4, budget=256 * 32768 * 4), True),
-        (EVALUATED, dict(budget=256 * 32768 * 4 - 1), False),
-        (EVALUATED, dict(tokens=1 << 17, shard_rows=64, ranks=8, sp_size=8), True),
-        (EVALUATED, dict(tokens=(1 << 17) + 8, shard_rows=64, ranks=8, sp_size=8), False),
-        (FEW, dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2)), True),
-        (FEW, dict(ranks=4, sp_size=4, budget=256 * (32768 * 4 + 1024 * 2) - 1), False),
-    ],
 }
 
 
@@ -200,14 +178,6 @@ def test_choices(name, call, changed, expected):
     call = call | changed | dict(accumulable=name == "accumulate")
     found = plan(**call)
     assert (len(found.blocks) == 1 if name == "by vocabulary" else getattr(found, name)) == expected
-    if name == "dense" and expected:
-        # A rank whose shard cannot have dense logits runs the same collectives, and may use no more memory.
-        other = plan(**call | dict(dense_flops=0, budget=DEFAULT_BUDGET))
-        if call["gradients"] is None:
-            assert len(found.forward_blocks) == len(other.forward_blocks) == 1 and not found.saves_hidden
-            return
-        assert len(found.blocks) == 1 and found.saves_hidden == other.saves_hidden
-        assert found.saved == (0 if changed.get("savable") is False else 32768)
 
 
 ACCUMULATED = dict(tokens=4096, shard_rows=10000, hidden_size=8, itemsize=4, budget=80 * MiB, ranks=2, sp_size=1)

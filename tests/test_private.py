@@ -151,12 +151,6 @@ def test_a_backward_knows_whether_it_accumulates():
 # --- tensors ----------------------------------------------------------------------------------------
 
 
-def test_products_of_lists(device):
-    tensors = [torch.full((n,), 2.0, device=device) for n in (1, 3)]
-    assert [t.tolist() for t in private.foreach_mul(tensors, [3.0, 0.5])] == [[6.0], [1.0] * 3]
-    assert [t.tolist() for t in private.foreach_mul(tensors, tensors)] == [[4.0], [4.0] * 3]
-
-
 @pytest.mark.gpu
 def test_the_current_device():
     for index in range(torch.cuda.device_count()):

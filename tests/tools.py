@@ -26,14 +26,10 @@ from parallel_lce.core import plan
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
 from parallel_lce.core.options import Tensors as Inputs
-from parallel_lce.run import statistics as statistics_module
+from parallel_lce.run import results as results_module
 from world import Member
 
-_TRITON = backends._triton_installed()
-if _TRITON:
-    # Small problems would all be dense. A test that wants that chooses it.
-    backends.named("triton").DENSE_FLOPS = 0
-if _TRITON and os.environ.get("TRITON_INTERPRET") == "1":
+if backends._triton_installed() and os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import round_as_gpus_do, spare_work
 
     round_as_gpus_do()
@@ -53,9 +49,7 @@ def everywhere(worlds, device: str, ranks: int, body, *arguments) -> list:
 
 def over(world, body, *arguments) -> list:
     """``body(member, *arguments)`` on every rank of this world, with this process's choice of a backend."""
-    chosen = os.environ.get(backends.VARIABLE, "")
-    dense = chosen == "triton" and backends.named("triton").DENSE_FLOPS > 0
-    return world.run(_with_backend, "dense" if dense else chosen, body, *arguments)
+    return world.run(_with_backend, os.environ.get(backends.VARIABLE, ""), body, *arguments)
 
 
 def _with_backend(member: Member, name: str, body, *arguments):
@@ -97,7 +91,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         if block_bytes is not None:
             patch.setattr(plan, "SMALLEST_BLOCK", block_bytes)
             patch.setattr(plan, "GATHERED_BYTES", block_bytes)
-            for name in ("torch", *["triton"] * _TRITON):
+            for name in ("torch", *["triton"] * backends._triton_installed()):
                 patch.setattr(backends.named(name), "FLOPS_PER_BYTE", 0)
             prepare.KNOWN.clear()
         if tile is not None:
@@ -129,18 +123,13 @@ def debug_mode():
 
 @contextmanager
 def chosen_backend(name: str):
-    """``torch``, ``triton``, the default of an empty name, or ``dense``: triton that saves logits where it can."""
-    with ExitStack() as changes:
-        patch = changes.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv(backends.VARIABLE, "triton" if name == "dense" else name)
-        if name == "dense":
-            changes.callback(prepare.KNOWN.clear)
-            patch.setattr(backends.named("triton"), "DENSE_FLOPS", 1e30)
-            prepare.KNOWN.clear()
+    """``torch``, ``triton``, or the default of an empty name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(backends.VARIABLE, name)
         yield
 
 
-DIFFERENTIABLE = tuple(name for name in statistics_module.DIFFERENTIABLE if name != "selected_log_prob")
+DIFFERENTIABLE = tuple(name for name in results_module.DIFFERENTIABLE if name != "selected_log_prob")
 """Statistics ``[N]`` of each token that have a gradient."""
 
 

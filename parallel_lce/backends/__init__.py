@@ -1,6 +1,6 @@
 """Backends: the work on one block of tokens against one vocabulary shard, without collectives.
 
-Each is a module, ``torch_backend`` or ``triton``, that satisfies :mod:`parallel_lce.backends.protocol`. This module
+Each is a module, ``torch_backend`` or ``triton``, that satisfies :mod:`parallel_lce.backends.interface`. This module
 chooses one.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel_lce.core.private import FakeTensor, constant_in_graphs
 
 if TYPE_CHECKING:
-    from parallel_lce.backends.protocol import Backend
+    from parallel_lce.backends.interface import Backend
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
 CHOICES = ("", "torch", "triton")

@@ -20,67 +20,58 @@ _ALIGNED = 8
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """``tensor`` as an operand of :func:`matmul_nt`: in fp32 if it is of low precision and on a CPU."""
+    """``tensor`` as an operand of a product: in fp32 if it is of low precision and on a CPU."""
     return tensor if tensor.is_cuda or tensor.dtype in _WIDE else tensor.float()
 
 
-def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
-    """``total (+)= a @ b.T`` in place. If the contiguous dimension of a low-precision ``a`` is no multiple of 8
+def _on_cuda(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    """``total (+)= a @ b`` in place. If the contiguous dimension of a low-precision ``a`` is no multiple of 8
     elements, the remainder is a second product. If that is the K dimension, the two are added, but only in an fp32
     ``total``: any other would be rounded twice."""
     along = 1 if a.stride(1) == 1 else 0
     size = a.shape[along]
     whole = size // _ALIGNED * _ALIGNED
-    aligned = a.element_size() == 2 and a.stride(1 - along) % _ALIGNED == 0
-    if not aligned or whole in (0, size) or (along == 1 and total.dtype != torch.float32):
+    if whole in (0, size) or a.element_size() != 2 or a.stride(1 - along) % _ALIGNED:
         _product(total, a, b, overwrite)
     elif along == 0:
         _product(total[:whole], a[:whole], b, overwrite)
         _product(total[whole:], a[whole:], b, overwrite)
+    elif total.dtype != torch.float32:
+        _product(total, a, b, overwrite)
     else:
-        _product(total, a[:, :whole], b[:, :whole], overwrite)
-        _product(total, a[:, whole:], b[:, whole:], False)
+        _product(total, a[:, :whole], b[:whole], overwrite)
+        _product(total, a[:, whole:], b[whole:], False)
 
 
 def _product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     form: dict[str, Any] = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
     if overwrite:
-        torch.mm(a, b.t(), out=total, **form)
+        torch.mm(a, b, out=total, **form)
     else:
-        torch.addmm(total, a, b.t(), out=total, **form)
+        torch.addmm(total, a, b, out=total, **form)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``a @ b``, summed in fp32, in ``dtype``."""
-    if not a.is_cuda:
-        result = torch.mm(a.float(), b.float()).to(dtype)
-        return result if out is None else out.copy_(result)
-    if dtype == a.dtype:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
-
-
-def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
-    """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a [m, k] @ b [k, n]`` as a new fp32 (fp64) tensor ``[m, n]``."""
     # No result of torch.mm: activation checkpointing may keep such results, and callers overwrite this one.
-    product = a.new_empty(a.shape[0], b.shape[0], dtype=accumulation_dtype(a.dtype))
-    accumulate_nt(product, a, b, overwrite=True)
+    product = a.new_empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype))
+    accumulate(product, a, b, overwrite=True)
     return product
 
 
-def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:
-    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``. ``total`` is fp32 (fp64), or of
+def accumulate(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:
+    """``total [m, n] += factor * a [m, k] @ b [k, n]``, or ``=`` with ``overwrite``. ``total`` is fp32 (fp64), or of
     lower precision with ``overwrite``. ``factor`` is a 0-dimensional tensor, so that the host does not synchronise with
     the device; None is 1."""
-    if 0 in (*a.shape, b.shape[0]):
+    if 0 in (*a.shape, b.shape[1]):
         if overwrite:
             total.zero_()
     elif factor is not None:
-        put(total, matmul_nt(a, b).mul_(factor), overwrite)
+        put(total, matmul(a, b).mul_(factor), overwrite)
     elif a.is_cuda:
-        _cuda_nt(total, a, b, overwrite)
+        _on_cuda(total, a, b, overwrite)
     elif total.dtype not in _WIDE:
-        put(total, matmul_nt(a, b), overwrite)
+        put(total, matmul(a, b), overwrite)
     else:
         plain = a.dtype == b.dtype == total.dtype
         _product(total, a if plain else operand(a), b if plain else operand(b), overwrite)

@@ -1,9 +1,12 @@
-"""Arguments and results of the backends: :mod:`parallel_lce.backends.protocol` says what a backend does with them."""
+"""What a backend must do (:class:`Backend`), and its arguments and results.
+
+No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. The
+work of :mod:`parallel_lce.distillation` has a module for each backend there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -12,11 +15,11 @@ from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):
     """``z = logit_map(x @ weight.T + bias)`` for the real rows of a vocabulary shard."""
 
     # [V/P, D]
@@ -34,7 +37,7 @@ class Projection:
     def of_rows(self, rows: slice) -> Projection:
         """The projection of some tokens."""
         logit_map = self.logit_map.of_rows(rows)
-        return self if logit_map is self.logit_map else replace(self, logit_map=logit_map)
+        return self if logit_map is self.logit_map else self._replace(logit_map=logit_map)
 
 
 class Saved(Iterable[Tensor | None], Protocol):
@@ -121,8 +124,7 @@ class HiddenGrad:
         return self._new()
 
 
-@dataclass(frozen=True)
-class GradBuffers:
+class GradBuffers(NamedTuple):
     """Memory for a block's gradients; None for one that is not needed."""
 
     dx: HiddenGrad | None
@@ -199,6 +201,8 @@ class ForwardTask(NamedTuple):
     picked: PickedLogits | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
     codes: bool = False
+    # What is made of the partials, if the shard is the whole vocabulary; None: nothing.
+    wanted: Wanted | None = None
 
 
 class SliceProducts(Protocol):
@@ -268,3 +272,127 @@ class BackwardTask(NamedTuple):
             coefficients=self.coefficients.of_rows(rows),
             picked=None if self.picked is None else self.picked.of_rows(rows),
         )
+
+
+class BlockBackward(Protocol):
+    """The gradients of one block, in two steps: a collective sums dX while dW is formed."""
+
+    # Whether hidden_grad reads x, so that the gather of x must be complete.
+    reads_hidden_first: bool
+
+    def hidden_grad(self) -> None:
+        """Form dX, and any part of dW and dbias."""
+
+    def weight_grad(self) -> None:
+        """Form what is left of dW and dbias."""
+
+
+class Backend(Protocol):
+    # In PARALLEL_LCE_BACKEND.
+    NAME: str
+    # Flops of a matrix product that take as long as reading or writing a byte.
+    FLOPS_PER_BYTE: float
+    # Whether a token's statistics have the same bits whatever surrounds it. Partials of ranks then have second rows.
+    SAME_BITS: bool
+    # Whether the backward recomputes logits in the memory of saved exponentials.
+    REUSES_SAVED: bool
+    # Whether exponentials can be saved as codes of one byte.
+    CODES: bool
+    # Class of the tensors that a block saves, a NamedTuple: see interface.Saved.
+    Saved: Any
+
+    # --- a block of R tokens ---
+
+    def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
+        """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+        ...
+
+    def block_forward(self, task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
+        """A block's partial over the shard, ``[C, R]``; the tensors that it saves: the exponentials of its first
+        vocabulary rows; and, as :meth:`results_of`, what the task wants."""
+        ...
+
+    def block_backward(self, task: BackwardTask) -> BlockBackward:
+        """Logits whose exponentials are not saved are projected again."""
+        ...
+
+    # --- results of all tokens ---
+
+    def merge_ranks(
+        self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None, wanted: Wanted | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """:func:`parallel_lce.core.partials.merge_ranks` and, as :meth:`results_of`, what is wanted."""
+        ...
+
+    def results_of(self, partial: Tensor, vocab_size: Tensor | int, wanted: Wanted) -> Any:
+        """Of a merged ``partial [C, R]``. A loss: the losses ``[R]`` and the coefficients of its
+        gradient (:func:`parallel_lce.backends.formulas.token_losses`). Statistics: by name
+        (:func:`parallel_lce.backends.formulas.token_statistics`)."""
+        ...
+
+    def without_factor(self, coefficients: Coefficients) -> Coefficients:
+        """:func:`parallel_lce.backends.formulas.without_factor`"""
+        ...
+
+    def statistics_gradient(
+        self,
+        upstream: dict[str, Tensor | None],
+        partial: Tensor,
+        vocab_size: Tensor,
+        target: Tensor | None,
+        columns: Columns,
+        options: Options,
+    ) -> Coefficients:
+        """:func:`parallel_lce.backends.formulas.statistics_gradient`"""
+        ...
+
+    def mean_loss(
+        self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`parallel_lce.backends.formulas.mean_loss`"""
+        ...
+
+    def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype. ``factor``: 0-dimensional."""
+        ...
+
+    # --- picked entries ---
+
+    def picked_logits(self, projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
+        """Write the logits of a block's picked entries to ``out [E]``. Elements of other shards are 0, or are not
+        written."""
+
+    def picked_hidden_gradient(self, weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
+        """Write ``dx [R, D]``: the sums of the picked rows of ``weight [V, D]``, times their values."""
+
+    def picked_weight_gradient(
+        self, x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
+    ) -> None:
+        """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not picked. ``owner [E]``: the row of
+        ``x [R, D]`` of each entry."""
+
+    def log_softmax_of_sets(
+        self, packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-softmax ``[E]`` over each token's picked entries, and their logits ``[E]``; -inf and 0 for ids outside
+        ``[0, vocab_size)``.
+
+        ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the picked entries
+        (:class:`parallel_lce.call.picks.PickedIds`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
+        """
+        ...
+
+    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+        """The gradient ``[E]`` of the logits of :meth:`log_softmax_of_sets`."""
+        ...
+
+    # --- logits that exist ---
+
+    def logits_partial(self, logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
+        """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target
+        [N]``: relative to the shard."""
+
+    def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
+        """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
+        merged over all ranks. ``coefficients [3, N]``."""
+        ...

@@ -14,16 +14,21 @@ statistic).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.fp16_scale import fp16_scale_of
-from parallel_lce.backends.gemm import accumulate_nt, operand, put
+from parallel_lce.backends.formulas import (
+    fp16_scale_of,
+    mean_loss,
+    statistics_gradient,
+    token_losses,
+    token_statistics,
+    without_factor,
+)
+from parallel_lce.backends.gemm import accumulate, operand, put
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch
-from parallel_lce.backends.loss_formula import mean_loss, token_losses
-from parallel_lce.backends.statistics_formula import statistics_gradient, token_statistics
 from parallel_lce.backends.torch_logits import (
     gradient_of_sets,
     log_softmax_of_sets,
@@ -49,7 +54,9 @@ from parallel_lce.backends.torch_tiles import (
     take_targets,
     window_size,
 )
+from parallel_lce.core import partials
 from parallel_lce.core.memory import some_rows
+from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import (
     LOWEST_SHIFT,
     MAX,
@@ -57,21 +64,19 @@ from parallel_lce.core.partials import (
     ONE_LARGE_ENTRY,
     SUM_EXP,
     TARGET,
+    Columns,
     empty_partial,
     exponential_,
     merge,
-    merge_ranks,
     tile_partial,
 )
 
 __all__ = [
-    "DENSE_FLOPS",
     "FLOPS_PER_BYTE",
     "NAME",
     "CODES",
     "REUSES_SAVED",
     "SAME_BITS",
-    "Dense",
     "Saved",
     "allocate_saved",
     "block_backward",
@@ -85,16 +90,14 @@ __all__ = [
     "picked_hidden_gradient",
     "picked_logits",
     "picked_weight_gradient",
+    "results_of",
     "scaled",
     "statistics_gradient",
-    "token_losses",
-    "token_statistics",
+    "without_factor",
 ]
 
 NAME: str = "torch"
 FLOPS_PER_BYTE: float = 8  # of a CPU
-DENSE_FLOPS: float = 0
-Dense: None = None
 SAME_BITS: bool = False
 REUSES_SAVED: bool = False
 CODES: bool = False
@@ -120,7 +123,28 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
 
 
-def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
+def results_of(partial: Tensor, vocab_size: Tensor | int, wanted: Wanted) -> Any:
+    kind, options, target, token_weight, log_sum = wanted
+    if kind == "statistics":
+        return token_statistics(partial, vocab_size, target, options.columns, options, log_sum)
+    assert target is not None  # check_tensors refuses a loss without targets
+    return token_losses(partial, vocab_size, target, token_weight, options)
+
+
+def merge_ranks(
+    packed: Tensor, columns: Columns, rows: int, vocab_size: int | None, wanted: Wanted | None
+) -> tuple[Tensor, Tensor, Any]:
+    merged, size = partials.merge_ranks(packed, columns, rows, vocab_size)
+    return merged, size, None if wanted is None else results_of(merged, size, wanted)
+
+
+def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
+    partial, saved = _block_forward(task)
+    found = None if task.wanted is None else results_of(partial, task.projection.real_rows, task.wanted)
+    return partial, saved, found
+
+
+def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     projection, columns, target, picked = task.projection, task.columns, task.target, task.picked
     rows, dtype, save = task.x.shape[0], projection.dtype, min(task.save, projection.real_rows)
     partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
@@ -141,9 +165,9 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
         merged = partial[:, tile]
         # [W, C, rows]
-        partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
+        of_windows = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
         for number, window in enumerate(windows):
-            window_partial = merged if partials is None else partials[number]
+            window_partial = merged if of_windows is None else of_windows[number]
             weight = operand(some_rows(projection.weight, window.start, window.stop))
             store = None
             if saved is not None and window.start < save:
@@ -168,9 +192,9 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 if near is not None:
                     bits = store.view(torch.int16)
                     torch.where(near < 0, near, bits, out=bits)
-        if partials is not None:
+        if of_windows is not None:
             counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
-            merged.copy_(merge(partials, counts, columns))
+            merged.copy_(merge(of_windows, counts, columns))
     return partial, () if saved is None else saved
 
 
@@ -202,7 +226,7 @@ class BlockBackward:
             self._saved = saved
             self._save = saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // saved.maxima.shape[0])
-        coefficients = task.coefficients.with_factor()
+        coefficients = without_factor(task.coefficients)
         alpha, others = coefficients.alpha, (coefficients.gamma, coefficients.delta, coefficients.epsilon)
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
@@ -270,7 +294,7 @@ class BlockBackward:
                 gradient = self._gradient(rows, window, weight)
                 if total is not None:
                     of_rows, factor = total if alone else total[rows], self._fp16_unscale
-                    accumulate_nt(of_rows, gradient.t(), weight.t(), overwrite=start == 0, factor=factor)
+                    accumulate(of_rows, gradient.t(), weight, overwrite=start == 0, factor=factor)
                 self._last = rows, window, sums, gradient
         if dx is not None and total is not None and total is not dx:
             dx.copy_(total)
@@ -288,7 +312,7 @@ class BlockBackward:
         if self._grads.dweight is not None and of_weight is not None:
             total, empty = of_weight
             x = self._x if first and last else self._x[rows]
-            accumulate_nt(total, gradient, x.t(), overwrite=empty and first, factor=factor)
+            accumulate(total, gradient, x, overwrite=empty and first, factor=factor)
             if last:
                 self._grads.dweight.close(window.start, window.stop, total)
         if self._grads.dbias is not None and of_bias is not None:

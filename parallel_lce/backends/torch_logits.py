@@ -109,7 +109,7 @@ def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tenso
 def target_gradient(partial: Tensor, coefficients: Coefficients) -> Tensor:
     """The gradient ``[R]`` of each target's logit, from the fp32 logit. ``partial [>= 3, R]``: merged.
     ``coefficients``: without a factor."""
-    alpha, beta, gamma, delta, epsilon, excess, _ = coefficients
+    alpha, beta, gamma, delta, epsilon, excess, *_ = coefficients
     assert beta is not None  # there are targets
     top = partial[MAX]
     below_max = (partial[TARGET] - top.masked_fill(top == -torch.inf, 0.0)).clamp_(LOWEST_SHIFT, 0.0)

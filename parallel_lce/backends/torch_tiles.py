@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, operand
+from parallel_lce.backends.gemm import accumulate, operand
 from parallel_lce.backends.interface import Picked, PickedGradient, PickedLogits, Projection, Scratch
 from parallel_lce.core.partials import NEAR_ZERO
 
@@ -51,7 +51,7 @@ def logits(
 ) -> Tensor:
     """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as operands.
     ``uncapped``: memory for the tile before the soft-cap."""
-    accumulate_nt(out, weight, x, overwrite=True)
+    accumulate(out, weight, x.t(), overwrite=True)
     if projection.bias is not None:
         out += projection.bias[window, None]
     if uncapped is not None:

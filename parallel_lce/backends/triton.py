@@ -8,32 +8,31 @@ the target's column. So no pass over R * V is needed between the forward and the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
 from parallel_lce.backends.interface import Picked, PickedGradient, Projection
 from parallel_lce.backends.triton_backward import BlockBackward
-from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_forward import block_forward
 from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
-from parallel_lce.kernels import dense_logits
+from parallel_lce.core.options import Wanted
+from parallel_lce.core.partials import Columns
+from parallel_lce.kernels import dense_logits, partials
 from parallel_lce.kernels import picked as kernels
-from parallel_lce.kernels.loss_kernels import mean_loss, token_losses
-from parallel_lce.kernels.partials import merge_ranks
 from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_hidden_gradient
-from parallel_lce.kernels.statistics import statistics_gradient, token_statistics
+from parallel_lce.kernels.results import Results, mean_loss, results_of, statistics_gradient, without_factor
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
 __all__ = [
     "CODES",
-    "DENSE_FLOPS",
     "FLOPS_PER_BYTE",
     "NAME",
     "REUSES_SAVED",
     "SAME_BITS",
-    "Dense",
     "Saved",
     "allocate_saved",
     "block_backward",
@@ -47,14 +46,13 @@ __all__ = [
     "picked_hidden_gradient",
     "picked_logits",
     "picked_weight_gradient",
+    "results_of",
     "scaled",
     "statistics_gradient",
-    "token_losses",
-    "token_statistics",
+    "without_factor",
 ]
 
 NAME: str = "triton"
-DENSE_FLOPS: float = MEASURED.dense_flops
 FLOPS_PER_BYTE: float = MEASURED.flops_per_byte
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
@@ -63,6 +61,14 @@ CODES: bool = True
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
+
+
+def merge_ranks(
+    packed: Tensor, columns: Columns, rows: int, vocab_size: int | None, wanted: Wanted | None
+) -> tuple[Tensor, Tensor, Any]:
+    results = None if wanted is None else Results.new(wanted, packed, rows)
+    merged, size = partials.merge_ranks(packed, columns, rows, vocab_size, results)
+    return merged, size, None if results is None else results.found()
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
@@ -93,9 +99,7 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     if logits.stride(1) != 1:
         return torch_backend.logits_gradient(logits, target, partial, coefficients)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    # The kernel skips the fourth row.
-    stacked = torch.cat([partial[:3], partial[:1], coefficients])
-    dense_logits.logits_gradient(logits, target, stacked, gradient)
+    dense_logits.logits_gradient(logits, target, partial, coefficients, gradient)
     return gradient
 
 

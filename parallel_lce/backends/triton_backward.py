@@ -56,13 +56,17 @@ class BlockBackward:
         # Codes are decoded in slices, as logits are recomputed.
         self._coded = is_coded(saved)
         self._saved_entries = 0 if self._coded else known
-        self._empty = len(task.x) == 0 or projection.real_rows == 0
+        self._empty = task.x.shape[0] == 0 or projection.real_rows == 0
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
         x, saved = aligned_contiguous(self._task.x), self._saved
-        task = self._task._replace(x=x)
+        task = self._task if x is self._task.x else self._task._replace(x=x)
+        if self._saved_entries == self._projection.real_rows:
+            if task.form is not None:
+                task.form.begin(task)
+            return [(0, self._saved_entries)], [Piece(task, slice(0, x.shape[0]))]
         held = 0 if not saved or saved.exponentials is None or self._coded else saved.exponentials.numel()
         dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
         own_capacity = 0 if task.form is None else task.form.begin(task)
@@ -133,12 +137,12 @@ class BlockBackward:
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
         plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
         if plain and vocab_slice.products is None:
-            vocab_slice.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
+            vocab_slice.add_hidden(dx, weight, slice(0, dx.shape[0]), overwrite=True)
             return
         rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS
-        for start in range(0, len(dx), rows):
-            stop = min(start + rows, len(dx))
-            product = dx.new_empty(stop - start, dx.shape[1], dtype=self._projection.dtype)
+        for start in range(0, dx.shape[0], rows):
+            stop = min(start + rows, dx.shape[0])
+            product = torch.empty(stop - start, dx.shape[1], dtype=self._projection.dtype, device=dx.device)
             vocab_slice.add_hidden(product, weight, slice(start, stop), overwrite=True)
             piece.finish_rows(product, vocab_slice.dx_factor, (start, stop), some_rows(dx, start, stop))
             del product  # before the next one is allocated

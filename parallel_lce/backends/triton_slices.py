@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.fp16_scale import fp16_scale_of
-from parallel_lce.backends.gemm import accumulate_nt, product
+from parallel_lce.backends.formulas import fp16_scale_of
+from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts
 from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import SUM_EXP
+from parallel_lce.core.partials import SUM_EXP, Coefficients
 from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.codes import decode
 from parallel_lce.kernels.picked import write_picked
 from parallel_lce.kernels.relaunch import next_power_of_2
+from parallel_lce.kernels.results import without_factor
 from parallel_lce.kernels.token_gradients import (
     GradientTerms,
     Saved,
@@ -35,6 +36,13 @@ from parallel_lce.kernels.token_gradients import (
 
 # Rows of a piece are a multiple of this, since matrix products are tiled so.
 _MULTIPLE = 128
+
+
+def rewrites(coefficients: Coefficients, projection: Projection) -> bool:
+    """Whether all rows of saved exponentials are rewritten for this gradient."""
+    beside_alpha = coefficients.gamma, coefficients.delta, coefficients.epsilon
+    differs = any([c is not None for c in beside_alpha])
+    return differs or projection.logit_map.softcap is not None or projection.weight.dtype == torch.float16
 
 
 def is_coded(saved: Saved | tuple[()]) -> bool:
@@ -94,14 +102,14 @@ class Slice:
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`SliceProducts.add_hidden`; whole, with ``overwrite``, ``total`` may be of lower precision."""
         if self.products is None:
-            accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
+            accumulate(total, some_rows(self.gradient, rows.start, rows.stop), weight, overwrite=overwrite)
         else:
             self.products.add_hidden(total, weight, rows, overwrite)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         if self.products is None:
             gradient = some_rows(self.gradient.t(), entries.start, entries.stop)
-            accumulate_nt(total, gradient, x.t(), overwrite=overwrite)
+            accumulate(total, gradient, x, overwrite=overwrite)
         else:
             self.products.add_weight(total, x, entries, overwrite)
 
@@ -111,7 +119,7 @@ class Slice:
             return self.gradient.sum(0, dtype=dtype)
         high = self.dw_factor.to(self.gradient.dtype)
         low = (self.dw_factor - high).to(high.dtype)
-        return product(self.gradient.t(), torch.stack([high, low]).t(), dtype).sum(1)
+        return matmul(self.gradient.t(), torch.stack([high, low]).t()).sum(1, dtype=dtype)
 
 
 class Piece:
@@ -140,15 +148,15 @@ class Piece:
         self._tokens: TokenGradients | None = None
         self.has_targets = task.target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
-        # The projection and the fp16 scale take coefficients without a factor.
-        if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
-            coefficients = coefficients.with_factor()
+        # Only where all rows keep their exponentials the kernels take a factor.
+        kept = saved_entries == projection.real_rows and not (self._rewrite or rewrites(coefficients, projection))
+        if not kept or task.form is not None:
+            coefficients = without_factor(coefficients)
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = fp16_scale_of(coefficients, self._partial[SUM_EXP], projection, task.picked)
             self.fp16_unscale = 1 / self._fp16_scale
-        contiguous = [c.contiguous() for c in coefficients.present]
-        self._coefficients = coefficients.replaced(contiguous, coefficients.factor)
-        self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection.logit_map)
+        self._coefficients = coefficients
+        self._terms = GradientTerms.of(self._partial, coefficients, self._fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
         form, picked = self._task.form, self._task.picked
@@ -206,7 +214,7 @@ class Piece:
             first=start,
             window=window,
             find_shared=self._find_shared,
-            rewrite=self._rewrite,
+            rewrite=self._rewrite or rewrites(self._coefficients, projection),
         )
 
     def _recompute(self, start: int, stop: int) -> Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Projection
-from parallel_lce.backends.protocol import Backend
+from parallel_lce.backends.interface import Backend, Projection
 from parallel_lce.call import debug
 from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import Feature
@@ -20,7 +19,7 @@ from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import with_aligned_rows
-from parallel_lce.core.options import Options
+from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
 
@@ -38,9 +37,11 @@ class LossFunction:
 
 @dataclass(frozen=True)
 class Call:
-    # The fields up to ``dense`` are shared by all calls of one signature, except ``layout`` and a ``logit_map`` of
+    # The fields up to ``dtype`` are shared by all calls of one signature, except ``layout`` and a ``logit_map`` of
     # tensors.
     options: Options
+    # "loss" or "statistics"
+    kind: str
     backend: Backend
     shard: Shard
     columns: Columns
@@ -53,8 +54,6 @@ class Call:
     # Dtype of statistics and sums.
     dtype: torch.dtype
     layout: Layout
-    # The backend's ``Dense``, if the plan has dense logits.
-    dense: Any = None
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
     # [N] in the statistics' dtype
@@ -78,6 +77,13 @@ class Call:
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, **changes)
         return new
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the backend makes of merged partials."""
+        if self.kind == "loss" and self.loss_function is None:
+            return Wanted("loss", self.options, self.target, self.token_weight)
+        return Wanted("statistics", self.options, self.target, log_sum=bool(self.features))
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -123,20 +129,19 @@ class Call:
         """The ``projection`` with the logit map of a block's tokens."""
         if self.logit_map.token_scale is None:  # with it a token may have a soft-cap of its own, too
             return projection
-        return replace(projection, logit_map=self.logit_map.each(lambda t: self.layout.take(t, block)))
+        return projection._replace(logit_map=self.logit_map.each(lambda t: self.layout.take(t, block)))
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
         """The sum of dX over the ranks; over this rank alone with ``reduce_hidden_grad=False``."""
         layout = self.layout if self.options.reduce_hidden_grad else Layout()
         if self.number is not None and layout.ranks > 1:
-            debug.agree_about_backward(self.layout, self.number)
+            debug.agree(self.layout, "a backward", {"the call whose backward runs": self.number})
         return HiddenReduction(hidden, layout, self.options.reduce_dtype)
 
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard's first id. Targets of other shards lie outside ``[0, rows)``."""
-        if self.target is None:
-            return None
-        return self.target - self.shard.start if self.shard.start else self.target
+        start, target = self.shard.start, self.target
+        return target if target is None or start == 0 else target - start
 
 
 class Needs(NamedTuple):

@@ -17,22 +17,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import VARIABLE, backend_of
-from parallel_lce.backends.interface import differences_recovered, savable
-from parallel_lce.backends.protocol import Backend
+from parallel_lce.backends.interface import Backend, differences_recovered, savable
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
 from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import Feature, features_of
-from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, as_int64, check_options, with_floats
 from parallel_lce.core.partials import Columns, accumulation_dtype
-from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
+from parallel_lce.core.plan import (
+    BUDGET_VARIABLE,
+    GradientTraits,
+    Plan,
+    Problem,
+    default_budget,
+    plan,
+    shared_shard_rows,
+)
 from parallel_lce.core.private import environment, in_forward_mode
 
 KNOWN: dict[tuple, Call] = {}
@@ -162,25 +168,20 @@ def _planned(
     if layout.ranks > 1:
         shard = replace(shard, digest=digest(options, tensors, shape))
     columns = replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1)
-    gradients = _gradients(tensors, main_grad, needs)
+    gradients = gradients_of(tensors, main_grad, needs)
     its_plan: Any = None
     if planned:
         its_plan = _plan(options, tensors, kinds, columns, layout, shard, backend, gradients, main_grad)
     number = None
     if debug.enabled():
-        chosen = {
-            "gradients": gradients,
-            "backend": backend.NAME,
-            "dense logits": planned and its_plan.dense,
-            "codes": planned and its_plan.codes,
-        }
-        check_together(options, tensors, layout, chosen)
+        check_together(options, tensors, layout, gradients)
         number = debug.next_call(layout)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
     dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
-    call = Call(
+    return Call(
         options,
+        "statistics" if options.reduction is None else "loss",
         backend,
         shard,
         columns,
@@ -194,9 +195,6 @@ def _planned(
         readable_size=readable_size(options, weight, layout),
         number=number,
     )
-    if planned and its_plan.dense:
-        call = call.replaced(dense=_dense(call, tensors))
-    return call
 
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
@@ -229,7 +227,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     return call, (hidden, weight, bias)
 
 
-def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
+def gradients_of(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
     """The gradients that the backward must form; None: there is no backward."""
     if not any(needs):
         return None
@@ -284,29 +282,8 @@ def _plan(
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
-        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, weight, gradients and main_grad) else 0,
     )
     return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
-
-
-def _may_be_dense(options: Options, weight: Tensor, main_grad: MainGrad | None) -> bool:
-    """Whether a small loss may make fp32 logits. ``main_grad``: None without a backward. Decided by values that all
-    ranks share."""
-    adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    cross_entropy = options.reduction is not None and not options.loss_function
-    return cross_entropy and adds and weight.dtype == torch.bfloat16
-
-
-def _dense(call: Call, tensors: Tensors) -> Any:
-    """The backend's ``Dense`` for this rank's shard. None, without tokens or entries, with dbias, or if rows are no
-    multiples of 16 bytes (cuBLAS): this rank runs the fused projection, and for a backward saves exponentials if it can
-    work from them."""
-    tokens, entries, options = call.shape.numel(), call.shard.real_rows, call.options
-    if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8 or call.needs.bias:
-        return None
-    if 4 * tokens * entries > (options.logits_budget or 0):
-        return None  # this rank's shard is larger than the plan assumes: its fp32 logits exceed the budget
-    return call.backend.Dense(tokens, entries, options, call.logit_map)
 
 
 def _savable(options: Options, tensors: Tensors) -> bool:

@@ -289,10 +289,8 @@ class PartialsGather:
         self._shard.write_trailer(self._packed, first)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
-    def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
-        """The partial merged by a backend's ``merge_ranks``, and V: 0-dimensional int64, or an int on a single rank."""
-        if self._layout.ranks == 1:
-            return self.local, self._shard.real_rows
+    def finish(self, merge_ranks: Callable, wanted: Any = None) -> tuple[Tensor, Tensor, Any]:
+        """The results of a backend's ``merge_ranks``: the merged partial, V, and what is wanted. On several ranks."""
         assert self._work is not None  # start() has been called
         self._work.wait()
-        return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)
+        return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size, wanted)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_lce.core.memory import some_rows
+
 
 @dataclass(frozen=True)
 class MainGrad:
@@ -72,7 +74,7 @@ class GradBuffer:
         if main_grad is None:
             self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
             padding = real_rows if num_accumulations else 0
-            if padding < len(parameter):
+            if padding < parameter.shape[0]:
                 self._target[padding:].zero_()
         else:
             self._target = main_grad.tensor
@@ -90,12 +92,12 @@ class GradBuffer:
         own rows are returned."""
         if self._sum is None:
             if whole and self._main_grad is None:
-                return self._target[start:stop], True
+                return some_rows(self._target, start, stop), True
             return self._target.new_empty(stop - start, *self._target.shape[1:], dtype=self._sum_dtype), True
         # The first block opens every real row once. Later blocks add.
         holds = self._opened_rows >= self._real or (self._main_grad and self._sum is self._target)
         self._opened_rows += stop - start
-        return self._sum[start:stop], not holds
+        return some_rows(self._sum, start, stop), not holds
 
     @property
     def buffered(self) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from parallel_lce.core.budget import budget_of_environment
 from parallel_lce.core.partials import Columns
+from parallel_lce.core.plan import budget_of_environment
 
 LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -110,6 +110,19 @@ class Tensors(NamedTuple):
             if ids is not None and getattr(ids, "dtype", None) is not torch.int64:
                 changed[name] = as_int64(ids)
         return self._replace(**changed) if changed else self
+
+
+class Wanted(NamedTuple):
+    """What is made of the merged partials of some tokens: "loss" or "statistics"."""
+
+    kind: str
+    options: Options
+    # [R] int64 ids in the whole vocabulary, or None
+    target: Tensor | None
+    # [R] in the statistics' dtype, or None: of a loss
+    token_weight: Tensor | None = None
+    # Whether statistics have the logarithm of the sum of exponentials, too: another function's may differ in a bit.
+    log_sum: bool = False
 
 
 def as_int64(ids: Any) -> Any:

@@ -26,12 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from parallel_lce.core.private import foreach_mul
 
 MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
@@ -111,8 +109,10 @@ class Columns:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """The row of each requestable column, by its name in capitals, as kernels take them."""
-        return {name.upper(): self[name] for name in _REQUESTABLE}
+        """The row of each requestable column, by its name in capitals, and of the first second row, as kernels take
+        them; 0 if there is none."""
+        rows = {name.upper(): self[name] if getattr(self, name) else 0 for name in _REQUESTABLE}
+        return {**rows, "LOW": self.merged if self.low else 0}
 
     def __getitem__(self, name: str) -> int:
         before = _REQUESTABLE[: _REQUESTABLE.index(name)]
@@ -134,7 +134,7 @@ class Merged(NamedTuple):
 class Coefficients(NamedTuple):
     """Per-token coefficients of the gradient of the logits, ``[R]`` in the statistics' dtype; None is 0.
 
-    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
+    dL/dz_j = factor / divisor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
     """
 
     alpha: Tensor
@@ -145,33 +145,32 @@ class Coefficients(NamedTuple):
     # alpha - beta, formed apart: where a target's p is near 1, its gradient is little more than that, and a difference
     # of both would have their roundings. None: they are not that near to each other, or equal.
     excess: Tensor | None = None
-    # [R], or one number for all tokens, 0-dimensional; None is 1
+    # [R], or one number for all tokens, 0-dimensional; None is 1. It does not count where a coefficient is 0.
     factor: Tensor | None = None
+    # 0-dimensional; None is 1
+    divisor: Tensor | None = None
+
+    @classmethod
+    def named(cls, names: Iterable[str], values: Iterable[Tensor], **others: Tensor | None) -> Coefficients:
+        """The coefficients of these names; the others are 0."""
+        given: Any = dict(zip(names, values))
+        return cls(**{"beta": None, "gamma": None, **given, **others})
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the coefficients that are not 0."""
+        return [name for name, c in zip(self._fields[:6], self) if c is not None]
 
     @property
     def present(self) -> list[Tensor]:
-        """The coefficients that are not 0, without the factor."""
+        """The coefficients that are not 0, without factor and divisor."""
         return [c for c in self[:6] if c is not None]
-
-    def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
-        """``values`` in place of :attr:`present`."""
-        remaining, coefficients = iter(values), list(self[:6])
-        for number, coefficient in enumerate(coefficients):
-            if coefficient is not None:
-                coefficients[number] = next(remaining)
-        return Coefficients(*coefficients, factor=factor)  # pyright: ignore[reportArgumentType]
 
     def of_rows(self, rows: slice) -> Coefficients:
         """The coefficients of some tokens."""
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
-        return self.replaced([c[rows] for c in self.present], factor)
-
-    def with_factor(self) -> Coefficients:
-        """The same gradient without a factor: one launch multiplies the factor into the coefficients."""
-        if self.factor is None:
-            return self
-        present = self.present
-        return self.replaced(foreach_mul(present, [self.factor] * len(present)))
+        values = [c[rows] for c in self.present]
+        return Coefficients.named(self.names, values, factor=factor, divisor=self.divisor)
 
 
 def integer_view(column: Tensor) -> Tensor:

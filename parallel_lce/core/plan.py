@@ -8,11 +8,14 @@ are what a call may save for backward: exp of the logits or, under a soft-cap, w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from parallel_lce.core.budget import DEFAULT_BUDGET
+import torch
+
+from parallel_lce.core.private import constant_in_graphs
 
 SMALLEST_BLOCK = 64 << 20
 """Smallest working block, in bytes, whatever the budget. Kernels' tiles are not counted."""
@@ -22,16 +25,6 @@ GATHERED_BYTES = 256 << 20
 
 NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and V is not given."""
-
-LOGIT_COLUMNS = 384
-"""Columns of hidden states whose three products take as long as writing and reading the fp32 logits and their
-gradient, 14 bytes for each logit."""
-
-FORWARD_COLUMNS = 656
-"""Columns of hidden states whose one product takes as long as writing and reading the fp32 logits, 8 bytes for each."""
-
-DENSE_BYTES = 256 << 20
-"""Most bytes of fp32 logits of a small problem, whatever the budget: its memory stays small."""
 
 LONG_SLICE = 4096
 """Entries of a recomputed slice of many rows. The backend cuts the rows, too, where its memory holds fewer: the entries
@@ -43,6 +36,47 @@ NEARLY = 1.01
 
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow, since matrix products are tiled so."""
+
+DEFAULT_BUDGET = 1 << 30
+"""Bytes per rank and call on a CPU."""
+
+# Rounded down to whole steps: GPUs of one kind may differ by a few MiB, and all ranks must have the same budget.
+_SHARE, _STEP = 32, 256 << 20
+
+BUDGET_VARIABLE = "PARALLEL_LCE_LOGITS_BUDGET"
+
+LEAN_BUDGET = 128 << 20
+"""Default of ``logits_budget`` in :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`, bytes. While the loss
+runs, the activations of all layers exist, so saved exponentials raise the peak of a step. Without them the loss takes
+30 to 40 % longer, and a step a few percent."""
+
+
+@constant_in_graphs
+def budget_of_environment() -> int | None:
+    """Bytes, or None if the variable is unset or empty. Raises ``ValueError`` if it is not a number of bytes."""
+    text = os.environ.get(BUDGET_VARIABLE, "")
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{BUDGET_VARIABLE} must be a number of bytes, got {text!r}")
+    return int(text) if text else None
+
+
+def lean_budget(given: int | None, lean: int = LEAN_BUDGET) -> int | None:
+    """``logits_budget`` for doors that have a default of their own: the ``given`` budget. If it is None: ``lean``, or
+    None if the environment sets a budget, which the call then uses."""
+    return lean if given is None and budget_of_environment() is None else given
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes per rank and call for ``logits_budget=None``: the environment's budget, if it has one. Otherwise on a GPU a
+    thirty-second of its memory, in whole 256 MiB (4.25 GiB of an H200's 140 GiB, 2.25 GiB of an 80-GB GPU's 79), and on
+    a CPU 1 GiB."""
+    given = budget_of_environment()
+    if given is not None:
+        return given
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return DEFAULT_BUDGET
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(_STEP, total // _SHARE // _STEP * _STEP)
 
 
 @dataclass(frozen=True)
@@ -83,8 +117,6 @@ class Plan:
     gathered_rows: int
     # Whether exponentials are saved as codes of one byte.
     codes: bool = False
-    # Whether the fp32 logits of the only block are made, and saved for a backward, where the rank's shard allows it.
-    dense: bool = False
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -186,8 +218,6 @@ class Problem:
     flops_per_byte: float = 0
     # Whether the backend recomputes logits in the memory of the saved exponentials.
     reuses_saved: bool = False
-    # Most flops of the three products for which fp32 logits are made; an eighth of it for forward alone.
-    dense_flops: float = 0
 
     @property
     def part_rows(self) -> int:
@@ -252,32 +282,12 @@ def _time(
     """
 
     def traffic(elements: int, parts: int, is_result: bool) -> int:
-        return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6))
+        return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6)) if parts else 0
 
     products = 2 * p.tokens * p.shard_rows * p.hidden_size * (1 + gradients.hidden + gradients.weight + recomputed)
     of_dw = traffic(p.shard_rows * p.hidden_size, pieces, gradients.weight_fp32) if gradients.weight else 0
     of_dx = traffic(p.tokens * p.hidden_size, slices, gradients.hidden_fp32) if gradients.hidden else 0
     return products + p.flops_per_byte * (of_dw + of_dx + decoded * (1 + p.itemsize))
-
-
-def _dense(p: Problem) -> tuple[Plan, bool]:
-    """Make the fp32 logits of a small problem. For a backward they are saved; their gradient is formed in their memory.
-
-    For so few flops the host needs longer to launch a fused projection than the GPU to run it. Dense logits need fewer
-    launches, though the GPU must write and read them. Forward alone has a limit of its own, and gathers hidden states
-    as it does without dense logits. A rank whose shard cannot have dense logits runs the same collectives. It saves
-    exponentials if its backward can work from them, else nothing. Also whether that is possible.
-    """
-    planned = replace(_saving(p), dense=True, saved=p.shard_rows if p.savable else 0)
-    logits = p.tokens * p.shard_rows
-    if p.gradients is None:
-        planned = replace(planned, hidden_bytes=0)
-        small = 2 * logits * (p.hidden_size + FORWARD_COLUMNS) <= p.dense_flops / 8
-        small = small and p.part_rows <= planned.gathered_rows
-    else:
-        small = 6 * logits * (p.hidden_size + LOGIT_COLUMNS) <= p.dense_flops
-    fits = 4 * logits <= DENSE_BYTES and 4 * logits + planned.hidden_bytes <= p.budget
-    return planned, small and fits
 
 
 def _saving(p: Problem) -> Plan:
@@ -377,11 +387,7 @@ def _code(p: Problem, gradients: GradientTraits) -> _Candidate:
 
 def plan(problem: Problem) -> Plan:
     """The plan of the fastest possible candidate. Of those that take nearly as long (:data:`NEARLY`), the one with the
-    smallest fp32 accumulator, then the first in the list. Dense logits if possible. Without gradients nothing else is
-    kept."""
-    dense, possible = _dense(problem)
-    if possible:
-        return dense
+    smallest fp32 accumulator, then the first in the list. Without gradients nothing is kept."""
     if (gradients := problem.gradients) is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
     recomputed = [_recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)]

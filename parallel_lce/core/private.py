@@ -111,8 +111,6 @@ def accumulates(leaf_node: Any) -> bool:
 
 # --- tensors ---
 
-# Products of each tensor of a list with a number, or with its own of a list of tensors, by one launch. 2.15.
-foreach_mul: Callable[[Any, Any], list[Tensor]] = _torch._foreach_mul
 # Number of the current device. torch.cuda.current_device without its check that CUDA is initialised.
 current_cuda_device: Callable[[], int] = getattr(_torch._C, "_cuda_getDevice", lambda: -1)
 # A tensor of a subclass, without memory.

@@ -19,7 +19,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import INTEGERS, described, public, renamed
 from parallel_lce.call.prepare import prepare
-from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.collectives import Shard
 from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import (
     Options,
@@ -233,7 +233,6 @@ def top_k_divergence(
             teacher_log_probs = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
     target, teacher_ids = given.target, given.picked
     check_option("sequence_parallel", asked.sequence_parallel)
-    layout = Layout.of(group, asked.sequence_parallel)
     beta = as_float(beta)
     ignore_index = -100 if ignore_index is None else ignore_index
     _check_numbers(beta, reduction, ignore_index)
@@ -242,11 +241,8 @@ def top_k_divergence(
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
-    if debug.enabled() and layout.ranks > 1:
-        settings = {"beta": beta, "reduction": reduction, "tail": tail}
-        stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
-        debug.agree(layout, settings, stored)
-        debug.state.awaited = True  # the student's exchange is to come
+    debug.compare_later({"beta": beta, "reduction": reduction, "tail": tail, "teacher_log_probs": teacher_log_probs})
+    debug.compare_later({"counted tokens": counted})
     # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.fp16_scale import fp16_scale_near
-from parallel_lce.backends.gemm import accumulate_nt, put
+from parallel_lce.backends.formulas import fp16_scale_near
+from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import Projection
 from parallel_lce.call.call import Call, Needs
 from parallel_lce.core.plan import Block
@@ -46,11 +46,11 @@ class OutputGradients(GradientSums):
         real = self.projection.real_rows
         if self.reduction is not None:
             dx = self.reduction.open_block(block)
-            accumulate_nt(dx, gradient, self.projection.weight[:real].t(), overwrite=True, factor=self._unscale)
+            accumulate(dx, gradient, self.projection.weight[:real], overwrite=True, factor=self._unscale)
             self.reduction.start(block, dx)
         if self.dweight is not None:
             total, empty = self.dweight.open(0, real, whole=True)
-            accumulate_nt(total, gradient.t(), x.t(), overwrite=empty, factor=self._unscale)
+            accumulate(total, gradient.t(), x, overwrite=empty, factor=self._unscale)
             self.dweight.close(0, real, total)
         if self.dbias is not None:
             total, empty = self.dbias.open(0, real, whole=True)

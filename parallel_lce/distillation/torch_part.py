@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
+from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.torch_logits import tiles_of_rows
 from parallel_lce.core.logit_map import LogitMap
@@ -54,9 +54,9 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
     if x.is_cuda:
         z = aligned(x, len(x), real, projection.dtype)
-        accumulate_nt(z, x, projection.weight[:real], overwrite=True)
+        accumulate(z, x, projection.weight[:real].t(), overwrite=True)
     else:
-        z = matmul_nt(x, projection.weight[:real])
+        z = matmul(x, projection.weight[:real].t())
     if real == 0:
         return z, partial
     if projection.bias is not None:

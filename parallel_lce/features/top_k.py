@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import ForwardTask, Picked, Projection
-from parallel_lce.backends.protocol import Backend
+from parallel_lce.backends.interface import Backend, ForwardTask, Picked, Projection
 from parallel_lce.backends.torch_tiles import projected_tiles
 from parallel_lce.call.seam import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors

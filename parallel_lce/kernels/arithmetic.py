@@ -76,6 +76,13 @@ def loaded(source, index, mask, factor):
 
 
 @triton.jit
+def times(coefficient, factor):
+    """The product; 0 where the coefficient is 0, whatever the factor: that of a token that does not count may be
+    NaN."""
+    return tl.where(coefficient == 0.0, 0.0, coefficient * factor)
+
+
+@triton.jit
 def local_ids(target, row, rows, entries):
     """The targets of some tokens as 32-bit ids of this shard; -1 outside it."""
     ids = tl.load(target + row, mask=row < rows, other=-1)
@@ -108,13 +115,13 @@ def unflattened(saved, flat):
 
 
 @triton.jit
-def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
+def exact_logit(logit, top, sum_exp):
     """The maximum ``top`` if ``logit`` can only belong to the largest entry (:data:`ONE_LARGE_ENTRY`), else ``logit``.
 
-    ``logit`` and the logits in ``sum_exp`` come from different operations. They differ by at most ``ROUNDINGS |top|``.
+    ``logit`` and the logits in ``sum_exp`` come from different operations. They differ by at most ``2^-20 |top|``.
     For p near 1 this difference would be an error of 1 - p.
     """
-    near = tl.maximum(_NEAR, tl.abs(top) * ROUNDINGS)
+    near = tl.maximum(_NEAR, tl.abs(top) * _ROUNDINGS)
     return tl.where((sum_exp < _ONE_LARGE_ENTRY) & (logit > top - near), top, logit)
 
 
@@ -142,17 +149,17 @@ def gradient_of(p, below_max, values, coefficients):
 
 
 @triton.jit
-def gradient_of_entry(logit, base, sum_exp, alpha, beta, coefficients, row, mask, upstream):
+def gradient_of_entry(logit, base, sum_exp, alpha, beta, coefficients, row, mask):
     """``p alpha - beta (1 - p)`` and the other terms of :func:`gradient_of`, for an fp32 ``logit``. gamma, delta and
-    epsilon of the tokens ``row`` are loaded and multiplied by ``upstream``; ``alpha`` and ``beta`` already are."""
+    epsilon of the tokens ``row`` are loaded."""
     # A huge logit may exceed the maximum by a rounding.
     below_max = tl.minimum(logit - base, 0.0)
     p = tl.exp(below_max) / sum_exp
     values = (
         alpha,
-        loaded(coefficients.gamma, row, mask, upstream),
-        loaded(coefficients.delta, row, mask, upstream),
-        loaded(coefficients.epsilon, row, mask, upstream),
+        loaded(coefficients.gamma, row, mask, 1.0),
+        loaded(coefficients.delta, row, mask, 1.0),
+        loaded(coefficients.epsilon, row, mask, 1.0),
     )
     return gradient_of(p, tl.maximum(below_max, LOWEST_SHIFT), values, coefficients) + beta * (p - 1.0)
 

@@ -79,16 +79,6 @@ def entry_logits(u, bias, entry, hit, logit_map, r, inside):
 
 
 @triton.jit
-def row_logits(u, logit_map, scale, cap, SCALED: tl.constexpr):
-    """The logits of one token's row of ``x @ weight.T + bias``. ``scale``: of :func:`scales_of`."""
-    if SCALED or logit_map.token_scale is not None:
-        u = scaled(u, scale)
-    if logit_map.softcap is not None:
-        u = softcapped(u, cap)
-    return u
-
-
-@triton.jit
 def slope_of(z, logit_map, r, inside):
     """The soft-cap's derivative where it returns ``z``; 1 without a soft-cap. ``r``: as for :func:`entry_logits`."""
     if logit_map.softcap is not None:

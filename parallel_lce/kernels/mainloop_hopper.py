@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from parallel_lce.kernels import descriptors
-from parallel_lce.kernels.descriptors import addressable
+from parallel_lce.kernels import device
+from parallel_lce.kernels.device import addressable
 from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
@@ -222,8 +222,8 @@ def _new_descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """As :func:`parallel_lce.kernels.descriptors.descriptor`, for Gluon."""
-    return descriptors.descriptor(tensor, rows, columns, _new_descriptor)
+    """As :func:`parallel_lce.kernels.device.descriptor`, for Gluon."""
+    return device.descriptor(tensor, rows, columns, _new_descriptor)
 
 
 def operands(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import add_product
-from parallel_lce.kernels.descriptors import addressable, descriptor
+from parallel_lce.kernels.device import addressable, descriptor
 from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
-from parallel_lce.core.partials import NO_ENTRY, ONE_LARGE_ENTRY, TRAILER
+from parallel_lce.core.partials import NO_ENTRY, ONE_LARGE_ENTRY, TRAILER, Columns
 from parallel_lce.kernels.arithmetic import (
     LOG2_E,
     LOWEST_SHIFT,
@@ -34,7 +34,8 @@ from parallel_lce.kernels.arithmetic import (
     scale_of,
     wide_sum,
 )
-from parallel_lce.kernels.relaunch import Bound, Relaunched, kept, next_power_of_2
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.results import Results, of_kernel, store_losses, store_statistics
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
 _NO_ENTRY, _ONE_LARGE_ENTRY = tl.constexpr(NO_ENTRY), tl.constexpr(ONE_LARGE_ENTRY)
@@ -149,12 +150,15 @@ def _wide(column, low, here, inside):
 
 
 @triton.jit
-def _store_wide(value, column, low, r, valid):
+def _store_wide(value, here, stride, valid, ROW: tl.constexpr, LOW: tl.constexpr):
+    """Store a sum in the row ``ROW`` of a partial, and its second row in the row ``LOW``; 0: it has none. Returns the
+    first."""
     rounded = value.to(tl.float32)
-    tl.store(column + r, rounded, mask=valid)
-    if low is not None:
+    tl.store(here + ROW * stride, rounded, mask=valid)
+    if LOW > 0:
         rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded.to(tl.float64))
-        tl.store(low + r, rest.to(tl.float32), mask=valid)
+        tl.store(here + LOW * stride, rest.to(tl.float32), mask=valid)
+    return rounded
 
 
 @triton.jit
@@ -211,26 +215,38 @@ def _merge_kernel(
     slices,
     low,
     merged,
-    merged_low,
     rounded,
     targets,
     trailers,
     vocab_size,
+    results,
     rows,
+    merged_stride,
     num_slices,
     stride,
     entries,
     start,
     RANKS: tl.constexpr,
+    RESULTS: tl.constexpr,
+    OUTSIDE_NAN: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    LOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Merge slices of the vocabulary: the windows of a shard, or the shards of the ranks.
 
-    ``stride``: elements between the columns of neighbouring slices. ``low``, ``merged_low``: second rows of the sums.
-    Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``; ``rounded``:
-    a ``RoundedSums``, or None. Ranks: ``entries`` is V, or None; ``vocab_size`` is an output; all ranks fit one tile
-    (``BLOCK_W >= num_slices``).
+    ``stride``: elements between the columns of neighbouring slices. ``low``: second rows of the slices' sums.
+    ``merged``: a partial whose rows are ``merged_stride`` elements apart. ``SHIFTED`` to ``LOW``: its ``Columns.rows``.
+    Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``, ids relative
+    to the shard; ``rounded``: a ``RoundedSums``, or None. Ranks: ``entries`` is V, or None; ``vocab_size`` is an
+    output; all ranks fit one tile (``BLOCK_W >= num_slices``).
+
+    ``RESULTS``: "loss" or "statistics" of the merged tokens, which fill ``results``; "": nothing is made of them.
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
@@ -254,6 +270,9 @@ def _merge_kernel(
     saved_sum = tl.zeros((BLOCK_R,), tl.float64)
     rounded_sum = tl.zeros((BLOCK_R,), tl.float64)
     argmax = tl.full((BLOCK_R,), _NO_ENTRY, tl.int32)
+    target_id = tl.full((BLOCK_R,), -1, tl.int64)
+    if targets is not None:
+        target_id = tl.load(targets + r, mask=valid, other=-1)
     count = entries
     nan = 0.0
     if RANKS:
@@ -305,32 +324,51 @@ def _merge_kernel(
     to_max = 1.0 / largest_of(top).to(tl.float64)
     sum_exp *= to_max
     broken = broken != 0
-    tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
-    _store_wide(sum_exp + nan, merged.sum_exp, merged_low.sum_exp, r, valid)
-    if targets is not None:
-        target_id = tl.load(targets + r, mask=valid, other=-1)
-        valid_target = (target_id >= 0) & (target_id < entries)
-        logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
-        tl.store(merged.target + r, exact_logit(logit, top, sum_exp.to(tl.float32)), mask=valid_target)
-    if slices.target is not None:
-        tl.store(merged.target + r, target + nan, mask=valid)
-    if merged.shifted is not None:
-        _store_wide(total - count * base.to(tl.float64) + nan, merged.shifted, merged_low.shifted, r, valid)
-    if merged.total is not None:
-        _store_wide(total + nan, merged.total, merged_low.total, r, valid)
-    if merged.weighted is not None:
-        _store_wide(weighted * to_max + nan, merged.weighted, merged_low.weighted, r, valid)
-    if merged.squared is not None:
-        _store_wide(squared * to_max * to_max + nan, merged.squared, merged_low.squared, r, valid)
-    if merged.argmax is not None:
+    here = merged + r
+    largest = top
+    top = tl.where(broken, float("nan"), top) + nan
+    tl.store(here, top, mask=valid)
+    exp_sum = _store_wide(sum_exp + nan, here, merged_stride, valid, 1, LOW)
+    if RANKS:
+        target += nan
+        tl.store(here + 2 * merged_stride, target, mask=valid)
+    elif targets is not None:
+        hit = (target_id >= 0) & (target_id < entries)
+        target = tl.load(here + 2 * merged_stride, mask=hit, other=0.0)
+        target = tl.where(hit, exact_logit(target, largest, exp_sum), 0.0)
+        tl.store(here + 2 * merged_stride, target, mask=hit)
+    # Second rows follow each other in the order of the sums.
+    OF_SHIFTED: tl.constexpr = LOW + 1 if LOW > 0 else 0
+    OF_TOTAL: tl.constexpr = OF_SHIFTED + (1 if LOW > 0 and SHIFTED > 0 else 0)
+    OF_WEIGHTED: tl.constexpr = OF_TOTAL + (1 if LOW > 0 and TOTAL > 0 else 0)
+    OF_SQUARED: tl.constexpr = OF_WEIGHTED + (1 if LOW > 0 and WEIGHTED > 0 else 0)
+    # Each is read only where its column exists.
+    below_max, sum_of_logits, below, squares = top, top, top, top
+    if SHIFTED > 0:
+        value = total - count * base.to(tl.float64) + nan
+        below_max = _store_wide(value, here, merged_stride, valid, SHIFTED, OF_SHIFTED)
+    if TOTAL > 0:
+        sum_of_logits = _store_wide(total + nan, here, merged_stride, valid, TOTAL, OF_TOTAL)
+    if WEIGHTED > 0:
+        below = _store_wide(weighted * to_max + nan, here, merged_stride, valid, WEIGHTED, OF_WEIGHTED)
+    if SQUARED > 0:
+        squares = _store_wide(squared * to_max * to_max + nan, here, merged_stride, valid, SQUARED, OF_SQUARED)
+    if ARGMAX > 0:
         argmax = tl.where(broken, _NO_ENTRY, argmax)
         if RANKS:
             argmax = tl.where(matching, argmax, _NO_ENTRY)
-        tl.store(merged.argmax + r, argmax.to(tl.float32, bitcast=True), mask=valid)
+        tl.store(here + ARGMAX * merged_stride, argmax.to(tl.float32, bitcast=True), mask=valid)
+    if RESULTS != "":
+        token = (r, valid, target_id + (0 if RANKS else start))
+        if RESULTS == "loss":
+            store_losses(results, token, (top, exp_sum, target, below_max), count, OUTSIDE_NAN)
+        else:
+            sums = (below_max, sum_of_logits, below, squares)
+            store_statistics(results, token, (top, exp_sum, target, argmax), sums, count)
     if rounded is not None:
         others, others_rounded = saved_sum * to_max, rounded_sum * to_max
         if targets is not None:
-            z = tl.load(merged.target + r, mask=valid_target & (target_id < rounded.saved), other=-float("inf"))
+            z = tl.where(hit & (target_id < rounded.saved), target, -float("inf"))
             e = exponential_from(z, base).to(tl.float64)
             others -= e
             others_rounded -= e * _rounding_of(z, rounded)
@@ -345,56 +383,87 @@ def _column_indices(columns) -> tuple[list[int | None], list[int | None]]:
     return [rows.get(name) for name in fields], [rows.get(f"{name}_low") for name in fields]
 
 
-def columns_of(partial: torch.Tensor, columns) -> tuple[PartialColumns, PartialColumns]:
-    """The columns of a ``partial [C, R]``, and the second rows of its sums, which a merged one lacks. ``columns``:
-    ``parallel_lce.core.partials.Columns``."""
-    rows, (first, second) = partial.unbind(0), _column_indices(columns)
-    low = NO_LOW
-    if len(rows) > columns.merged:
-        low = PartialColumns(*[None if n is None else rows[n] for n in second])
-    return PartialColumns(*[None if n is None else rows[n] for n in first]), low
+_NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
 
 
-NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
-
-
-def merge_windows(windows: PartialColumns, merged: torch.Tensor, columns, *, entries: int, start: int) -> None:
+def merge_windows(
+    windows: PartialColumns,
+    merged: torch.Tensor,
+    columns: Columns,
+    *,
+    entries: int,
+    start: int,
+    rounded: RoundedSums | None = None,
+    target: torch.Tensor | None = None,
+    results: Results | None = None,
+) -> None:
     """Merge partials ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's. ``entries``: of the
-    shard. ``start``: global id of its first entry."""
+    shard. ``start``: global id of its first entry.
+
+    ``target [R]`` int64, relative to the shard: its column already holds logits. A target that can only be its token's
+    maximum gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`). ``results``: formed of
+    the merged tokens, if the shard is the whole vocabulary."""
     num_windows, rows = windows.max.shape
-    bound = bound_merge_windows(rows, num_windows, entries, start)
-    bound.once(windows, NO_LOW, *columns_of(merged, columns), None, None, None, None)
+    _merge_kernel.launch(
+        (-(-rows // _MERGE_ROWS),),
+        windows,
+        _NO_LOW,
+        merged,
+        rounded,
+        target,
+        None,
+        None,
+        None if results is None else results.outputs,
+        rows,
+        merged.stride(0),
+        num_windows,
+        rows,
+        entries,
+        start,
+        RANKS=False,
+        **of_kernel(results),
+        **columns.rows,
+        BLOCK_R=_MERGE_ROWS,
+        BLOCK_W=_MERGE_WINDOWS,
+        num_warps=8,
+    )
 
 
-def bound_merge_windows(rows: int, windows: int, entries: int, start: int) -> Bound:
-    """The launch for ``windows`` of so many rows. If it is given targets ``[R]`` int64, the target's column already
-    holds logits: a target that can only be its token's maximum gets the maximum as its logit
-    (:func:`parallel_lce.kernels.arithmetic.exact_logit`)."""
-    numbers = rows, windows, rows, entries, start
-    sizes = dict(BLOCK_R=_MERGE_ROWS, BLOCK_W=_MERGE_WINDOWS)
-    return Bound(_merge_kernel, (-(-rows // _MERGE_ROWS),), numbers, RANKS=False, **sizes, num_warps=8)
-
-
-def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`parallel_lce.core.partials.merge_ranks` of ``packed [P, M]`` fp32, contiguous."""
-    merged = packed.new_empty(columns.merged, rows)
-    size = packed.new_empty((), dtype=torch.int64)
-    traits = packed.shape, packed.get_device(), columns, rows, vocab_size
-    launch = kept(_OF_RANKS, traits, lambda: _bound_merge_ranks(*packed.shape, rows, vocab_size))
+def merge_ranks(
+    packed: torch.Tensor, columns: Columns, rows: int, vocab_size: int | None, results: Results | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`parallel_lce.core.partials.merge_ranks` of ``packed [P, M]`` fp32, contiguous, and the ``results``."""
+    ranks, stride = packed.shape
+    merged, size = packed.new_empty(columns.merged, rows), packed.new_empty((), dtype=torch.int64)
     # Views of the first rank's columns. The kernel adds rank * stride to their pointers.
-    own = packed[0, : columns.count * rows].view(columns.count, rows)
-    trailers = packed.view(torch.int32)[0, -TRAILER:]
-    with on_device_of(packed):
-        launch(*columns_of(own, columns), *columns_of(merged, columns), None, None, trailers, size)
-    return merged, size
-
-
-_OF_RANKS: dict[tuple, Bound] = {}
-
-
-def _bound_merge_ranks(ranks: int, stride: int, rows: int, vocab_size: int | None) -> Bound:
+    own = packed[0, : columns.count * rows].view(columns.count, rows).unbind(0)
+    slices, low = (
+        PartialColumns(*[None if n is None else own[n] for n in numbers])  # pyright: ignore[reportArgumentType]
+        for numbers in _column_indices(columns)
+    )
     block_w = next_power_of_2(ranks)
     block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
-    # At least one program: it writes V.
-    grid, numbers = (max(1, -(-rows // block_r)),), (rows, ranks, stride, vocab_size, 0)
-    return Bound(_merge_kernel, grid, numbers, RANKS=True, BLOCK_R=block_r, BLOCK_W=block_w)
+    with on_device_of(packed):
+        _merge_kernel.launch(
+            (max(1, -(-rows // block_r)),),  # at least one program: it writes V
+            slices,
+            low,
+            merged,
+            None,
+            None if results is None else results.target,
+            packed.view(torch.int32)[0, -TRAILER:],
+            size,
+            None if results is None else results.outputs,
+            rows,
+            rows,
+            ranks,
+            stride,
+            vocab_size,
+            0,
+            RANKS=True,
+            **of_kernel(results),
+            **{**columns.rows, "LOW": 0},
+            BLOCK_R=block_r,
+            BLOCK_W=block_w,
+        )
+    return merged, size

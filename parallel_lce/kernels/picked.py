@@ -98,8 +98,6 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
     if terms.fp16_scale is not None:
         fp16_scale = tl.load(terms.fp16_scale)
     grad_scale = scales_of(terms.logit_map, token, True)
-    if coefficients.factor is not None:
-        grad_scale *= tl.load(coefficients.factor + token * terms.factor_stride)
     base = finite_base(tl.load(partial + token))
     sum_exp = tl.load(partial + rows + token)
     alpha = tl.load(coefficients.alpha + token)
@@ -123,7 +121,7 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
             before = same & (other[None, :] < e[:, None])
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
-        entry = gradient_of_entry(logit, base, sum_exp, alpha, 0.0, coefficients, token, True, 1.0) * grad_scale
+        entry = gradient_of_entry(logit, base, sum_exp, alpha, 0.0, coefficients, token, True) * grad_scale
         entry = (entry * slope_of(logit, terms.logit_map, token, True) + total) * fp16_scale
         tl.store(row + entry_id, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 

@@ -9,13 +9,11 @@ divisible by 16, and constants. It passes pointers as numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
-
-T = TypeVar("T")
 
 
 def next_power_of_2(n: int) -> int:
@@ -66,8 +64,8 @@ class Relaunched:
             first = first[0]
         # A kernel is loaded for one device.
         device = getattr(first, "base", first).get_device()
-        described, values = [device, *constants.items()], []
-        _describe(arguments, described, values)
+        described: list = [device, *constants, *constants.values()]
+        values = _describe(arguments, described)
         key = tuple(described)
         known = self._compiled.get(key)
         if known is None:
@@ -96,100 +94,60 @@ class Relaunched:
         return getattr(self._function, name)
 
 
-def _describe(arguments: tuple, described: list, values: list) -> None:
-    """Add the arguments for the driver to ``values``, tensors as addresses. Add all properties on which Triton
-    specializes, and possibly more, to ``described``. Descriptions of different types differ."""
-    for argument in arguments:
-        kind = type(argument)
-        if kind is Tensor or kind is Parameter:
-            address = argument.data_ptr()
-            values.append(address)
-            # A tuple marks an address that is not 16 bytes aligned.
-            described.append((argument.dtype,) if address & 15 else argument.dtype)
-        elif kind is int:
-            values.append(argument)
-            if -(2**31) <= argument < 2**31:
-                # Whether it is 1, and whether it is divisible by 16.
-                described.append(1 if argument == 1 else 2 if argument & 15 else 16)
-            else:
-                width = 32 if argument < 2**63 else 64
-                described.append(width + (2 if argument & 15 else 16))
-        elif argument is None or kind is float:
-            values.append(argument)
-            described.append(kind)
-        elif issubclass(kind, Tensor):
+def _describe(arguments: tuple, described: list) -> list:
+    """The arguments for the driver, tensors as addresses. Adds all properties on which Triton specializes, and possibly
+    more, to ``described``. Most arguments of a launch are None, of which their type says everything."""
+    kinds = tuple(map(type, arguments))
+    places = _PLACES.get(kinds)
+    if places is None:
+        places = _PLACES[kinds] = _places_of(kinds)
+    values, (kinds, tensors, integers, tuples, others) = [*arguments], places
+    described.append(kinds)
+    for place in tensors:
+        tensor = arguments[place]
+        values[place] = address = tensor.data_ptr()
+        # A tuple marks an address that is not 16 bytes aligned.
+        described.append((tensor.dtype,) if address & 15 else tensor.dtype)
+    for place in integers:
+        number = arguments[place]
+        if -(2**31) <= number < 2**31:
+            # Whether it is 1, and whether it is divisible by 16.
+            described.append(1 if number == 1 else 2 if number & 15 else 16)
+        else:
+            width = 32 if number < 2**63 else 64
+            described.append(width + (2 if number & 15 else 16))
+    for place in tuples:
+        values[place] = tuple(_describe(arguments[place], described))
+    for place in others:
+        argument = arguments[place]
+        if isinstance(argument, Tensor):
             plain = argument.as_subclass(Tensor)
             if type(plain) is not Tensor:
-                raise ValueError(f"no kernel can read a {kind.__name__}, which has a __torch_dispatch__ of its own")
-            _describe((plain,), described, values)
+                kind = type(argument).__name__
+                raise ValueError(f"no kernel can read a {kind}, which has a __torch_dispatch__ of its own")
+            [values[place]] = _describe((plain,), described)
+        else:
+            described += argument.base.dtype, *argument.block_shape
+    return values
+
+
+_PLACES: dict[tuple[type, ...], tuple] = {}
+"""By the types of arguments: the types to a kernel, and where there are tensors, integers, tuples, and other things
+that are described one by one."""
+
+
+def _places_of(kinds: tuple[type, ...]) -> tuple:
+    tensors, integers, tuples, others = [], [], [], []
+    for place, kind in enumerate(kinds):
+        if kind is Tensor or kind is Parameter:
+            tensors.append(place)
+        elif kind is int:
+            integers.append(place)
         elif issubclass(kind, tuple):
-            inner: list = []
-            described += kind, len(argument)
-            _describe(argument, described, inner)
-            values.append(tuple(inner))
-        elif hasattr(kind, "from_tensor"):
-            values.append(argument)
-            described += kind, argument.base.dtype, *argument.block_shape
-        else:
+            tuples.append(place)
+        elif issubclass(kind, Tensor) or hasattr(kind, "from_tensor"):
+            others.append(place)
+        elif kind not in (type(None), float):
             raise TypeError(f"a {kind.__name__} is no argument of a kernel")
-
-
-_PLAIN = (Tensor, Parameter)
-
-
-class Bound:
-    """Launches of a kernel that differ only in the addresses of their tensors, which may be in tuples.
-
-    Each argument always has the same shape and dtype, or is always None. If all tensors of a launch are 16 bytes
-    aligned, its arguments are not described again.
-    """
-
-    def __init__(self, kernel: Relaunched, grid: tuple[int, ...], numbers: tuple, **constants) -> None:
-        self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
-        self._known: _Compiled | None = None
-
-    def once(self, *tensors: Any) -> None:
-        """As a call, for launches that are not kept: nothing is remembered but the compiled kernel."""
-        self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
-
-    def __call__(self, *tensors: Any) -> None:
-        addresses, bits = _addresses(tensors)
-        if bits & 15:
-            self.once(*tensors)
-        elif self._known is None:
-            self._known = self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
-        else:
-            self._known.start(self._grid, [*addresses, *self._numbers])
-
-
-_MOST_KEPT = 1024
-
-
-def kept(known: dict, traits: Hashable, make: Callable[[], T]) -> T:
-    """The value of these ``traits``, made if it is not known."""
-    value = known.get(traits)
-    if value is None:
-        if len(known) >= _MOST_KEPT:
-            known.clear()
-        value = known[traits] = make()
-    return value
-
-
-def _addresses(arguments: tuple) -> tuple[list, int]:
-    """The arguments with addresses in place of tensors, and the union of the addresses' bits."""
-    addresses, bits = [], 0
-    for argument in arguments:
-        if argument is None:
-            pass
-        elif type(argument) in _PLAIN:
-            argument = argument.data_ptr()
-            bits |= argument
-        elif isinstance(argument, Tensor):
-            # As an unaligned address: tensors of other classes are described, and possibly refused.
-            bits |= 1
-        elif isinstance(argument, tuple):
-            inner, inner_bits = _addresses(argument)
-            argument = tuple(inner)
-            bits |= inner_bits
-        addresses.append(argument)
-    return addresses, bits
+    # To a kernel a parameter is a tensor.
+    return tuple([Tensor if kind is Parameter else kind for kind in kinds]), tensors, integers, tuples, others

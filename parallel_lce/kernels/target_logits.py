@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -10,7 +11,7 @@ from parallel_lce.kernels.arithmetic import add_product, loaded
 from parallel_lce.kernels.device import hopper_or_later
 from parallel_lce.kernels.logit_map import entry_logits, tile_caps, tile_logits
 from parallel_lce.kernels.product import Product
-from parallel_lce.kernels.relaunch import Bound, Relaunched
+from parallel_lce.kernels.relaunch import Relaunched
 
 # Tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
@@ -27,7 +28,7 @@ def lce_forward_target_logits(
     bias,
     logit_map,
     target,
-    target_logit,
+    partial,
     flat,
     rows,
     entries,
@@ -67,7 +68,7 @@ def lce_forward_target_logits(
     if target is not None:
         logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
         logit = entry_logits(logit, bias, target_id, hit, logit_map, r, valid)
-        tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
+        tl.store(partial + 2 * rows + r, tl.where(hit, logit, 0.0), mask=valid)
     if flat is not None:
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
@@ -80,23 +81,39 @@ def lce_forward_target_logits(
         tl.store(flat + r, is_flat.to(tl.float32), mask=valid)
 
 
-def bound_target_logits(product: Product) -> Bound:
-    """The launch for products of these sizes. It writes the targets' logits into ``target_logit [R]`` fp32, and ``flat
-    [R]`` fp32. Either may be None.
+def target_logits(
+    product: Product, target: torch.Tensor | None, partial: torch.Tensor, flat: torch.Tensor | None
+) -> None:
+    """Write the targets' logits into the ``partial [C, R]`` fp32, and ``flat [R]`` fp32. ``target`` or ``flat`` may be
+    None.
 
-    A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. The targets' logits are the diagonal
-    of a product with the targets' rows of the weight. They are summed in the mainloop's order, so a target that is a
-    token's maximum equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ
-    in time, and its programs would fall out of step.
+    A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. The targets' logits are the diagonal of a product with
+    the targets' rows of the weight. They are summed in the mainloop's order, so a target that is a token's maximum
+    equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ in time, and its
+    programs would fall out of step.
 
     ``flat``: 1 for tokens of which most logits are near 0, of 64 evenly spaced rows of the weight, 0 for others
     (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
     x, weight = product.x, product.weight
-    numbers = x.shape[0], weight.shape[0], x.shape[1], -(-weight.shape[0] // _TOKENS.value), x.stride(0)
-    # Ampere has too few registers for 64.
-    block = 64 if x.element_size() == 2 and hopper_or_later(x.device) else 32
-    grid = (-(-x.shape[0] // _TOKENS.value),)
-    return Bound(
-        lce_forward_target_logits, grid, (*numbers, weight.stride(0)), BLOCK_K=block, num_warps=8, num_stages=4
+    (rows, k_size), entries = x.shape, weight.shape[0]
+    lce_forward_target_logits.launch(
+        (-(-rows // _TOKENS.value),),
+        x,
+        weight,
+        product.bias,
+        product.logit_map,
+        target,
+        partial,
+        flat,
+        rows,
+        entries,
+        k_size,
+        -(-entries // _TOKENS.value),
+        x.stride(0),
+        weight.stride(0),
+        # Ampere has too few registers for 64.
+        BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
+        num_warps=8,
+        num_stages=4,
     )

@@ -68,10 +68,12 @@ from parallel_lce.kernels.arithmetic import (
     of_saved,
     power_from,
     scale_of,
+    times,
     unflattened,
 )
 from parallel_lce.kernels.logit_map import caps_of, recapped, scales_of, slope_of
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.results import factor_stride_of
 
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16 for x down to 2^-36. Its inverse is the largest c.
@@ -247,7 +249,8 @@ class GradientTerms(NamedTuple):
     partial: torch.Tensor
     # fp32, contiguous
     coefficients: Coefficients
-    # Stride of the coefficients' factor; 0 for one number. Triton specializes integers in tuples.
+    # Stride of the coefficients' factor; 0 for one number. Triton specializes integers in tuples. Only
+    # :func:`token_gradients` takes a factor.
     factor_stride: int
     # 0-dimensional: the gradient is stored times this number; None: 1
     fp16_scale: torch.Tensor | None
@@ -257,9 +260,7 @@ class GradientTerms(NamedTuple):
     def of(
         cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, logit_map: LogitMap
     ) -> GradientTerms:
-        factor = coefficients.factor
-        stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
-        return cls(partial, coefficients, stride, fp16_scale, logit_map)
+        return cls(partial, coefficients, factor_stride_of(coefficients), fp16_scale, logit_map)
 
 
 @triton.jit
@@ -339,8 +340,6 @@ def lce_backward_rewrite(
     grad_scale = scales_of(terms.logit_map, row, True)
     if terms.fp16_scale is not None:
         grad_scale *= tl.load(terms.fp16_scale)
-    if coefficients.factor is not None:
-        grad_scale *= tl.load(coefficients.factor + row * terms.factor_stride)
     base = finite_base(tl.load(terms.partial + row))
     sum_exp, is_flat = tl.load(terms.partial + rows + row), loaded(flat, row, True, 1.0)
     if mass is not None:
@@ -415,11 +414,11 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
     base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
-    beta = tl.load(terms.coefficients.beta + row, mask=hit, other=0.0) * upstream
+    beta = times(tl.load(terms.coefficients.beta + row, mask=hit, other=0.0), upstream)
     excess = alpha - beta
     if terms.coefficients.excess is not None:
-        excess = tl.load(terms.coefficients.excess + row, mask=hit, other=0.0) * upstream
-    g = gradient_of_entry(logit, base, sum_exp, excess, beta, terms.coefficients, row, hit, upstream)
+        excess = times(tl.load(terms.coefficients.excess + row, mask=hit, other=0.0), upstream)
+    g = gradient_of_entry(logit, base, sum_exp, excess, beta, terms.coefficients, row, hit)
     return tl.where(hit, g * scale * slope_of(logit, terms.logit_map, row, hit), 0.0)
 
 
@@ -455,7 +454,9 @@ def lce_backward_token_gradients(
     upstream = tl.full((TOKENS,), 1.0, tl.float32)
     if coefficients.factor is not None:
         upstream = tl.load(coefficients.factor + row * terms.factor_stride, mask=valid, other=0.0)
-    alpha = tl.load(coefficients.alpha + row, mask=valid, other=0.0) * upstream
+    if coefficients.divisor is not None:
+        upstream = tl.div_rn(upstream, tl.load(coefficients.divisor))
+    alpha = times(tl.load(coefficients.alpha + row, mask=valid, other=0.0), upstream)
     grad_scale = scales_of(terms.logit_map, row, valid)
     t = tl.zeros((TOKENS,), tl.float32)
     if target is not None:
@@ -562,23 +563,19 @@ def token_gradients(
     maxima = mass = flat = None
     if saved is not None:
         _, maxima, mass, _, flat, *_ = saved
-        beside_alpha = coefficients.gamma, coefficients.delta, coefficients.epsilon
-        every = rewrite or terms.logit_map.softcap is not None or any([c is not None for c in beside_alpha])
-        if every or mass is None:
+        if rewrite:
             rewrite_rows(gradient, saved, terms, window)
             maxima = mass = flat = None
     keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
-    # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-    vectors = coefficients.alpha.new_empty(4, -(-rows // 4) * 4)[:, :rows]
-    dw_factor, unshared, residual, dx_factor = vectors.unbind()
-    outputs = TokenGradients(
-        None if target is None else residual,
-        None if target is None else unshared.view(torch.uint8)[:rows],
-        dx_factor if keeps_rows else None,
-        None if target is None or not keeps_rows else dw_factor,
-    )
+    has_target, device = target is not None, gradient.device
+
+    def new(present: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+        return torch.empty(rows, dtype=dtype, device=device) if present else None
+
+    shared = new(has_target), new(has_target, torch.uint8)
+    outputs = TokenGradients(*shared, new(keeps_rows), new(has_target and keeps_rows))
     tokens = max(1, min(_TOKENS, next_power_of_2(rows) // _PROGRAMS))
     lce_backward_token_gradients.launch(
         (-(-rows // tokens),),

@@ -40,11 +40,6 @@ class Measured:
     most_hidden_bytes: int = 36 << 20
     # Flops of a matrix product that take as long as reading or writing a byte.
     flops_per_byte: float = 230
-    # Three products of fewer flops take the GPU less time (about 1.4 ms) than the host needs to start the launches of a
-    # fused projection. So does one product, of forward alone, of an eighth (about 0.2 ms).
-    dense_flops: float = 1e12
-    # Entries that a program reads at a time from the fp32 logits of such a problem, and its warps.
-    dense_block: tuple[int, int] = (1024, 4)
     # Most bytes of window partials at a time, if nothing is saved.
     partial_bytes: int = 32 << 20
     # Most bytes of an fp32 product that is rounded into a low-precision gradient.

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together
-from parallel_lce.call.prepare import autocasted, check, check_readable_target
+from parallel_lce.call.prepare import autocasted, check, check_readable_target, gradients_of, needs_of
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import NO_LABEL, SPOKEN, Options, Tensors, as_int64, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.entry import fused_loss, fused_statistics
-from parallel_lce.run.statistics import NAMES, TokenStatistics
+from parallel_lce.run.results import NAMES, TokenStatistics
 from parallel_lce.run.token_count import TokenCount
 
 
@@ -86,7 +86,7 @@ def counted_loss(
     if whole:
         tensors = with_counted_hidden(options, tensors, group, None, count)
         return fused_loss(options, tensors, group, main_grad=main_grad)
-    options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
+    options, tensors, compaction = compacted(options, tensors, group, None, count, bound, main_grad)
     loss = fused_loss(options, tensors, group, main_grad=main_grad)
     return compaction.spread(loss, 0.0) if options.reduction == "none" else compaction.checked(loss)
 
@@ -103,7 +103,7 @@ def counted_statistics(
     """:func:`fused_statistics` on the tokens of the ``mask`` alone, as :func:`counted_loss`."""
     count, bound, whole = read_count(counted_tokens, mask)
     if not whole:
-        options, tensors, compaction = compacted(options, tensors, group, mask, count, bound)
+        options, tensors, compaction = compacted(options, tensors, group, mask, count, bound, main_grad)
         return compaction.spread_all(fused_statistics(options, tensors, group, main_grad=main_grad))
     check(options, autocasted(tensors), group, lambda shape: _mask_of(options, tensors, shape, mask, 0))
     assert mask is not None  # checked
@@ -163,6 +163,7 @@ def compacted(
     mask: Tensor | None,
     count: Any,
     bound: bool = False,
+    main_grad: MainGrad | None = None,
 ) -> tuple[Options, Tensors, Compaction]:
     """The call on the counted tokens alone: the tokens of the ``mask``, or for a loss the tokens that are not ignored.
 
@@ -182,7 +183,8 @@ def compacted(
     # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled():
-        check_together(options, tensors, layout, {"counted_tokens": count}, masks[0])
+        gradients = gradients_of(tensors, main_grad, needs_of(tensors))
+        check_together(options, tensors, layout, gradients, (count, masks[0]))
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
         check_readable_target(options, tensors, layout, masks[0])
     compaction, hidden = Compaction(masks[0], count, bound), in_memory(tensors.input)

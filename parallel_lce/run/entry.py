@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends.loss_formula import mean_loss
-from parallel_lce.call import debug
+from parallel_lce.backends.formulas import mean_loss
 from parallel_lce.call.call import LossFunction
 from parallel_lce.call.prepare import autocasted, check, prepare
-from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
 from parallel_lce.run import ops
-from parallel_lce.run.statistics import TokenStatistics
+from parallel_lce.run.autograd import function_of
+from parallel_lce.run.results import TokenStatistics
 
 
 def fused_loss(
@@ -60,14 +59,9 @@ def fused_token_loss(
     checked. Other arguments as in :func:`fused_loss`, ``options`` with ``loss_function=True``."""
     function = LossFunction(loss)
     flat = tuple([value.reshape(-1).contiguous() for value in values])
-    if debug.enabled() and (layout := Layout.of(group, False)).ranks > 1:
-        wide = [value.double() if value.is_floating_point() else value.long() for value in flat]
-        named = {f"per_token[{number}]": value for number, value in enumerate(wide)}
-        debug.agree(layout, {"function": options.function}, named)
-        debug.state.awaited = True  # the exchange of prepare is to come
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     call = call.replaced(loss_function=function, values=flat)
-    result = ops.function_of(call).apply(*inputs, call)
+    result = function_of(call).apply(*inputs, call)
     return result, {name: metric.view(call.shape) for name, metric in function.metrics.items()}
 
 
@@ -79,4 +73,4 @@ def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None,
         options, layout, shape = check(options, tensors, group, None, main_grad)
         return ops.call(options, tensors, layout, main_grad), shape
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
-    return ops.function_of(call).apply(*inputs, call), call.shape
+    return function_of(call).apply(*inputs, call), call.shape

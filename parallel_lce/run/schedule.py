@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial as partial_of
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
-from parallel_lce.run import loss_results
+from parallel_lce.run import results
 
 
 class Gathers:
@@ -75,35 +75,42 @@ class Gathers:
 
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
-) -> tuple[Merged, Tensor | None, Saved | tuple[()]]:
+) -> tuple[Merged, Tensor | None, Saved | tuple[()], Any]:
     """The merged partial of ``hidden [..., D]``. With ``save`` also, for backward: the gathered hidden states, if the
-    plan saves them, and the backend's saved tensors of the first block.
+    plan saves them, and the backend's saved tensors of the first block. Last, what the call wants of the partial.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials and the features' numbers.
     """
     layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
     with device_without_autocast(weight):
-        hidden, projection = flattened(hidden), call.projection(weight, bias)
-        targets, tokens = call.local_targets(), call.shape.numel()
+        x, of_block, target = flattened(hidden), call.projection(weight, bias), call.local_targets()
+        whole, projection, targets, single = x, of_block, target, len(blocks) == 1
         sizes = [feature.message_size(call) for feature in features] if features else []
-        partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, call.dtype, sum(sizes))
-        for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
+        partials = gathers = out = found = None
+        if layout.ranks > 1 or features or not single:
+            of_all = whole, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
+            partials = PartialsGather(*of_all)
+            # With one block the backend writes straight into the buffer that is gathered.
+            out = partials.local if single else None
+        for feature, message in zip(features, partials.extra.split(sizes) if features and partials else ()):
             feature.begin(call, message)
         gathered: Tensor | None = None
+        merged = None if partials is None else Merged(partials.local, projection.real_rows)
         saved: Saved | tuple[()] = ()
-        gathers = Gathers(hidden, blocks, layout)
+        wanted = call.wanted if single and layout.ranks == 1 else None
+        if layout.sp_size > 1 or not single:
+            gathers = Gathers(whole, blocks, layout)
         for block in blocks:
-            x = gathers.ready().tensor
-            # With one block the backend writes straight into the buffer that is gathered.
-            out = partials.local if len(blocks) == 1 else None
-            target, of_block = layout.take(targets, block), call.of_block(projection, block)
-            task = ForwardTask(
-                of_block, x, target, call.columns, block.saved if save else 0, out=out, codes=call.plan.codes
-            )
+            if gathers is not None:
+                x = gathers.ready().tensor
+            if not single:
+                target, of_block = layout.take(targets, block), call.of_block(projection, block)
+            saves = block.saved if save else 0
+            task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=wanted)
             for feature in features:
                 task = feature.before_block(call, task, block, save)
-            partial, of_this = backend.block_forward(task)
+            partial, of_this, found = backend.block_forward(task)
             saved = saved or of_this
             for feature in features:
                 feature.after_block(call, task, block)
@@ -111,17 +118,22 @@ def forward(
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
                 gathered = x
-            if out is None:
-                layout.put(partials.local, block, partial)
-        merged = Merged(partials.local, projection.real_rows)
-        if layout.ranks > 1:
+            if merged is None:
+                merged = Merged(partial, projection.real_rows)
+            elif out is None:
+                layout.put(merged.partial, block, partial)
+        assert merged is not None
+        if partials is not None and layout.ranks > 1:
             partials.start(0 if call.picked is None else checksum_of(*call.picked.tensors))
-            merged = Merged(*partials.finish(backend.merge_ranks))
-        if features:
+            partial, vocab_size, found = partials.finish(backend.merge_ranks, call.wanted)
+            merged = Merged(partial, vocab_size)
+        elif wanted is None:
+            found = backend.results_of(*merged, call.wanted)
+        if features and partials is not None:
             messages = partials.extras.split(sizes, 1)
             for feature, of_ranks in zip(features, messages):
                 feature.merged(of_ranks)
-        return merged, gathered, saved
+        return merged, gathered, saved, found
 
 
 class GradientSums:
@@ -150,7 +162,9 @@ class GradientSums:
 
     def deliver(self, shape: torch.Size) -> Gradients:
         """The finished gradients, dX in this ``shape [..., D]``."""
-        dx = self.reduction and self.reduction.wait().view(shape)
+        dx = None if self.reduction is None else self.reduction.wait()
+        if dx is not None and len(shape) != 2:
+            dx = dx.view(shape)
         return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
 
 
@@ -167,9 +181,7 @@ class _BlockGradients(GradientSums):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(call, hidden, projection, needs, len(call.plan.blocks), dtype)
-        self._call, self._targets = call, call.target
-        if call.target is not None and projection.start:
-            self._targets = call.target - projection.start
+        self._call, self._targets = call, call.local_targets()
         self.scratch = Scratch(scratch_bytes, hidden.device)
 
     def add_block(
@@ -178,13 +190,15 @@ class _BlockGradients(GradientSums):
         """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
         reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
         call, reduction, dx = self._call, self.reduction, None
+        projection, target, single = self.projection, self._targets, len(call.plan.blocks) == 1
         if reduction is not None:
-            alone = reduction.ranks == 1 and len(call.plan.blocks) == 1
-            dx = HiddenGrad(partial_of(reduction.open_block, block), last=alone)
+            dx = HiddenGrad(partial_of(reduction.open_block, block), last=single and reduction.ranks == 1)
+        if not single:
+            projection, target = call.of_block(projection, block), call.layout.take(target, block)
         task = BackwardTask(
-            call.of_block(self.projection, block),
+            projection,
             x.tensor,
-            call.layout.take(self._targets, block),
+            target,
             partial,
             coefficients,
             saved,
@@ -242,7 +256,7 @@ def backward(
             kept = ()
         tokens = None
         if len(blocks) > 1:
-            coefficients = coefficients.with_factor()
+            coefficients = call.backend.without_factor(coefficients)
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
         # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
@@ -259,7 +273,7 @@ def backward(
             if tokens is not None:
                 stacked = layout.take(tokens, block).contiguous()
                 merged, present = stacked[: len(partial)], stacked[len(partial) :]
-                block_coefficients = coefficients.replaced(present.unbind())
+                block_coefficients = Coefficients.named(coefficients.names, present.unbind())
             sums.add_block(block, x, merged, block_coefficients, kept)
             if len(blocks) > 1 and kept and kept.exponentials is not None:
                 sums.scratch.adopt(kept.exponentials)
@@ -274,6 +288,8 @@ class _Waiting(NamedTuple):
     x: IncomingHidden
     partials: PartialsGather
     saved: Saved | tuple[()]
+    # What the call wants of the block's partial, on one rank.
+    found: Any
 
 
 def accumulate(
@@ -296,17 +312,20 @@ def accumulate(
         sums = _BlockGradients(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token, metrics = hidden.new_empty(call.shape.numel(), dtype=dtype), {}
         targets = call.local_targets()
-        divisor = loss_results.divisor_of(call)
-        factor = None if divisor is None else 1 / divisor
+        divisor = results.divisor_of(call)
 
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
-            merged = Merged(*waiting.partials.finish(backend.merge_ranks))
-            of_block, coefficients, of_metrics = loss_results.of_tokens(call.of_tokens(block), merged)
+            of_tokens, found = call.of_tokens(block), waiting.found
+            merged = Merged(waiting.partials.local, call.shard.real_rows)
+            if layout.ranks > 1:
+                partial, vocab_size, found = waiting.partials.finish(backend.merge_ranks, of_tokens.wanted)
+                merged = Merged(partial, vocab_size)
+            of_block, coefficients, of_metrics = results.of_tokens(of_tokens, merged, found)
             layout.put(per_token, block, of_block)
             for name, values in of_metrics.items():
                 layout.put(metrics.setdefault(name, values.new_zeros(len(per_token))), block, values)
-            coefficients = coefficients._replace(factor=factor)
+            coefficients = coefficients._replace(divisor=divisor)
             sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)
 
         # On several ranks the next block is projected while a block's partials are gathered.
@@ -328,16 +347,17 @@ def accumulate(
                 block.saved,
                 buffer=buffers[0],
                 out=partials.local,
+                wanted=call.of_tokens(block).wanted if layout.ranks == 1 else None,
             )
-            _, saved = backend.block_forward(task)
+            _, saved, found = backend.block_forward(task)
             partials.start(block.start)
-            waiting.append(_Waiting(block, x, partials, saved))
+            waiting.append(_Waiting(block, x, partials, saved, found))
             if len(waiting) > ahead:
                 complete(waiting.popleft())
         while waiting:
             complete(waiting.popleft())
         gradients = sums.deliver(shape)
         if call.loss_function is not None:
-            loss_results.finish(call, call.loss_function, per_token, metrics)
+            results.finish(call, call.loss_function, per_token, metrics)
         total = per_token.sum()
         return total if divisor is None else total / divisor, gradients

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel_lce.core.host_number import HostNumber
+from parallel_lce.core.memory import HostNumber
 from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64
 from parallel_lce.core.private import transforming, version
 

@@ -44,7 +44,7 @@ from parallel_lce.core.plan import Block
 
 
 class Filter(Feature):
-    """The argument ``gradient_filter``. Gradients of the torch backend, and of dense logits, are exact with it, too."""
+    """The argument ``gradient_filter``. Gradients of the torch backend are exact with it, too."""
 
     def __init__(self, options: Options) -> None:
         assert options.gradient_filter is not None

@@ -11,15 +11,15 @@ counts alone, never on when they arrive, so equal trainings make equal choices. 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.core.host_number import HostNumber
+from parallel_lce.core.memory import HostNumber
 from parallel_lce.features.filter.kernels.tiles import TileLists
-from parallel_lce.kernels.relaunch import kept
 
 MOST_ACTIVE = 0.75
 """Largest share of active tiles with which a backward is filtered. On an H200, for 8192 tokens, 16384 to 65536 entries
@@ -68,7 +68,9 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-_CHOICES: dict[tuple[Any, ...], Choice] = {}
+@functools.lru_cache(1024)
+def _choice_of(*_: Any) -> Choice:
+    return Choice()
 
 
 def choice_for(x: Tensor, entries: int, eps: float, windows: bool) -> Choice | None:
@@ -77,10 +79,9 @@ def choice_for(x: Tensor, entries: int, eps: float, windows: bool) -> Choice | N
     size. None in a captured CUDA graph, which repeats its kernels: there every backward is filtered."""
     if _is_captured(x):
         return None
-    traits = x.device, x.dtype, x.shape[1], entries, round(math.log2(eps)), windows
-    return kept(_CHOICES, traits, Choice)
+    return _choice_of(x.device, x.dtype, x.shape[1], entries, round(math.log2(eps)), windows)
 
 
 def forget() -> None:
     """Begin to count anew."""
-    _CHOICES.clear()
+    _choice_of.cache_clear()

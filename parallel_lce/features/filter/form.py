@@ -7,12 +7,10 @@ its sums estimate the sums over all tokens (:mod:`parallel_lce.features.filter.k
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
+from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask
 from parallel_lce.backends.triton_operands import GradientOperands, aligned_contiguous, product_of, stride_of
 from parallel_lce.core.memory import some_rows
@@ -48,7 +46,7 @@ def units_of(rows: GradientOperands) -> Tensor:
     """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
     logit_map = rows.projection.logit_map
     units = rows.coefficients.alpha * logit_map.scale
-    for factor in (rows.coefficients.factor, logit_map.token_scale, rows.fp16_scale):
+    for factor in (logit_map.token_scale, rows.fp16_scale):
         if factor is not None:
             units *= factor
     return units
@@ -125,7 +123,7 @@ class FilteredGradient:
         """``rows`` begin at a multiple of 128."""
         active = self._active
         means = centroids(weight, active.of_hidden, active.width)
-        accumulate_nt(total, active.masses.t()[rows], means.t(), overwrite=overwrite)
+        accumulate(total, active.masses.t()[rows], means, overwrite=overwrite)
         lists = active.of_rows.of_blocks(rows)
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
 
@@ -133,7 +131,7 @@ class FilteredGradient:
         """``entries`` begin at a window's first."""
         active = self._active
         if self._spread is None or self._spread[1] is not x:
-            self._spread = matmul_nt(active.masses, x.t()), x
+            self._spread = matmul(active.masses, x), x
         sparse_product(
             total,
             self._gradient[:, entries],
@@ -187,7 +185,7 @@ class ActiveWindows:
         sample = sample_tokens(len(rows.x))
         assert sample is not None, "windows are given to rows that fill a sample"
         self._sample = sample
-        projection = replace(projection, logit_map=projection.logit_map.each(sample.of))
+        projection = projection._replace(logit_map=projection.logit_map.each(sample.of))
         # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
         # Finite, so that a token whose scale is 0 has G = 0.
         alpha = (alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE).nan_to_num_()
@@ -230,7 +228,7 @@ def _mean_logits(rows: GradientOperands, first: int) -> Tensor:
     if projection.logit_map.token_scale is not None:
         weights = weights * projection.logit_map.token_scale
     mean, of_bias = torch.mv(rows.x.t(), weights.to(rows.x.dtype)), weights.sum()
-    result = matmul_nt(mean[None], some_rows(projection.weight, first, projection.real_rows))[0]
+    result = matmul(mean[None], some_rows(projection.weight, first, projection.real_rows).t())[0]
     if projection.bias is not None:
         result += some_rows(projection.bias, first, projection.real_rows) * of_bias
     return result.mul_(projection.logit_map.scale)

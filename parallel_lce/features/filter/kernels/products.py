@@ -14,8 +14,7 @@ import triton.language as tl
 
 from parallel_lce.features.filter.kernels.tiles import TILE, TileLists, grouped_tile
 from parallel_lce.kernels.arithmetic import add_product
-from parallel_lce.kernels.descriptors import addressable
-from parallel_lce.kernels.device import num_sms
+from parallel_lce.kernels.device import addressable, num_sms
 from parallel_lce.kernels.mainloop_choice import mainloop_of, tile_of
 from parallel_lce.kernels.relaunch import Relaunched
 

@@ -1,0 +1,453 @@
+"""What is made of a token's merged partial: its loss and the coefficients of the loss's gradient, or its statistics.
+
+The kernels that merge partials form both at once (:mod:`parallel_lce.kernels.partials`). :func:`results_of` forms them
+of partials that were merged before. The formulas, in plain torch: :mod:`parallel_lce.backends.formulas` and
+:mod:`parallel_lce.backends.formulas`.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.core.memory import on_device_of
+from parallel_lce.core.options import Options, Wanted
+from parallel_lce.core.partials import Coefficients, Columns
+from parallel_lce.kernels.arithmetic import times
+from parallel_lce.kernels.relaunch import Relaunched
+
+# Tokens per program; tokens per step of the mean's only program.
+_TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
+
+
+class _Losses(NamedTuple):
+    """The losses ``[R]`` of a call, an output, and what they depend on."""
+
+    losses: torch.Tensor
+    # [R] each, outputs. None: 0
+    coefficients: Coefficients
+    token_weight: torch.Tensor | None
+    # None: the kernel is compiled without the term.
+    ignore_index: int | None
+    smoothing: float | None
+    z_loss: float | None
+
+
+class _Statistics(NamedTuple):
+    """The statistics ``[R]`` of a call, outputs, by their names; None for one that is not asked for."""
+
+    lse: torch.Tensor
+    target_logit: torch.Tensor | None
+    target_log_prob: torch.Tensor | None
+    mean_logit: torch.Tensor | None
+    mean_log_prob: torch.Tensor | None
+    expected_logit: torch.Tensor | None
+    entropy: torch.Tensor | None
+    sum_p_squared: torch.Tensor | None
+    max_logit: torch.Tensor
+    argmax: torch.Tensor | None
+    vocab_size: torch.Tensor
+    log_sum: torch.Tensor | None
+    ignore_index: int | None
+
+
+# Gradients of the statistics that have one, ``[R]`` each; and their strides, in the same order.
+_Upstream = namedtuple("_Upstream", _Statistics._fields[: _Statistics._fields.index("max_logit")])
+
+
+class Results(NamedTuple):
+    """Memory for the results of R tokens, for the kernels that fill it, and what they need to know."""
+
+    kind: str
+    outputs: _Losses | _Statistics
+    # [R] int64 ids in the whole vocabulary, or None
+    target: torch.Tensor | None
+    outside_is_nan: bool
+
+    @classmethod
+    def new(cls, wanted: Wanted, like: torch.Tensor, rows: int) -> Results:
+        """``like``: of the results' device. Each result has memory of its own: users may change one in place."""
+        options, target = wanted.options, wanted.target
+        if wanted.kind == "loss":
+            names = "alpha", "beta", *["gamma"] * (options.label_smoothing > 0), *["excess"] * (options.z_loss > 0)
+            coefficients = _new_coefficients(names, rows, like.device)
+            losses = torch.empty(rows, dtype=torch.float32, device=like.device)
+            terms = options.ignore_index, options.label_smoothing or None, options.z_loss or None
+            outputs = _Losses(losses, coefficients, wanted.token_weight, *terms)
+            return cls("loss", outputs, target, options.outside_is_nan)
+        columns = options.columns
+
+        def new(present: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            return torch.empty(rows, dtype=dtype, device=like.device) if present else None
+
+        has_target = target is not None
+        outputs: Any = _Statistics(
+            new(True),
+            new(has_target),
+            new(has_target),
+            new(columns.total),
+            new(columns.shifted),
+            new(columns.weighted),
+            new(columns.weighted),
+            new(columns.squared),
+            new(True),
+            new(columns.argmax, torch.int64),
+            torch.empty((), dtype=torch.int64, device=like.device),
+            new(wanted.log_sum),
+            options.ignore_index,
+        )
+        return cls("statistics", outputs, target, True)
+
+    def found(self) -> Any:
+        """For a loss the losses ``[R]`` and the coefficients; else the statistics by name."""
+        if isinstance(self.outputs, _Losses):
+            return self.outputs.losses, self.outputs.coefficients
+        return {name: value for name, value in zip(_Statistics._fields, self.outputs) if name != "ignore_index"}
+
+
+def of_kernel(results: Results | None) -> dict[str, Any]:
+    """The constants by which a kernel knows what it forms."""
+    if results is None:
+        return dict(RESULTS="", OUTSIDE_NAN=False)
+    return dict(RESULTS=results.kind, OUTSIDE_NAN=results.outside_is_nan)
+
+
+@triton.jit
+def store_losses(out, token, columns, entries, OUTSIDE_NAN: tl.constexpr):
+    """Form losses and coefficients of the tokens ``r``. ``token``: r, whether there is such a token, and its target.
+    ``columns``: maximum, sum of exponentials, the target's logit and, with smoothing, the shifted sum."""
+    r, valid, target_id = token
+    top, sum_exp, logit, shifted = columns
+    log_sum = tl.log(sum_exp)
+    inside = (target_id >= 0) & (target_id < entries)
+    weight = tl.full(top.shape, 1.0, tl.float32)
+    if out.token_weight is not None:
+        weight = tl.load(out.token_weight + r, mask=valid, other=0.0)
+    smoothing = 0.0
+    if out.smoothing is not None:
+        smoothing = out.smoothing
+    log_prob, of_target = (logit - top) - log_sum, 1.0 - smoothing
+    if OUTSIDE_NAN:
+        weight = tl.where(inside, weight, float("nan"))
+    else:
+        log_prob = tl.where(inside, log_prob, -log_sum)
+        of_target = tl.where(inside, of_target, 0.0)
+    loss = -(1.0 - smoothing) * log_prob
+    if out.smoothing is not None:
+        loss -= smoothing * (shifted / (entries + 0.0) - log_sum)
+    of_lse = 0.0
+    if out.z_loss is not None:
+        lse = top + log_sum
+        loss += out.z_loss * lse * lse
+        of_lse = 2.0 * out.z_loss * lse
+    loss *= weight
+    if out.ignore_index is not None:
+        ignored = target_id == out.ignore_index
+        loss = tl.where(ignored, 0.0, loss)
+        weight = tl.where(ignored, 0.0, weight)
+    tl.store(out.losses + r, loss, mask=valid)
+    given = out.coefficients
+    tl.store(given.alpha + r, tl.where(weight == 0.0, 0.0, weight * (1.0 + of_lse)), mask=valid)
+    tl.store(given.beta + r, weight * of_target, mask=valid)
+    if given.gamma is not None:
+        tl.store(given.gamma + r, weight * (smoothing / (entries + 0.0)), mask=valid)
+    if given.excess is not None:
+        excess = tl.where(weight == 0.0, 0.0, weight * ((1.0 - of_target) + of_lse))
+        tl.store(given.excess + r, excess, mask=valid)
+
+
+@triton.jit
+def _elsewhere(target_id, ignore_index):
+    """The value of a statistic of a target that is no id: 0 without a label, else NaN."""
+    return tl.where(target_id == ignore_index, 0.0, float("nan"))
+
+
+@triton.jit
+def store_statistics(out, token, columns, sums, entries):
+    """Form the statistics of the tokens ``r``. ``token``: as for :func:`store_losses`. ``columns``: maximum, sum of
+    exponentials, the target's logit and the argmax. ``sums``: shifted, total, weighted and squared. Those of columns
+    that are not asked for are not read."""
+    r, valid, target_id = token
+    top, sum_exp, logit, argmax = columns
+    shifted, total, weighted, squared = sums
+    size = entries.to(tl.float32)
+    log_sum = tl.log(sum_exp)
+    tl.store(out.lse + r, top + log_sum, mask=valid)
+    tl.store(out.max_logit + r, top, mask=valid)
+    if out.target_logit is not None:
+        log_prob = (logit - top) - log_sum
+        if out.ignore_index is not None:
+            inside = (target_id >= 0) & (target_id < entries)
+            elsewhere = _elsewhere(target_id, out.ignore_index)
+            logit, log_prob = tl.where(inside, logit, elsewhere), tl.where(inside, log_prob, elsewhere)
+        tl.store(out.target_logit + r, logit, mask=valid)
+        tl.store(out.target_log_prob + r, log_prob, mask=valid)
+    if out.mean_logit is not None:
+        tl.store(out.mean_logit + r, tl.div_rn(total, size), mask=valid)
+    if out.mean_log_prob is not None:
+        tl.store(out.mean_log_prob + r, tl.div_rn(shifted, size) - log_sum, mask=valid)
+    if out.entropy is not None:
+        expected = tl.div_rn(weighted, sum_exp)
+        tl.store(out.expected_logit + r, top + expected, mask=valid)
+        tl.store(out.entropy + r, log_sum - expected, mask=valid)
+    if out.sum_p_squared is not None:
+        tl.store(out.sum_p_squared + r, tl.div_rn(squared, sum_exp * sum_exp), mask=valid)
+    if out.argmax is not None:
+        # A NaN's own id would depend on the windows.
+        tl.store(out.argmax + r, tl.where(top != top, -1, argmax).to(tl.int64), mask=valid)
+    if out.log_sum is not None:
+        tl.store(out.log_sum + r, log_sum, mask=valid)
+    if tl.program_id(0) == 0:
+        tl.store(out.vocab_size, entries.to(tl.int64))
+
+
+@triton.jit
+def _row(partial, r, valid, rows, ROW: tl.constexpr):
+    """A row of a partial; of one that does not exist, the first."""
+    return tl.load(partial + ROW * rows + r, mask=valid, other=1.0)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "entries"])
+def lce_forward_results(
+    partial,
+    vocab_size,
+    target,
+    results,
+    rows,
+    entries,
+    RESULTS: tl.constexpr,
+    OUTSIDE_NAN: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """``SHIFTED`` to ``LOW``: ``Columns.rows`` of the merged ``partial``."""
+    r = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
+    valid = r < rows
+    if vocab_size is not None:
+        entries = tl.load(vocab_size)
+    target_id = tl.full((_TOKENS,), -1, tl.int64)
+    if target is not None:
+        target_id = tl.load(target + r, mask=valid, other=-1)
+    token = (r, valid, target_id)
+    top, sum_exp = _row(partial, r, valid, rows, 0), _row(partial, r, valid, rows, 1)
+    logit, shifted = _row(partial, r, valid, rows, 2), _row(partial, r, valid, rows, SHIFTED)
+    if RESULTS == "loss":
+        store_losses(results, token, (top, sum_exp, logit, shifted), entries, OUTSIDE_NAN)
+    else:
+        argmax = _row(partial, r, valid, rows, ARGMAX).to(tl.int32, bitcast=True)
+        total, weighted = _row(partial, r, valid, rows, TOTAL), _row(partial, r, valid, rows, WEIGHTED)
+        sums = (shifted, total, weighted, _row(partial, r, valid, rows, SQUARED))
+        store_statistics(results, token, (top, sum_exp, logit, argmax), sums, entries)
+
+
+def results_of(partial: torch.Tensor, vocab_size: torch.Tensor | int, wanted: Wanted) -> Any:
+    """``Results.found`` of a merged ``partial [C, R]`` fp32, contiguous. ``vocab_size``: V, 0-dimensional int64, or a
+    number."""
+    rows, known = partial.shape[1], isinstance(vocab_size, int)
+    results = Results.new(wanted, partial, rows)
+    with on_device_of(partial):
+        lce_forward_results.launch(
+            (max(1, -(-rows // _TOKENS.value)),),
+            partial,
+            None if known else vocab_size,
+            wanted.target,
+            results.outputs,
+            rows,
+            vocab_size if known else 0,
+            **of_kernel(results),
+            **{**wanted.options.columns.rows, "LOW": 0},
+        )
+    return results.found()
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_index):
+    total, weights = tl.zeros((_SUMMED,), tl.float32), tl.zeros((_SUMMED,), tl.float32)
+    for first in range(0, rows, _SUMMED):
+        row = first + tl.arange(0, _SUMMED)
+        valid = row < rows
+        total += tl.load(losses + row, mask=valid, other=0.0)
+        counted = valid
+        if ignore_index is not None:
+            counted &= tl.load(target + row, mask=valid, other=0) != ignore_index
+        weight = tl.full((_SUMMED,), 1.0, tl.float32)
+        if token_weight is not None:
+            weight = tl.load(token_weight + row, mask=valid, other=0.0)
+        weights += tl.where(counted, weight, 0.0)
+    whole = tl.sum(weights, 0)
+    # If all weights are 0, the mean and its gradients are 0.
+    whole = tl.where(whole == 0.0, float("inf"), whole)
+    tl.store(divisor, whole)
+    tl.store(mean, tl.sum(total, 0) / whole)
+
+
+def mean_loss(
+    losses: torch.Tensor, target: torch.Tensor, token_weight: torch.Tensor | None, ignore_index: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of ``losses [R]`` and its divisor, both 0-dimensional fp32. The divisor is the sum of the weights of all
+    tokens that are not ignored. One program adds in a fixed order."""
+    mean, divisor = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
+    with on_device_of(losses):
+        lce_forward_mean.launch((1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index)
+    return mean, divisor
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def lce_backward_statistics(
+    partial,
+    vocab_size,
+    target,
+    upstream,
+    strides,
+    out,
+    rows,
+    ignore_index,
+    WEIGHTED: tl.constexpr,
+    SQUARED: tl.constexpr,
+):
+    row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
+    valid = row < rows
+    entries = tl.load(vocab_size)
+    inside, elsewhere = valid, tl.zeros((_TOKENS,), tl.float32)
+    if ignore_index is not None:
+        if target is not None:
+            target_id = tl.load(target + row, mask=valid, other=0)
+            inside = (target_id >= 0) & (target_id < entries)
+            elsewhere = _elsewhere(target_id, ignore_index)
+    # alpha without the target's log-probability
+    rest, of_target = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
+    of_logit, gamma = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
+    delta = tl.zeros((_TOKENS,), tl.float32)
+    if upstream.lse is not None:
+        rest += tl.load(upstream.lse + row * strides.lse, mask=valid, other=0.0)
+    if upstream.target_logit is not None:
+        of_logit = tl.load(upstream.target_logit + row * strides.target_logit, mask=valid, other=0.0)
+        # Through lse: no rank has the logit of a target outside the vocabulary.
+        rest += tl.where(inside | (of_logit == 0.0), 0.0, elsewhere)
+    if upstream.target_log_prob is not None:
+        given = tl.load(upstream.target_log_prob + row * strides.target_log_prob, mask=valid, other=0.0)
+        # NaN from such a target, unless the caller has masked it.
+        of_target = tl.where(inside, given, tl.where(given == 0.0, 0.0, elsewhere))
+    if upstream.mean_logit is not None:
+        gamma -= tl.load(upstream.mean_logit + row * strides.mean_logit, mask=valid, other=0.0)
+    if upstream.mean_log_prob is not None:
+        given = tl.load(upstream.mean_log_prob + row * strides.mean_log_prob, mask=valid, other=0.0)
+        rest -= given
+        gamma -= given
+    if upstream.expected_logit is not None:
+        given = tl.load(upstream.expected_logit + row * strides.expected_logit, mask=valid, other=0.0)
+        rest += given
+        delta += given
+    if upstream.entropy is not None:
+        delta -= tl.load(upstream.entropy + row * strides.entropy, mask=valid, other=0.0)
+    sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
+    if out.delta is not None:
+        # delta multiplies z - M, so the expected logit is taken relative to M, too.
+        rest -= delta * tl.div_rn(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
+        tl.store(out.delta + row, delta, mask=valid)
+    if out.epsilon is not None:
+        epsilon = 2.0 * tl.load(upstream.sum_p_squared + row * strides.sum_p_squared, mask=valid, other=0.0)
+        squared = tl.load(partial + SQUARED * rows + row, mask=valid, other=0.0)
+        rest -= epsilon * tl.div_rn(squared, sum_exp * sum_exp)
+        tl.store(out.epsilon + row, epsilon, mask=valid)
+    tl.store(out.alpha + row, rest - of_target, mask=valid)
+    if out.beta is not None:
+        tl.store(out.beta + row, -(of_target + of_logit), mask=valid)
+    if out.excess is not None:
+        tl.store(out.excess + row, rest + of_logit, mask=valid)
+    if out.gamma is not None:
+        tl.store(out.gamma + row, tl.div_rn(gamma, entries.to(tl.float32)), mask=valid)
+
+
+def _new_coefficients(names: Iterable[str], rows: int, device: torch.device) -> Coefficients:
+    return Coefficients.named(names, [torch.empty(rows, dtype=torch.float32, device=device) for _ in names])
+
+
+def statistics_gradient(
+    upstream: dict[str, torch.Tensor | None],
+    partial: torch.Tensor,
+    vocab_size: torch.Tensor,
+    target: torch.Tensor | None,
+    columns: Columns,
+    options: Options,
+) -> Coefficients:
+    """:func:`parallel_lce.backends.formulas.statistics_gradient` in one launch."""
+    # Saved-tensor hooks may have changed the strides.
+    partial, rows = partial.contiguous(), partial.shape[1]
+    given = _Upstream(*[upstream.get(name) for name in _Upstream._fields])
+    strides = _Upstream(*[0 if each is None else each.stride(0) for each in given])  # pyright: ignore[reportArgumentType]
+    of_target = given.target_logit is not None or given.target_log_prob is not None
+    of_mean = given.mean_logit is not None or given.mean_log_prob is not None
+    of_entropy = given.expected_logit is not None or given.entropy is not None
+    of_log_prob = given.target_log_prob is not None
+    present = True, of_target, of_mean, of_entropy, given.sum_p_squared is not None, of_log_prob
+    names = [name for name, there in zip(Coefficients._fields, present) if there]
+    coefficients = _new_coefficients(names, rows, partial.device)
+    with on_device_of(partial):
+        lce_backward_statistics.launch(
+            (max(1, -(-rows // _TOKENS.value)),),
+            partial,
+            vocab_size,
+            target,
+            given,
+            strides,
+            coefficients,
+            rows,
+            options.ignore_index,
+            WEIGHTED=columns.rows["WEIGHTED"],
+            SQUARED=columns.rows["SQUARED"],
+        )
+    return coefficients
+
+
+@triton.jit
+def _multiply(source, out, r, valid, factor):
+    if source is not None:
+        tl.store(out + r, times(tl.load(source + r, mask=valid, other=0.0), factor), mask=valid)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows"])
+def lce_backward_coefficients(given, out, rows, factor_stride):
+    r = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
+    valid = r < rows
+    factor = tl.full((_TOKENS,), 1.0, tl.float32)
+    if given.factor is not None:
+        factor = tl.load(given.factor + r * factor_stride, mask=valid, other=0.0)
+    if given.divisor is not None:
+        factor = tl.div_rn(factor, tl.load(given.divisor))
+    _multiply(given.alpha, out.alpha, r, valid, factor)
+    _multiply(given.beta, out.beta, r, valid, factor)
+    _multiply(given.gamma, out.gamma, r, valid, factor)
+    _multiply(given.delta, out.delta, r, valid, factor)
+    _multiply(given.epsilon, out.epsilon, r, valid, factor)
+    _multiply(given.excess, out.excess, r, valid, factor)
+
+
+def factor_stride_of(coefficients: Coefficients) -> int:
+    """The stride of the factor; 0 for one number."""
+    factor = coefficients.factor
+    return 0 if factor is None or factor.dim() == 0 else factor.stride(0)
+
+
+def without_factor(coefficients: Coefficients) -> Coefficients:
+    """:func:`parallel_lce.backends.formulas.without_factor` in one launch."""
+    if coefficients.factor is None and coefficients.divisor is None:
+        return coefficients
+    rows = coefficients.alpha.shape[0]
+    out = _new_coefficients(coefficients.names, rows, coefficients.alpha.device)
+    stride = factor_stride_of(coefficients)
+    lce_backward_coefficients.launch((max(1, -(-rows // _TOKENS.value)),), coefficients, out, rows, stride)
+    return out

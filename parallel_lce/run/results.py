@@ -1,0 +1,274 @@
+"""The results of a call: losses or statistics of its tokens, and the coefficients of the gradient of their logits.
+
+A backend makes losses and statistics of merged partials (``Wanted``). A loss's coefficients are known with it, so both
+can be formed for all tokens, or for a block as soon as its partials are merged. Any other loss is plain PyTorch on the
+``[N]`` statistics: their upstream gradients are folded into coefficients in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.formulas import sum_of_weights
+from parallel_lce.call import debug
+from parallel_lce.call.call import Call, LossFunction
+from parallel_lce.call.checks import described
+from parallel_lce.call.seam import features_of
+from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.partials import MAX, Coefficients, Merged
+from parallel_lce.core.private import saving_without_hooks, version
+
+# Relative and absolute difference of two losses of a token in debug mode, beyond which its block matters. A kernel may
+# round the last tokens of a vector in another way.
+_SAME_LOSS = 1e-4, 1e-6
+
+_FEATURE = {"column": "feature"}
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Statistics of each token's logits.
+
+    Fields have the target's shape, or without a target the hidden states' leading shape, unless a comment gives
+    another. They are fp32, or fp64 for fp64 input. Fields that were not asked for are None. Fields from ``max_logit``
+    on have no gradient.
+    """
+
+    # metadata["column"] names a column of the partial, or "target". If the call lacks it, the field is None. Fields of
+    # _FEATURE are None unless a feature of the call fills them. Fields without metadata always exist.
+
+    # Log-sum-exp of the V real entries.
+    lse: Tensor
+    # For both: 0 for the target -100, NaN for another outside [0, V).
+    target_logit: Tensor | None = field(metadata={"column": "target"})
+    # ``target_logit - lse``, summed relative to the maximum: large logits do not cancel.
+    target_log_prob: Tensor | None = field(metadata={"column": "target"})
+    # Mean over the V real entries.
+    mean_logit: Tensor | None = field(metadata={"column": "total"})
+    # ``mean_logit - lse``, summed relative to the maximum: large logits do not cancel.
+    mean_log_prob: Tensor | None = field(metadata={"column": "shifted"})
+    # Sum of p z.
+    expected_logit: Tensor | None = field(metadata={"column": "weighted"})
+    # ``lse - expected_logit``, summed relative to the maximum: large logits do not cancel.
+    entropy: Tensor | None = field(metadata={"column": "weighted"})
+    # Sum of p^2: the probability that two independent samples are equal.
+    sum_p_squared: Tensor | None = field(metadata={"column": "squared"})
+    # log p of the selected entries, [..., K], or [E] for sets given with offsets. -inf for an id outside [0, V).
+    selected_log_prob: Tensor | None = field(metadata=_FEATURE)
+    max_logit: Tensor
+    # int64 global id, the lowest among equals. If a logit of the token is NaN, even beside inf, or the shards are no
+    # partition, ids are -1, and all fields but ``target_logit`` are NaN, except where the target is -100.
+    # (``torch.argmax`` and ``torch.topk`` take NaN for the largest.)
+    argmax: Tensor | None = field(metadata={"column": "argmax"})
+    # [..., K], the largest first; all NaN if a logit of the token is NaN.
+    top_logits: Tensor | None = field(metadata=_FEATURE)
+    # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
+    top_ids: Tensor | None = field(metadata=_FEATURE)
+    # V, 0-dimensional int64.
+    vocab_size: Tensor
+
+    def view(self, shape: tuple[int, ...]) -> TokenStatistics:
+        """The same with every per-token field in this shape."""
+        if shape == self.lse.shape:
+            return self
+        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
+        for name, value in values.items():
+            if value is not None and value.dim() == 2:
+                values[name] = value.view((*shape, value.shape[1]))
+            elif value is not None and name not in ("selected_log_prob", "vocab_size"):
+                values[name] = value.view(shape)
+        return TokenStatistics(**values)
+
+
+NAMES = tuple(f.name for f in fields(TokenStatistics))
+_COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
+DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
+
+
+class Residuals(NamedTuple):
+    """What a backward needs beside the merged partial."""
+
+    # Of a loss.
+    coefficients: Coefficients | None = None
+    # Of a mean, 0-dimensional: divisor of the sum of the losses.
+    divisor: Tensor | None = None
+    # Of statistics: V, 0-dimensional int64.
+    vocab_size: Tensor | None = None
+
+
+def present(options: Options, tensors: Tensors) -> list[str]:
+    """The fields of :class:`TokenStatistics` that are not None."""
+    columns = {*options.columns.requested, None} | ({"target"} if tensors.target is not None else set())
+    filled = [name for feature in features_of(options, tensors) for name in feature.results]
+    return [name for name, column in zip(NAMES, _COLUMNS) if column in columns or name in filled]
+
+
+def outputs(call: Call, merged: Merged, found: Any) -> tuple[list[Tensor | None], Residuals]:
+    """The call's loss, of each token ``[N]`` or 0-dimensional, or its statistics in the order of ``NAMES``; and the
+    residuals of the backward. ``found``: what the backend made of the ``merged`` partial."""
+    if call.kind == "statistics":
+        partial, vocab_size = merged.partial, found["vocab_size"]
+        for feature in call.features:
+            found = found | dict(feature.outputs(call, Merged(partial, vocab_size), found))
+        return [found.get(name) for name in NAMES], Residuals(vocab_size=vocab_size)
+    if call.loss_function is None:
+        losses, coefficients = found
+    else:
+        losses, coefficients, metrics = of_tokens(call, merged, found)
+        finish(call, call.loss_function, losses, metrics)
+    reduction = call.options.reduction
+    if reduction == "none":
+        return [losses], Residuals(coefficients)
+    if reduction == "sum":
+        return [losses.sum()], Residuals(coefficients)
+    assert call.target is not None
+    mean, divisor = call.backend.mean_loss(losses, call.target, call.token_weight, call.options.ignore_index)
+    return [mean], Residuals(coefficients, divisor)
+
+
+def coefficients_of(
+    call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
+) -> Coefficients:
+    """Coefficients of the gradient of the logits. ``upstream``: the gradients of the loss, or of the differentiable
+    statistics, in the order of ``DIFFERENTIABLE``."""
+    coefficients, divisor, vocab_size = residuals
+    if coefficients is not None:
+        return coefficients._replace(factor=upstream[0], divisor=divisor)
+    assert vocab_size is not None
+    return of_statistics(call, partial, vocab_size, upstream)
+
+
+def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+    """As :func:`coefficients_of`, of statistics."""
+    given, backend, columns = dict(zip(DIFFERENTIABLE, upstream)), call.backend, call.columns
+    result = backend.statistics_gradient(given, partial, vocab_size, call.target, columns, call.options)
+    for feature in call.features:
+        result = feature.coefficients(call, Merged(partial, vocab_size), given, result)
+    return result
+
+
+def of_tokens(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
+    """Losses ``[R]`` of the call's tokens, the coefficients of the gradient of their sum, and the metrics ``[R]`` of a
+    caller's function by name. ``call``: with the tensors of these tokens (:meth:`Call.of_tokens`). ``found``: as for
+    :func:`outputs`."""
+    if call.loss_function is not None:
+        return _of_function(call, call.loss_function, merged, found)
+    return *found, {}
+
+
+def _of_function(
+    call: Call, function: LossFunction, merged: Merged, found: dict[str, Any]
+) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
+    """:func:`of_tokens` by a caller's function. If it raises, losses and gradients are NaN until :func:`finish` raises
+    what it raised, after the call's collectives."""
+    vocab_size = found["vocab_size"]
+    given: dict[str, Any] = {name: found.get(name) for name in NAMES}
+    leaves, upstream = {}, dict.fromkeys(DIFFERENTIABLE)
+    try:
+        with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
+            if torch.is_grad_enabled():
+                leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
+            losses, metrics = called(function, TokenStatistics(**given | leaves), call.values)
+            if losses.requires_grad:
+                ones = torch.ones_like(losses)
+                upstream |= zip(leaves, torch.autograd.grad(losses, [*leaves.values()], ones, allow_unused=True))
+        if debug.enabled():
+            _check_elementwise(call, function, given, losses.detach())
+    except Exception as failure:
+        function.failure = function.failure or failure
+        losses = torch.full_like(merged.partial[MAX], torch.nan)
+        return losses, Coefficients(losses, None, None), {}
+    coefficients = of_statistics(call, merged.partial, vocab_size, tuple(upstream.values()))
+    # An ignored token has no loss and no gradient, whatever the function makes of its values.
+    ignored = call.target == call.options.ignore_index
+    values = [c.masked_fill(ignored, 0.0) for c in coefficients.present]
+    coefficients = Coefficients.named(coefficients.names, values)
+    metrics = {name: metric.detach().masked_fill(ignored, 0) for name, metric in metrics.items()}
+    return losses.detach().to(call.dtype).masked_fill(ignored, 0.0), coefficients, metrics
+
+
+def called(
+    function: LossFunction, given: TokenStatistics, values: tuple[Tensor, ...]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses and metrics of the function. Raises ``ValueError`` for another result, and for a function that writes
+    into its statistics, on which the gradient depends."""
+    before, like = _versions(given), given.lse
+    result = function.run(given, *values)
+    written = [name for name, number in _versions(given).items() if number != before[name]]
+    if written:
+        raise ValueError(f"loss must not write into its statistics, and it wrote into {written[0]}")
+    pair: Any = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    losses, metrics = pair
+    fits = lambda v: isinstance(v, Tensor) and v.shape == like.shape and v.device == like.device  # noqa: E731
+    if isinstance(metrics, dict):
+        wrong = [(name, value) for name, value in metrics.items() if not fits(value)]
+    else:
+        wrong = [("metrics", metrics)]
+    if not (fits(losses) and losses.is_floating_point()):
+        wrong = [("losses", losses)]
+    for name, value in wrong:
+        where = f" on {value.device}" if isinstance(value, Tensor) else ""
+        raise ValueError(
+            f"loss must return floating-point losses {list(like.shape)} on {like.device}, one for each token, or "
+            f"these and a dict of metrics like them; as {name!r} it returned {described(value)}{where}"
+        )
+    return losses, metrics
+
+
+def _versions(given: TokenStatistics) -> dict[str, int]:
+    """How often each field was written to. Tensors of inference mode do not count that, and have no gradient."""
+    tensors = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
+    return {name: version(value) for name, value in tensors.items() if not value.is_inference()}
+
+
+def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any], losses: Tensor) -> None:
+    """Debug mode: raise ``ValueError`` if the loss of a token depends on the other tokens of its block: the function
+    runs again on each half of the block."""
+    count, half = len(losses), len(losses) // 2
+    for rows in (slice(half), slice(half, count)) if half else ():
+        of_half = {name: v[rows] if isinstance(v, Tensor) and v.dim() else v for name, v in given.items()}
+        with torch.no_grad():
+            again, _ = called(function, TokenStatistics(**of_half), tuple([value[rows] for value in call.values]))
+        apart = ~losses[rows].double().isclose(again.double(), *_SAME_LOSS, equal_nan=True)
+        if apart.any():
+            token = int(apart.nonzero()[0])
+            raise ValueError(
+                f"loss must be elementwise: the loss of one token is {losses[rows][token]:.6g} in a block of {count} "
+                f"tokens, and {again[token]:.6g} in a block of {len(again)}. Pass what depends on other tokens, such "
+                "as a mean over a sequence, as values per token"
+            )
+
+
+def finish(call: Call, function: LossFunction, losses: Tensor, metrics: dict[str, Tensor]) -> None:
+    """After the collectives of a forward: keep the ``metrics`` of a caller's function, and raise what it raised. In
+    debug mode every rank raises if one does, or if the ranks' ``losses`` or metrics differ, ``[N]`` each. Collectives:
+    in debug mode, those of :func:`parallel_lce.call.debug.agree`."""
+    layout = call.layout
+    function.metrics, failure, function.failure = metrics, function.failure, None
+    if failure is not None:
+        debug.report_refusal(layout, RuntimeError(f"loss raised {type(failure).__name__}: {failure}"))
+        if layout.ranks > 1:
+            failure.add_note(
+                "if the function loss raises on this rank alone, the other ranks of process_group wait in a later "
+                "collective until its timeout; PARALLEL_LCE_DEBUG=1 raises on every rank"
+            )
+        try:
+            raise failure
+        finally:
+            del failure  # which its traceback would keep alive, with the call's tensors
+    if layout.ranks > 1 and debug.enabled():
+        compared = {"the metrics of loss": [*metrics], "the losses of loss": losses}
+        compared |= {f"the metric {name!r} of loss": metric for name, metric in metrics.items()}
+        debug.agree(layout, f"{call.options.function}, whose loss has returned", compared)
+
+
+def divisor_of(call: Call) -> Tensor | None:
+    """Divisor of the sum of the losses: for a mean the sum of the tokens' weights. None is 1."""
+    if call.options.reduction != "mean":
+        return None
+    assert call.target is not None
+    return sum_of_weights(call.target, call.token_weight, call.options.ignore_index, call.dtype)

@@ -1,0 +1,109 @@
+"""Losses of the kernels: of targets and gradients that few calls have, and of logits that exist
+(vocab_parallel_cross_entropy). The kernels are interpreted on the CPU, compiled with ``-m gpu``."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+import triton
+from torch.nn.functional import cross_entropy
+
+from blocks import launches
+from fuzz import program
+from fuzz.draw import Configuration
+from fuzz.run import execute
+from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.kernels import results
+from parallel_lce.run.entry import fused_loss
+from tools import chosen_backend, everywhere, given, small
+from world import Member
+
+SHAPE = dict(N=40, V=208, D=32, dtype="bf16", sharpness=4.0)
+
+
+@pytest.fixture(autouse=True)
+def triton_backend(kernels):
+    with chosen_backend("triton"):
+        yield
+
+
+def _executed(member: Member, c: Configuration) -> dict[str, torch.Tensor]:
+    with launches() as found:
+        values = execute(member, c, "triton")
+    if c.N and c.layout("input") == "plain":
+        assert "lce_forward_dense" in {each.kernel for each in found}
+    return values
+
+
+@pytest.mark.parametrize(("ranks", "count", "fewer"), [(1, 40, 14), (2, 14, 5)])
+def test_random_configurations_of_logits_that_exist(ranks, count, fewer, worlds, device, request):
+    settings = program.Settings(seed=5, backend="triton", device=device)
+    drawn = (settings.draw(ranks, index) for index in itertools.count())
+    chosen = (c for c in drawn if c.kind == "logits" and c.dtype != "fp64" and not c.own)
+    for c in itertools.islice(chosen, count if request.config.option.all else fewer):
+        _, finding = program.examine(c, lambda c: everywhere(worlds, device, ranks, _executed, c))
+        assert not finding, f"{c}\n{finding}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_main_grad_is_added_to(dtype, device):
+    t = small(device, **SHAPE)
+    options, tensors = given(t.x, t.weight, t.target, reduction="none", ignore_index=-100)
+    [expected] = torch.autograd.grad(fused_loss(options, tensors, None).sum(), [t.weight])
+    total = torch.ones(208, 32, device=device, dtype=dtype)
+    for _ in range(2):
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda memory: None)).sum().backward()
+    with torch.no_grad():  # nothing is added
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda memory: None))
+    torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_target_outside_the_vocabulary_as_in_megatron(device):
+    """Its loss is the log-sum-exp less the largest logit."""
+    t = small(device, **SHAPE)
+    t.target[::5] = 208
+    options = dict(reduction="none", ignore_index=-100, outside_is_nan=False)
+    loss = fused_loss(*given(t.x, t.weight, t.target, **options), None)
+    [dx] = torch.autograd.grad(loss[::5].sum(), [t.x])
+    x = t.x.detach().double().requires_grad_()
+    lse = (x @ t.weight.double().t()).logsumexp(1)[::5]
+    torch.testing.assert_close(loss[::5].double(), lse - (x @ t.weight.double().t()).amax(1)[::5], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.double(), torch.autograd.grad(lse.sum(), [x])[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("options", [{}, dict(logits_budget=0), dict(label_smoothing=0.1), dict(z_loss=0.1)], ids=str)
+def test_a_nan_from_above_of_an_ignored_token_reaches_no_gradient(options, device):
+    found = []
+    for number in (1.0, torch.nan):
+        t = small(device, **SHAPE)
+        t.target[3] = -100
+        upstream = torch.ones(len(t.x), device=device)
+        upstream[3] = number
+        losses = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", **options)
+        found.append(torch.autograd.grad(losses, [t.x, t.weight], upstream))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):
+    if interpreted := device == "cpu":
+        monkeypatch.setattr(results, "_SUMMED", triton.language.constexpr(64))
+    t = small(device, N=200 if interpreted else 5000, V=16, D=8, dtype="bf16", token_weight=True)
+    loss = linear_cross_entropy(t.x, t.weight, t.target, token_weight=t.token_weight, ignore_index=3)
+    z = t.x.detach().double() @ t.weight.detach().double().t()
+    weight = t.token_weight.double() * (t.target != 3)
+    each = weight * cross_entropy(z, t.target, reduction="none")
+    torch.testing.assert_close(loss.double(), each.sum() / weight.sum(), rtol=1e-5, atol=0)
+
+
+def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
+    """1e-6 beside 1, of 12288 entries."""
+    logits = torch.full((2, 12289), -23.0, device=device)
+    logits[:, 77] = 0.0
+    losses = vocab_parallel_cross_entropy(logits, torch.full((2,), 77, device=device))
+    truth = torch.tensor(12288.0).double().mul(torch.tensor(-23.0).double().exp()).log1p()
+    # Half a rounding of 1, in each of two sums.
+    assert ((losses.double() - truth.to(device)).abs() <= 2**-24).all()

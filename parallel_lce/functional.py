@@ -84,7 +84,8 @@ def linear_cross_entropy(
         sequence_dim: 0; or 1 for ``input`` ``[b, S/P, ..., D]``, ``target`` ``[b, S, ...]`` and results in the same
             order. Without sequence parallelism it has no effect.
         token_weight: ``[...]`` of the target's shape and any real dtype; multiplies the loss of each token, in the
-            loss's dtype. If it needs a gradient, the losses are multiplied after the fused call.
+            loss's dtype. If it needs a gradient, the losses are multiplied after the fused call. A token whose weight
+            is 0 has no gradient, whatever comes from above.
         vocab_start: global id of this shard's first row, given on all ranks or on none. Default: ``rank * rows``, for
             equal shards only.
         vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and

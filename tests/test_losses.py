@@ -99,6 +99,21 @@ def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):
     torch.testing.assert_close(loss.double(), each.sum() / weight.sum(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1)], ids=["rows kept", "rows rewritten"])
+def test_gradients_of_a_mean_of_saved_exponentials(options, device):
+    """Those of the losses, divided by the number of tokens that count."""
+    t = small(device, **SHAPE)
+    t.target[:7] = -100
+    found = []
+    for reduction, upstream in ("mean", None), ("none", torch.full((40,), 1 / 33, device=device)):
+        with launches() as run:
+            loss = linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, logits_budget=1 << 30, **options)
+            found.append(torch.autograd.grad(loss, [t.x, t.weight], upstream))
+        assert not any(each.of_gradient for each in run), "nothing is recomputed"
+    for mean, each in zip(*found):
+        torch.testing.assert_close(mean, each, rtol=2e-2, atol=1e-6)
+
+
 def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     """1e-6 beside 1, of 12288 entries."""
     logits = torch.full((2, 12289), -23.0, device=device)

@@ -149,7 +149,7 @@ class Piece:
         self.has_targets = task.target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # Only where all rows keep their exponentials the kernels take a factor.
-        kept = saved_entries == projection.real_rows and not (self._rewrite or rewrites(coefficients, projection))
+        kept = saved_entries >= projection.real_rows and not (self._rewrite or rewrites(coefficients, projection))
         if not kept or task.form is not None:
             coefficients = without_factor(coefficients)
         if projection.weight.dtype == torch.float16:

@@ -49,7 +49,8 @@ class Compaction:
         return _on_each(counted, self.spread)
 
     def checked(self, value: Tensor) -> Tensor:
-        """``value``. If the count was wrong: -1 for ids, else NaN with NaN gradients."""
+        """``value``. If the count was wrong: -1 for ids, else NaN, with NaN gradients of tokens whose weight is
+        not 0."""
         if not value.is_floating_point():
             return value.masked_fill(self._wrong, -1)
         return value * value.new_ones(()).masked_fill(self._wrong, torch.nan)

@@ -67,7 +67,7 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
         _check_form(c, whole, name, value)
     found.pop("vocab_size", None)
     if c.counted == "wrong":
-        _check_nothing(found, whole)
+        _check_nothing(c, found, whole)
         return []
     if c.edge == "nan":
         _check_broken(found)
@@ -117,10 +117,12 @@ def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> Non
     require((*value.shape,) == (*shape,) and value.dtype == dtype, f"{name} is {value.dtype} {list(value.shape)}")
 
 
-def _check_nothing(found: dict[str, Tensor], whole: Whole) -> None:
+def _check_nothing(c: Configuration, found: dict[str, Tensor], whole: Whole) -> None:
     """Whether no result is a number, as the count of tokens is wrong."""
     # Of results without an element, such as the log-probabilities of no selected entry, nothing flows back.
     flows = whole.counted and whole.counting and any(found[name].numel() for name in whole.upstream)
+    # Nor to a token whose weight is 0.
+    flows = flows and c.token_weight not in ("zero", "zeros", "mask")
     for name, value in found.items():
         nothing = value.isnan() if value.is_floating_point() else value == -1
         if not name.startswith("d"):

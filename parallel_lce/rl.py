@@ -75,7 +75,9 @@ def linear_cross_entropy(
         found = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
     assert found.target_log_prob is not None and found.entropy is not None
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()
-    return log_probs, found.entropy, *([] if found.sum_p_squared is None else [found.sum_p_squared])
+    if found.sum_p_squared is None:
+        return log_probs, found.entropy
+    return log_probs, found.entropy, found.sum_p_squared
 
 
 @public
@@ -162,8 +164,9 @@ class FusedLinearLogprobTriton:
             raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
         tensors = Tensors(hidden.to(weight.dtype), weight, int64_ids("target", target))
         names, shard, counted = ("hidden", "weight"), (vocab_start_index, vocab_end_index), (mask, counted_tokens)
-        options = dict(reduce_hidden_grad=False)
-        log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, counted, **options)
+        log_probs, outside = _of_shard(
+            tensors, names, shard, tp_group, inference_only, counted, reduce_hidden_grad=False
+        )
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
 
 

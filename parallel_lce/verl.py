@@ -64,15 +64,22 @@ def _fsdp_step(own: Callable, engine: Any, micro_batch: Any, *rest: Any, **named
     packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
     # Ulysses would give each rank a part of the tokens.
     mask = _mask_of(micro_batch) if packed and not engine.use_ulysses_sp else None
-    context = copy_context()
-    context.run(_counted.set, None if mask is None else (mask, count_tokens(mask)))
-    return context.run(own, engine, micro_batch, *rest, **named)
+    counted = None if mask is None else (mask, count_tokens(mask))
+    return _in_step(counted, own, engine, micro_batch, *rest, **named)
 
 
 def _megatron_step(own: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> Any:
-    batch, context = next(batch_iter), copy_context()
-    context.run(_counted.set, None if (mask := _mask_of(batch)) is None else (mask, None))
-    return context.run(own, engine, itertools.chain([batch], batch_iter), *rest, **named)
+    batch = next(batch_iter)
+    mask = _mask_of(batch)
+    counted = None if mask is None else (mask, None)
+    return _in_step(counted, own, engine, itertools.chain([batch], batch_iter), *rest, **named)
+
+
+def _in_step(counted: Any, own: Callable, *given: Any, **named: Any) -> Any:
+    """``own(*given)`` in a context of its own, with these ``counted`` tokens."""
+    context = copy_context()
+    context.run(_counted.set, counted)
+    return context.run(own, *given, **named)
 
 
 def _pack(own: Callable, ids: Any, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:

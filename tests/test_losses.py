@@ -62,12 +62,18 @@ def test_a_main_grad_is_added_to(dtype, device):
     torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
 
 
-def test_a_target_outside_the_vocabulary_as_in_megatron(device):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_target_outside_the_vocabulary_as_in_megatron(ranks, worlds, device):
     """Its loss is the log-sum-exp less the largest logit."""
-    t = small(device, **SHAPE)
+    everywhere(worlds, device, ranks, _outside)
+
+
+def _outside(member: Member) -> None:
+    t = small(member.device, **SHAPE)
     t.target[::5] = 208
+    shard = t.weight.chunk(member.ranks)[member.rank]
     options = dict(reduction="none", ignore_index=-100, outside_is_nan=False)
-    loss = fused_loss(*given(t.x, t.weight, t.target, **options), None)
+    loss = fused_loss(*given(t.x, shard, t.target, **options), member.group)
     [dx] = torch.autograd.grad(loss[::5].sum(), [t.x])
     x = t.x.detach().double().requires_grad_()
     lse = (x @ t.weight.double().t()).logsumexp(1)[::5]

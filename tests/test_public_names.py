@@ -111,7 +111,14 @@ def test_functions_and_their_arguments(name):
 
 
 def test_modules_are_attributes_of_the_package():
-    code = "import parallel_lce; assert parallel_lce.transformers.patch and parallel_lce.rl.linear_cross_entropy"
+    code = "import parallel_lce; assert parallel_lce.transformers.patch and parallel_lce.rl.linear_cross_entropy; "
+    code += "assert callable(parallel_lce.trl.patch) and callable(parallel_lce.verl.patch)"
+    assert ran(sys.executable, "-c", code, cwd=ROOT).returncode == 0
+
+
+def test_megatrons_door_is_an_attribute_of_the_package():
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    code = "import parallel_lce; parallel_lce.megatron.patch()"
     assert ran(sys.executable, "-c", code, cwd=ROOT).returncode == 0
 
 

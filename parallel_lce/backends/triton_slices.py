@@ -139,7 +139,7 @@ class Piece:
             if coefficients.beta is None:  # the target has no code: its entry is written in any case
                 coefficients = coefficients._replace(beta=torch.zeros_like(coefficients.alpha))
         # Rewrite every row of saved exponentials: picked entries can be added to no others.
-        self._rewrite = task.picked is not None
+        self._rewrite = task.picked is not None or rewrites(coefficients, projection)
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
@@ -149,8 +149,7 @@ class Piece:
         self.has_targets = task.target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # Only where all rows keep their exponentials the kernels take a factor.
-        kept = saved_entries >= projection.real_rows and not (self._rewrite or rewrites(coefficients, projection))
-        if not kept or task.form is not None:
+        if self._rewrite or saved_entries < projection.real_rows or task.form is not None:
             coefficients = without_factor(coefficients)
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = fp16_scale_of(coefficients, self._partial[SUM_EXP], projection, task.picked)
@@ -214,7 +213,7 @@ class Piece:
             first=start,
             window=window,
             find_shared=self._find_shared,
-            rewrite=self._rewrite or rewrites(self._coefficients, projection),
+            rewrite=self._rewrite,
         )
 
     def _recompute(self, start: int, stop: int) -> Tensor:

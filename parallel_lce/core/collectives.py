@@ -61,9 +61,10 @@ class Layout:
         """The block's values ``[..., R]`` of ``tokens [..., N]``, from all parts, contiguous in R. None for None."""
         if tokens is None:
             return None
+        if self.sp_size * (block.stop - block.start) == tokens.shape[-1]:
+            return tokens
         if self.sp_size == 1:
-            whole = block.stop - block.start == tokens.shape[-1]
-            return tokens if whole else tokens[..., block.start : block.stop]
+            return tokens[..., block.start : block.stop]
         # If the block has one row per part, flatten returns a strided view, and kernels need contiguous tokens.
         return self._rows(tokens, block).flatten(-2).contiguous()
 

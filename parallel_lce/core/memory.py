@@ -43,6 +43,13 @@ def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
 
 
+def empty_if(
+    present: bool, shape: int | tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """An uninitialised tensor, or None for one that is not wanted."""
+    return torch.empty(shape, dtype=dtype, device=device) if present else None
+
+
 def with_aligned_rows(tensor: Tensor) -> Tensor:
     """``tensor``, a copy if the elements of a row are not neighbours in memory. On a GPU also a copy if rows of 16-bit
     elements could begin at multiples of 16 bytes, but do not: TMA could not load them, and another tile would give

@@ -109,10 +109,8 @@ class Columns:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """The row of each requestable column, by its name in capitals, and of the first second row, as kernels take
-        them; 0 if there is none."""
-        rows = {name.upper(): self[name] if getattr(self, name) else 0 for name in _REQUESTABLE}
-        return {**rows, "LOW": self.merged if self.low else 0}
+        """The row of each requestable column, by its name in capitals, as kernels take them; 0 if there is none."""
+        return {name.upper(): self[name] if getattr(self, name) else 0 for name in _REQUESTABLE}
 
     def __getitem__(self, name: str) -> int:
         before = _REQUESTABLE[: _REQUESTABLE.index(name)]

@@ -241,7 +241,8 @@ def _merge_kernel(
     """Merge slices of the vocabulary: the windows of a shard, or the shards of the ranks.
 
     ``stride``: elements between the columns of neighbouring slices. ``low``: second rows of the slices' sums.
-    ``merged``: a partial whose rows are ``merged_stride`` elements apart. ``SHIFTED`` to ``LOW``: its ``Columns.rows``.
+    ``merged``: a partial whose rows are ``merged_stride`` elements apart. ``SHIFTED`` to ``ARGMAX``: its
+    ``Columns.rows``; ``LOW``: its first second row, or 0.
     Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``, ids relative
     to the shard; ``rounded``: a ``RoundedSums``, or None. Ranks: ``entries`` is V, or None; ``vocab_size`` is an
     output; all ranks fit one tile (``BLOCK_W >= num_slices``).
@@ -423,6 +424,7 @@ def merge_windows(
         RANKS=False,
         **of_kernel(results),
         **columns.rows,
+        LOW=columns.merged if columns.low else 0,
         BLOCK_R=_MERGE_ROWS,
         BLOCK_W=_MERGE_WINDOWS,
         num_warps=8,
@@ -462,7 +464,8 @@ def merge_ranks(
             0,
             RANKS=True,
             **of_kernel(results),
-            **{**columns.rows, "LOW": 0},
+            **columns.rows,
+            LOW=0,
             BLOCK_R=block_r,
             BLOCK_W=block_w,
         )

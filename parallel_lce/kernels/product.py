@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.partials import Coefficients
+from parallel_lce.core.memory import empty_if
+from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.device import addressable, blocks_per_launch, num_sms
 from parallel_lce.kernels.epilogue import BackwardEpilogue, ForwardEpilogue
@@ -75,17 +76,21 @@ class Product:
             )
 
 
-def new_window_partials(like: torch.Tensor, windows: int, columns) -> PartialColumns:
+def new_window_partials(like: torch.Tensor, windows: int, columns: Columns) -> PartialColumns:
     """Uninitialised partials of all windows of the rows of ``like``, ``[windows, R]`` each, for the ``columns``."""
-    shape, device, fp32, fp64 = (windows, like.shape[0]), like.device, torch.float32, torch.float64
-
     # One allocation per column: maxima may outlive the others.
-    def new(dtype: torch.dtype, present: bool = True) -> torch.Tensor | None:
-        return torch.empty(shape, dtype=dtype, device=device) if present else None
-
-    total = new(fp64, columns.total or columns.shifted)
-    others = new(fp32, columns.weighted), new(fp64, columns.squared), new(fp32, columns.argmax)
-    return PartialColumns(new(fp32), new(fp64), None, None, total, *others)
+    shape, device, fp64 = (windows, like.shape[0]), like.device, torch.float64
+    maxima, sums = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, fp64))
+    return PartialColumns(
+        max=maxima,
+        sum_exp=sums,
+        target=None,
+        shifted=None,
+        total=empty_if(columns.total or columns.shifted, shape, device, fp64),
+        weighted=empty_if(columns.weighted, shape, device),
+        squared=empty_if(columns.squared, shape, device, fp64),
+        argmax=empty_if(columns.argmax, shape, device),
+    )
 
 
 def logits_gradient(

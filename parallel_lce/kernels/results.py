@@ -1,8 +1,7 @@
 """What is made of a token's merged partial: its loss and the coefficients of the loss's gradient, or its statistics.
 
 The kernels that merge partials form both at once (:mod:`parallel_lce.kernels.partials`). :func:`results_of` forms them
-of partials that were merged before. The formulas, in plain torch: :mod:`parallel_lce.backends.formulas` and
-:mod:`parallel_lce.backends.formulas`.
+of partials that were merged before. The formulas, in plain torch: :mod:`parallel_lce.backends.formulas`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.memory import on_device_of
+from parallel_lce.core.memory import empty_if, on_device_of
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.kernels.arithmetic import times
@@ -80,26 +79,21 @@ class Results(NamedTuple):
             terms = options.ignore_index, options.label_smoothing or None, options.z_loss or None
             outputs = _Losses(losses, coefficients, wanted.token_weight, *terms)
             return cls("loss", outputs, target, options.outside_is_nan)
-        columns = options.columns
-
-        def new(present: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            return torch.empty(rows, dtype=dtype, device=like.device) if present else None
-
-        has_target = target is not None
+        columns, device, has_target = options.columns, like.device, target is not None
         outputs: Any = _Statistics(
-            new(True),
-            new(has_target),
-            new(has_target),
-            new(columns.total),
-            new(columns.shifted),
-            new(columns.weighted),
-            new(columns.weighted),
-            new(columns.squared),
-            new(True),
-            new(columns.argmax, torch.int64),
-            torch.empty((), dtype=torch.int64, device=like.device),
-            new(wanted.log_sum),
-            options.ignore_index,
+            lse=empty_if(True, rows, device),
+            target_logit=empty_if(has_target, rows, device),
+            target_log_prob=empty_if(has_target, rows, device),
+            mean_logit=empty_if(columns.total, rows, device),
+            mean_log_prob=empty_if(columns.shifted, rows, device),
+            expected_logit=empty_if(columns.weighted, rows, device),
+            entropy=empty_if(columns.weighted, rows, device),
+            sum_p_squared=empty_if(columns.squared, rows, device),
+            max_logit=empty_if(True, rows, device),
+            argmax=empty_if(columns.argmax, rows, device, torch.int64),
+            vocab_size=empty_if(True, (), device, torch.int64),
+            log_sum=empty_if(wanted.log_sum, rows, device),
+            ignore_index=options.ignore_index,
         )
         return cls("statistics", outputs, target, True)
 
@@ -228,9 +222,8 @@ def lce_forward_results(
     WEIGHTED: tl.constexpr,
     SQUARED: tl.constexpr,
     ARGMAX: tl.constexpr,
-    LOW: tl.constexpr,
 ):
-    """``SHIFTED`` to ``LOW``: ``Columns.rows`` of the merged ``partial``."""
+    """``SHIFTED`` to ``ARGMAX``: ``Columns.rows`` of the merged ``partial``."""
     r = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = r < rows
     if vocab_size is not None:
@@ -265,7 +258,7 @@ def results_of(partial: torch.Tensor, vocab_size: torch.Tensor | int, wanted: Wa
             rows,
             vocab_size if known else 0,
             **of_kernel(results),
-            **{**wanted.options.columns.rows, "LOW": 0},
+            **wanted.options.columns.rows,
         )
     return results.found()
 

@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.memory import empty_if
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
@@ -570,12 +571,12 @@ def token_gradients(
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
     has_target, device = target is not None, gradient.device
-
-    def new(present: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-        return torch.empty(rows, dtype=dtype, device=device) if present else None
-
-    shared = new(has_target), new(has_target, torch.uint8)
-    outputs = TokenGradients(*shared, new(keeps_rows), new(has_target and keeps_rows))
+    outputs = TokenGradients(
+        residual=empty_if(has_target, rows, device),
+        unshared=empty_if(has_target, rows, device, torch.uint8),
+        dx_factor=empty_if(keeps_rows, rows, device),
+        dw_factor=empty_if(has_target and keeps_rows, rows, device),
+    )
     tokens = max(1, min(_TOKENS, next_power_of_2(rows) // _PROGRAMS))
     lce_backward_token_gradients.launch(
         (-(-rows // tokens),),

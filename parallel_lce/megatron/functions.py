@@ -41,11 +41,15 @@ _PUBLIC = {"": ("vocab_parallel_cross_entropy",)}
 
 def _replaced(module: Any, table: dict[str, tuple[str, ...]]) -> str | None:
     """``table``: names of functions and, by their class, of methods, of which a class may inherit some."""
-    found = [(vars(vars(module)[kind]) if kind else vars(module)).get(name) for kind in table for name in table[kind]]
-    if found != _own.get(module.__name__):
-        names = [f"{kind or module.__name__}.{name}" for kind in table for name in table[kind]]
-        for name, function in zip(names, found):
-            if function is not None and not is_megatrons(function):
-                return f"{name} is not Megatron's own; leave Megatron's in place"
-        _own[module.__name__] = found
+    found = []
+    for kind, names in table.items():
+        there = vars(vars(module)[kind]) if kind else vars(module)
+        found += [there.get(name) for name in names]
+    if found == _own.get(module.__name__):
+        return None
+    places = [f"{kind or module.__name__}.{name}" for kind, names in table.items() for name in names]
+    for place, function in zip(places, found):
+        if function is not None and not is_megatrons(function):
+            return f"{place} is not Megatron's own; leave Megatron's in place"
+    _own[module.__name__] = found
     return None

@@ -84,13 +84,13 @@ def forward(
     """
     layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
     with device_without_autocast(weight):
-        x, of_block, target = flattened(hidden), call.projection(weight, bias), call.local_targets()
-        whole, projection, targets, single = x, of_block, target, len(blocks) == 1
+        hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
+        single = len(blocks) == 1
         sizes = [feature.message_size(call) for feature in features] if features else []
         partials = gathers = out = found = None
         if layout.ranks > 1 or features or not single:
-            of_all = whole, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
-            partials = PartialsGather(*of_all)
+            of_all = call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
+            partials = PartialsGather(hidden, *of_all)
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if single else None
         for feature, message in zip(features, partials.extra.split(sizes) if features and partials else ()):
@@ -100,12 +100,10 @@ def forward(
         saved: Saved | tuple[()] = ()
         wanted = call.wanted if single and layout.ranks == 1 else None
         if layout.sp_size > 1 or not single:
-            gathers = Gathers(whole, blocks, layout)
+            gathers = Gathers(hidden, blocks, layout)
         for block in blocks:
-            if gathers is not None:
-                x = gathers.ready().tensor
-            if not single:
-                target, of_block = layout.take(targets, block), call.of_block(projection, block)
+            x = hidden if gathers is None else gathers.ready().tensor
+            target, of_block = layout.take(targets, block), call.of_block(projection, block)
             saves = block.saved if save else 0
             task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=wanted)
             for feature in features:
@@ -190,15 +188,13 @@ class _BlockGradients(GradientSums):
         """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
         reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
         call, reduction, dx = self._call, self.reduction, None
-        projection, target, single = self.projection, self._targets, len(call.plan.blocks) == 1
         if reduction is not None:
-            dx = HiddenGrad(partial_of(reduction.open_block, block), last=single and reduction.ranks == 1)
-        if not single:
-            projection, target = call.of_block(projection, block), call.layout.take(target, block)
+            alone = reduction.ranks == 1 and len(call.plan.blocks) == 1
+            dx = HiddenGrad(partial_of(reduction.open_block, block), last=alone)
         task = BackwardTask(
-            projection,
+            call.of_block(self.projection, block),
             x.tensor,
-            target,
+            call.layout.take(self._targets, block),
             partial,
             coefficients,
             saved,

@@ -149,6 +149,10 @@ class Scratch:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
+    def reserve(self, size: int) -> None:
+        """Let the memory have ``size`` bytes, if it has fewer."""
+        self.size = max(self.size, size)
+
     @property
     def allocated(self) -> bool:
         return self._memory is not None
@@ -195,8 +199,6 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Save the partials of all windows, too, from which a :class:`SliceForm` selects the windows to recompute.
-    save_window_partials: bool = False
     # Picked entries, and memory for their logits.
     picked: PickedLogits | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
@@ -216,28 +218,13 @@ class SliceProducts(Protocol):
         ``overwrite``."""
 
 
-class SliceForm(Protocol):
-    """How the backward of one block forms slices of the gradient of the logits, and multiplies them, if not whole. The
-    slices are those of :class:`parallel_lce.backends.triton_slices.Piece`; its ``GradientOperands`` are a piece's
-    operands."""
-
-    def begin(self, task: BackwardTask) -> int:
-        """Called once, before the block is cut into pieces and slices, with a dense ``x``. Returns the bytes that a
-        recomputed slice may take, even if ``scratch`` has fewer."""
-        ...
-
-    def recomputes(self, x: Tensor, entries: int) -> bool:
-        """Whether :meth:`recompute` forms a slice of ``entries`` recomputed entries of a piece's ``x [R, D]``."""
-        ...
-
-    def recompute(self, piece: slice, rows: Any, start: int, gradient: Tensor) -> SliceProducts:
-        """Write the part of the uninitialised ``gradient [R, C]`` that its products read: of the block's rows
-        ``piece``, and of the shard's entries from ``start`` on."""
-        ...
+class SliceFilter(Protocol):
+    """How the backward multiplies slices of the gradient of the logits, if not whole."""
 
     def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
-        """The products of a slice that was formed whole; None: all of it is multiplied. ``dx_factor [R]``: factors of
-        the rows of ``gradient`` in dX; None: 1."""
+        """The products of a slice ``gradient [R, C]``, the shard's entries from ``start`` on; None: all of it is
+        multiplied. ``rows``: the :class:`parallel_lce.backends.triton_operands.GradientOperands` from which it was
+        formed. ``dx_factor [R]``: factors of its rows in dX; None: 1."""
 
 
 class BackwardTask(NamedTuple):
@@ -258,9 +245,9 @@ class BackwardTask(NamedTuple):
     scratch: Scratch
     # Terms of the picked entries, added to the gradient of the projection's output before it is rounded.
     picked: PickedGradient | None = None
-    # Forms the slices of the gradient of the logits, and multiplies them; None: they are formed and multiplied whole.
+    # Multiplies the slices of the gradient of the logits; None: they are multiplied whole.
     # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
-    form: SliceForm | None = None
+    filter: SliceFilter | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
         """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""

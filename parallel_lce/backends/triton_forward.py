@@ -24,8 +24,7 @@ _PARTIAL_BYTES = MEASURED.partial_bytes
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
-    """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
-    sums of exponentials are saved, too."""
+    """The number of saved vocabulary rows is rounded down to whole windows."""
     projection, columns, target = task.projection, task.columns, task.target
     rows, real = task.x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
@@ -69,7 +68,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
         given = dict(entries=real, start=projection.start, rounded=rounded, target=of_tokens, results=results)
         merge_windows(windows, merged, columns, **given)
-        saved = stored.saved(windows, rounded, task.save_window_partials)
+        saved = stored.saved(windows, rounded)
         del windows, epilogue, rounded, given  # before the next ones are allocated
     if results is not None:
         return partial, saved, results.found()
@@ -81,7 +80,7 @@ def _ranges(task: ForwardTask, product: Product) -> list[slice]:
     ``_PARTIAL_BYTES``."""
     rows, height = product.x.shape[0], product.tile.rows
     row_bytes = 8 * product.windows * (task.columns.merged - 1)
-    if task.save or task.save_window_partials or rows * row_bytes <= _PARTIAL_BYTES:
+    if task.save or rows * row_bytes <= _PARTIAL_BYTES:
         return [slice(0, rows)]
     fitting = max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
@@ -117,11 +116,10 @@ class _Stored:
             if task.columns.differ:
                 self.flat = x.new_empty(rows, dtype=torch.float32)
 
-    def saved(self, windows: PartialColumns, rounded: RoundedSums | None, sums: bool) -> Saved | tuple[()]:
-        """``sums``: whether the windows' sums of exponentials are kept."""
+    def saved(self, windows: PartialColumns, rounded: RoundedSums | None) -> Saved | tuple[()]:
         if self.codes is not None:
             return Saved(self.memory, windows.max, shift=self.codes.shift, lowest=self.codes.lowest)
-        if self.memory is None and not sums:
+        if self.memory is None:
             return ()
         mass = None if rounded is None else rounded.mass
-        return Saved(self.memory, windows.max, mass, windows.sum_exp if sums else None, self.flat)
+        return Saved(self.memory, windows.max, mass, self.flat)

@@ -241,14 +241,12 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        # Window partials may be saved without exponentials.
-        exponentials = kept.exponentials if kept else None
-        scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
+        scratch_bytes = call.plan.scratch_bytes if kept else plan.SMALLEST_BLOCK
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
-        if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
-            sums.scratch.adopt(exponentials)
+        if kept and (consumed or (differs and not differences_recovered(weight.dtype))):
+            sums.scratch.adopt(kept.exponentials)
             kept = ()
         tokens = None
         if len(blocks) > 1:
@@ -271,7 +269,7 @@ def backward(
                 merged, present = stacked[: len(partial)], stacked[len(partial) :]
                 block_coefficients = Coefficients.named(coefficients.names, present.unbind())
             sums.add_block(block, x, merged, block_coefficients, kept)
-            if len(blocks) > 1 and kept and kept.exponentials is not None:
+            if len(blocks) > 1 and kept:
                 sums.scratch.adopt(kept.exponentials)
             kept = ()
         return sums.deliver(shape)

@@ -175,15 +175,6 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def differences_recovered(dtype: torch.dtype) -> bool:
-    """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from what is saved.
-
-    The rounding of an exponential e gives p a relative error, and z - max an absolute error of the same size. Where
-    logits are nearly equal the differences are smaller than that, so what is saved near z = 0 has the relative error of
-    a rounded logit instead. Where e underflowed, p is 0. fp16 lacks the range for both."""
-    return dtype != torch.float16
-
-
 class ForwardTask(NamedTuple):
     """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 
@@ -292,6 +283,13 @@ class Backend(Protocol):
 
     def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
         """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+        ...
+
+    def recovers_differences(self, dtype: torch.dtype) -> bool:
+        """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from exponentials saved
+        in ``dtype``. The rounding of an exponential e gives p a relative error, and z - max an absolute error of the
+        same size. Where logits are nearly equal the differences are smaller than that, so a low-precision dtype needs
+        saved logits there."""
         ...
 
     def block_forward(self, task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:

@@ -28,7 +28,6 @@ from parallel_lce.backends.interface import (
     Projection,
     Saved,
     Scratch,
-    differences_recovered,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
@@ -245,7 +244,7 @@ def backward(
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
-        if kept and (consumed or (differs and not differences_recovered(weight.dtype))):
+        if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
             sums.scratch.adopt(kept.exponentials)
             kept = ()
         tokens = None

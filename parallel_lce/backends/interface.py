@@ -44,10 +44,9 @@ class Saved(Iterable[Tensor | None], Protocol):
     """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
     block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
-    # Exponentials of the logits, or under a soft-cap what it is applied to, in fp16; None if only window partials were
-    # saved.
+    # Exponentials of the logits, or under a soft-cap what it is applied to, in fp16.
     @property
-    def exponentials(self) -> Tensor | None: ...
+    def exponentials(self) -> Tensor: ...
 
 
 # Largest soft-cap under which numbers are saved. A logit's error is then at most 0.03, in fp16 0.001.

@@ -66,10 +66,18 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         if task.picked is not None:
             known = WindowPartials(windows.max, windows.sum_exp)
             kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
-        given = dict(entries=real, start=projection.start, rounded=rounded, target=of_tokens, results=results)
-        merge_windows(windows, merged, columns, **given)
+        merge_windows(
+            windows,
+            merged,
+            columns,
+            entries=real,
+            start=projection.start,
+            rounded=rounded,
+            target=of_tokens,
+            results=results,
+        )
         saved = stored.saved(windows, rounded)
-        del windows, epilogue, rounded, given  # before the next ones are allocated
+        del windows, epilogue, rounded  # before the next ones are allocated
     if results is not None:
         return partial, saved, results.found()
     return partial, saved, None if task.wanted is None else results_of(partial, real, task.wanted)
@@ -117,9 +125,9 @@ class _Stored:
                 self.flat = x.new_empty(rows, dtype=torch.float32)
 
     def saved(self, windows: PartialColumns, rounded: RoundedSums | None) -> Saved | tuple[()]:
-        if self.codes is not None:
-            return Saved(self.memory, windows.max, shift=self.codes.shift, lowest=self.codes.lowest)
         if self.memory is None:
             return ()
+        if self.codes is not None:
+            return Saved(self.memory, windows.max, shift=self.codes.shift, lowest=self.codes.lowest)
         mass = None if rounded is None else rounded.mass
         return Saved(self.memory, windows.max, mass, self.flat)

@@ -58,7 +58,8 @@ def lce_backward_sparse_product(
     sums."""
     numbers, counts, order = lists
     shares, spread = rank_one
-    block, hidden_block = _result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
+    hidden_blocks = tl.cdiv(hidden_size, BLOCK_N)
+    block, hidden_block = _result_tile(tl.program_id(0), order, blocks, hidden_blocks)  # pyright: ignore
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]

@@ -67,7 +67,7 @@ class Fused(torch.autograd.Function):
         hidden, weight, bias, partial, gathered, divisor, vocab_size, *others = saved_tensors
         number, coefficients = len(_NO_COEFFICIENTS), None
         if ctx.call.kind == "loss":  # saved-tensor hooks may have changed the strides
-            coefficients = Coefficients._make([c if c is None else c.contiguous() for c in others[:number]])
+            coefficients = Coefficients(*[c if c is None else c.contiguous() for c in others[:number]])
         call, saved = ctx.call.with_saved(others[number:])
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))

@@ -60,7 +60,7 @@ STRATEGIES = {
     "some rows saved, a frozen weight": Strategy(0.83, 2, {True, False}, frozen="weight"),
     "statistics": Strategy(of_statistics=True),
     "filtered": Strategy(options=_FILTERED),
-    "filtered, recomputed": Strategy(0.0, options=_FILTERED),
+    "filtered, recomputed": Strategy(0.0, saved={False}, options=_FILTERED),
 }
 
 

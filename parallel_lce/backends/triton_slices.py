@@ -211,8 +211,9 @@ class Piece:
         gradient = self._memory(start, stop)
         decoded = 0
         if self._codes is not None:
-            codes, maxima, *_, shift, lowest = self._codes
-            assert codes is not None and shift is not None and lowest is not None
+            codes, maxima = self._codes.exponentials, self._codes.maxima
+            shift, lowest = self._codes.shift, self._codes.lowest
+            assert shift is not None and lowest is not None
             decoded = max(0, min(stop, codes.shape[1]) - start)
             if decoded:
                 windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]

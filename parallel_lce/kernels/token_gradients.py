@@ -560,7 +560,7 @@ def token_gradients(
     rows, coefficients = gradient.shape[0], terms.coefficients
     maxima = mass = flat = None
     if saved is not None:
-        _, maxima, mass, _, flat, *_ = saved
+        maxima, mass, flat = saved.maxima, saved.mass, saved.flat
         if rewrite:
             rewrite_rows(gradient, saved, terms, window)
             maxima = mass = flat = None

@@ -55,7 +55,7 @@ class Filter(Feature):
     def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
         """Refuses gradients of the logits that are not the probabilities times one number per token."""
         refused = {
-            f"label_smoothing={options.label_smoothing}": options.label_smoothing != 0,
+            "label_smoothing": options.label_smoothing != 0,
             "mean_logit": options.mean_logit,
             "entropy": options.entropy,
             "sum_p_squared": options.sum_p_squared,

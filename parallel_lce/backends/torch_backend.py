@@ -180,6 +180,8 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if picked is not None:
                 take_picked(z, picked, tile, window)
+            if task.logits is not None:
+                task.logits[tile, window] = z.t()
             near = None
             if store is not None and softcap is None and store.dtype == torch.bfloat16 and columns.differ:
                 near = packed_logits(z, store.dtype)

@@ -81,15 +81,12 @@ def divergence(
     Args:
         student_hidden, student_weight, student_bias: as ``input``, ``linear_weight`` and ``linear_bias`` of
             :func:`parallel_lce.linear_cross_entropy`.
-        teacher_hidden: ``[..., E]`` of the same tokens, split like the student's. Its hidden size and dtype may differ
-            from the student's, but both are fp64 or neither.
-        teacher_weight, teacher_bias: the teacher's shard ``[V/P, E]`` of the same vocabulary entries, and ``[V/P]`` or
-            None. With ``vocab_size`` it may have more or fewer rows of padding than the student's.
+        teacher_hidden, teacher_weight, teacher_bias: ``[..., E]`` of the same tokens, split like the student's, and
+            shards ``[V/P, E]`` and ``[V/P]`` of the same vocabulary entries. The hidden size, the dtype (but both are
+            fp64 or neither) and, with ``vocab_size``, the rows of padding may differ from the student's.
         beta: 0, 1, or a number between them at least 1e-6 from both.
-        logit_scale, logit_softcap: of the student, and of the teacher unless it has its own.
-        teacher_logit_scale, teacher_logit_softcap: the teacher's. None: the student's. A teacher without a soft-cap
-            beside a student with one has ``teacher_logit_softcap=math.inf``.
-        temperature: of both.
+        teacher_logit_scale, teacher_logit_softcap: None: the student's. A teacher without a soft-cap beside a student
+            with one has ``teacher_logit_softcap=math.inf``. The temperature is that of both.
         reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum divided by the number of tokens that
             are not ignored; 0 if there are none.
         target: ids, used for ``ignore_index`` alone; None: no token is ignored. An ignored token has divergence 0 and
@@ -101,7 +98,7 @@ def divergence(
 
     Returns:
         fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. For 'mean' and 'sum' gradients
-        are formed in forward, except in fp16, and kept until backward, dW in fp32. A second backward forms them again.
+        are formed in forward, except in fp16, and kept until backward, dW in fp32; a second backward forms them again.
         Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN, as do options
         that differ between ranks. A graph of torch.compile breaks at this call.
 
@@ -120,25 +117,27 @@ def divergence(
     """
     beta, ignore_index = as_float(beta), NO_LABEL if ignore_index is None else ignore_index
     its_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
-    options, given, group, adapter = _adapted_student("divergence", locals(), also=its_scale)
     hidden, weight, bias = teacher_hidden, teacher_weight, teacher_bias
-    if adapter is not None:
-        bias = adapter.weight("teacher_bias", bias, weight)
-        hidden, weight = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_weight", weight)
-        its_scale = adapter.per_token("teacher_logit_scale", its_scale)
+    with _naming("student"):
+        options, given, group, adapter = _adapted_student("divergence", locals(), also=its_scale)
+        if adapter is not None:
+            hidden, bias = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_bias", bias, weight)
+            weight = adapter.weight("teacher_weight", weight)
+            its_scale = adapter.per_token("teacher_logit_scale", its_scale)
     softcap = logit_softcap if teacher_logit_softcap is None else teacher_logit_softcap
     if isinstance(softcap, float) and softcap == math.inf:
         softcap = None
     one_scale, _, token_scale, _ = split_per_token(its_scale, 1.0)
     teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
-    calls = student, inputs, _, _ = paired(options, given, its_options, teacher, group)
+    calls, inputs = paired(options, given, its_options, teacher, group)
+    student = calls[0]
     counted = _counted(student.target, ignore_index, student.shape.numel(), inputs[0].device)
     if reduction != "none" and any(student.needs) and inputs[0].dtype != torch.float16:
         factor = counted.to(student.dtype)
-        result, _ = divergences(*calls, beta, factor / _divisor(counted, reduction))
+        result, _ = divergences(calls, inputs, beta, factor / _divisor(counted, reduction))
     else:
-        losses, _ = divergences(*calls, beta)
+        losses, _ = divergences(calls, inputs, beta)
         result = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
     return result if adapter is None else adapter.loss(result)
 
@@ -173,8 +172,8 @@ def top_k_divergence(
 
     Args:
         teacher_ids: ``[..., K]`` of any integer dtype, the same on all ranks: the whole sequence under sequence
-            parallelism. A token should have each id once. An id outside the vocabulary is no entry, and its
-            log-probability is not used: fill up tokens with fewer than K entries with -1.
+            parallelism. A token should have each id once. Ids outside the vocabulary, such as -1, are no entries: fill
+            up tokens with fewer than K.
         teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. An entry of -inf is no
             entry either. Values of ignored tokens are not used.
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
@@ -182,7 +181,6 @@ def top_k_divergence(
             that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are renormalised over
             the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed. A
             student that excludes all entries of a token has probability 0 for each.
-        logit_scale, logit_softcap, temperature: of the student's logits alone.
         logits_budget: as in :func:`parallel_lce.token_statistics`. Not used by 'renormalize'.
         Others: as in :func:`divergence`.
 
@@ -199,20 +197,18 @@ def top_k_divergence(
     if tail not in ("class", "renormalize"):
         raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
     beta, ignore_index = as_float(beta), NO_LABEL if ignore_index is None else ignore_index
-    name = f"top_k_divergence of {tail=}"
-    options, given, group, adapter = _adapted_student(name, locals(), teacher_ids, teacher_log_probs)
-    log_q, ids = teacher_log_probs, given.picked
-    if adapter is not None:
-        log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
+    name, log_q = f"top_k_divergence of {tail=}", teacher_log_probs
     with _naming("student", selected="teacher_ids"):
+        options, given, group, adapter = _adapted_student(name, locals(), teacher_ids, log_q)
+        if adapter is not None:
+            log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
         check(options, given, group)
-    _check_stored(ids, log_q)
-    counted = _counted(given.target, ignore_index, ids.shape[:-1], ids.device)
-    debug.compare_later({"teacher_log_probs": log_q, "counted tokens": counted})
-    # Padding entries, and stored values of ignored tokens, must not reach a gradient.
-    there = (ids >= 0) & (log_q != -torch.inf) & counted.unsqueeze(-1)
-    ids = ids.masked_fill(~there, -1)
-    with _naming("student", selected="teacher_ids"):
+        ids = given.picked
+        _check_stored(ids, log_q)
+        counted = _counted(given.target, ignore_index, ids.shape[:-1], ids.device)
+        debug.compare_later({"teacher_log_probs": log_q, "counted tokens": counted})
+        # Padding entries, and stored values of ignored tokens, must not reach a gradient.
+        ids = ids.masked_fill((log_q == -torch.inf) | ~counted.unsqueeze(-1), -1)
         given = given._replace(target=None, picked=ids)
         if tail == "renormalize":
             log_p, size = log_probs_of(options, given, group)
@@ -220,15 +216,14 @@ def top_k_divergence(
             statistics = fused_statistics(options, given, group)
             log_p, size = statistics.selected_log_prob, statistics.vocab_size
     assert log_p is not None  # asked for
-    there &= ids < size
-    log_q = log_q.detach().to(log_p.dtype)
-    log_p, log_q = (v.masked_fill(~there, -torch.inf) for v in (log_p, log_q))
-    if tail == "renormalize":
-        log_q = log_q - log_q.logsumexp(-1, keepdim=True)
-    else:
+    # As the student's, which are -inf outside the vocabulary.
+    log_q = log_q.detach().to(log_p.dtype).masked_fill((ids < 0) | (ids >= size), -torch.inf)
+    if tail == "class":
         log_p, log_q = _with_tail(log_p), _with_tail(log_q)
-        there = torch.cat([there, torch.ones_like(there[..., :1])], -1)
-    losses = _reduced(of_classes(log_p, log_q, there, beta), counted, reduction)
+    else:
+        total = log_q.logsumexp(-1, keepdim=True)
+        log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
+    losses = _reduced(of_classes(log_p, log_q, beta), counted, reduction)
     return losses if adapter is None else adapter.loss(losses)
 
 
@@ -269,22 +264,22 @@ def _adapted_student(
     options = Options.of(name, arguments | changed)
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
     given = Tensors(hidden, weight, arguments["target"], bias, None, *per_token, ids)
-    with _naming("student", selected="teacher_ids"):
-        return adapted(options, given, arguments["process_group"], reduction, also)
+    return adapted(options, given, arguments["process_group"], reduction, also)
 
 
 def paired(
     options: Options, student: Tensors, of_teacher: Options, teacher: Tensors, group: dist.ProcessGroup | None = None
-) -> tuple[Call, Inputs, Call, Inputs]:
-    """The calls of both, whose tensors fit each other, and their inputs. No gradient flows to the teacher."""
+) -> tuple[tuple[Call, Call], tuple]:
+    """The calls of both, which fit each other, and their inputs, three of each. No gradient flows to the teacher."""
     with _naming("student"):
         call, inputs = prepare(options, student, group, planned=False)
     debug.state.awaited = True  # the teacher's exchange is to come
-    own = {name: _detached(getattr(teacher, name)) for name in ("input", "linear_weight", "linear_bias")}
-    teacher = teacher._replace(**own)
+    its = {name: _detached(getattr(teacher, name)) for name in ("input", "linear_weight", "linear_bias")}
+    teacher = teacher._replace(**its)
     fits = partial(_check_pair, call, inputs, of_teacher, teacher)
     with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
-        return call, inputs, *prepare(of_teacher, teacher, group, extra_check=fits, planned=False)
+        other, its_inputs = prepare(of_teacher, teacher, group, extra_check=fits, planned=False)
+    return (call, other), inputs + its_inputs
 
 
 def _detached(value: Any) -> Any:

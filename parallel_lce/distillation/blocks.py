@@ -28,7 +28,7 @@ from torch import Tensor
 from parallel_lce.backends.formulas import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import ForwardTask, Projection
-from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened
+from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core.collectives import Layout, digest_of, gather_whole, gather_with_trailer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import TRAILER, Coefficients, Columns
@@ -44,10 +44,8 @@ _LARGEST_LOG_RATIO = 64.0
 
 
 class _Task(NamedTuple):
-    """Two calls over the same tokens and vocabulary entries."""
-
-    student: Call
-    teacher: Call
+    # Student and teacher, over the same tokens and vocabulary entries.
+    calls: tuple[Call, Call]
     beta: float
     blocks: tuple[Block, ...]
     # Numbers per token, in the rows that :mod:`parallel_lce.distillation.torch_part` names.
@@ -55,25 +53,19 @@ class _Task(NamedTuple):
 
 
 def divergences(
-    student: Call,
-    inputs: Inputs,
-    teacher: Call,
-    teacher_inputs: Inputs,
-    beta: float,
-    factor: Tensor | None = None,
-    entropy: bool = False,
+    calls: tuple[Call, Call], inputs: tuple, beta: float, factor: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Divergences ``[N]``, differentiable by the student's tensors. With ``factor [N]`` the sum of factor times
-    divergence, 0-dimensional; its gradients are formed in this call. Also the student's entropy ``[N]``, if it is
-    wanted, without a gradient."""
+    """Divergences ``[N]`` of student and teacher, with three ``inputs`` each, differentiable by the student's. With
+    ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in this call. Also the
+    student's entropy ``[N]``, if it is wanted, without a gradient."""
+    student, hidden = calls[0], inputs[0]
     options, layout = student.options, student.layout
     # The largest blocks whose logits and gradient fit in the budget.
     entries = shared_shard_rows(student.shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
-    row_bytes = layout.sp_size * entries * (2 * student.dtype.itemsize + inputs[0].dtype.itemsize)
+    row_bytes = layout.sp_size * entries * (2 * student.dtype.itemsize + hidden.dtype.itemsize)
     rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
     blocks = blocks_within(options.logits_budget or 0, rows, row_bytes, fewest)
-    task = _Task(student, teacher, beta, blocks, NEGATIVE_ENTROPY + entropy)
-    return _Divergences.apply(*inputs, *teacher_inputs, task, factor)
+    return _Divergences.apply(*inputs, _Task(calls, beta, blocks, NEGATIVE_ENTROPY + entropy), factor)
 
 
 class _Divergences(torch.autograd.Function):
@@ -82,7 +74,8 @@ class _Divergences(torch.autograd.Function):
         *inputs, task, factor = given
         work = _Pass(task, inputs, None, Needs(*ctx.needs_input_grad[:3]), factor, summed=True)
         ctx.task, ctx.gradients, numbers = task, work.run(), work.numbers
-        ctx.save_for_backward(*inputs, factor, numbers, *task.student.tensors, *task.teacher.tensors)
+        student, teacher = task.calls
+        ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         entropy = -numbers[NEGATIVE_ENTROPY] if task.rows > NEGATIVE_ENTROPY else None
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
@@ -97,16 +90,16 @@ class _Divergences(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients, ctx.gradients, task = ctx.gradients, None, ctx.task
         upstream, needs = in_memory(upstream), Needs(*ctx.needs_input_grad[:3])
-        if gradients is None:
-            student, tensors = ctx.task.student.with_saved(tensors)
-            task = ctx.task._replace(student=student, teacher=ctx.task.teacher.with_saved(tensors)[0])
+        student, teacher = task.calls
+        if factor is None or gradients is None:
+            student, tensors = student.with_saved(tensors)
+            task = task._replace(calls=(student, teacher.with_saved(tensors)[0]))
             each = upstream if factor is None else factor
             gradients = _Pass(task, inputs, numbers, needs, each, factor is not None).run()
-            assert gradients is not None  # a factor is given
         if factor is not None:
-            scaled = ctx.task.student.backend.scaled
+            scaled = student.backend.scaled
             with device_without_autocast(inputs[1]):
                 gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
         return *gradients, None, None, None, None, None
@@ -118,26 +111,20 @@ class _Pass:
     and dbias stay in the statistics' dtype."""
 
     def __init__(
-        self,
-        task: _Task,
-        inputs: Sequence[Any],
-        known: Tensor | None,
-        needs: Needs,
-        factor: Tensor | None,
-        summed: bool,
+        self, task: _Task, inputs: Any, known: Tensor | None, needs: Needs, factor: Tensor | None, summed: bool
     ) -> None:
-        student = task.student
-        self._task, self._calls, self._known = task, (student, task.teacher), known is not None
+        student, teacher = task.calls
+        self._task, self._layout, self._known = task, student.layout, known is not None
         # Saved-tensor hooks may have changed strides.
-        self._hidden = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
-        self._shape, hidden = inputs[0].shape, self._hidden[0]
-        self._projections = student.projection(*inputs[1:3]), task.teacher.projection(*inputs[4:])
-        self.numbers, self._sums = known, None
+        self._hidden = hidden, _ = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
+        self._projections = projection, _ = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
+        self._shape, self._dtype, self._factor = inputs[0].shape, None, None
         if known is None:
-            self.numbers = hidden.new_empty(task.rows, student.shape.numel(), dtype=student.dtype)
+            known = hidden.new_empty(task.rows, student.shape.numel(), dtype=student.dtype)
+        self.numbers, dtype = known, student.dtype if summed else None
+        needs = needs if factor is not None else Needs(False, False, False)
+        self._sums = GradientSums(student, hidden, projection, needs, len(task.blocks), dtype)
         if factor is not None:
-            of_student = student, hidden, self._projections[0], needs, len(task.blocks)
-            self._sums = GradientSums(*of_student, student.dtype if summed else None)
             # On CPUs low-precision products are slower, and no more exact.
             self._dtype = hidden.dtype if hidden.is_cuda else student.dtype
             self._factor, self._unscale = self._of_output(factor)
@@ -157,39 +144,36 @@ class _Pass:
         # An ignored token has no gradient, whatever its scale is.
         return scaled.masked_fill_(factor == 0, 0.0), unscale
 
-    def run(self) -> Gradients | None:
-        """The gradients, if there is a factor."""
-        layout, blocks = self._task.student.layout, self._task.blocks
+    def run(self) -> Gradients:
+        """The gradients, None each without a factor."""
         with device_without_autocast(self._projections[0].weight):
-            gathers = [Gathers(each, blocks, layout) for each in self._hidden]
-            for block in blocks:
+            gathers = [Gathers(each, self._task.blocks, self._layout) for each in self._hidden]
+            for block in self._task.blocks:
                 hidden = [each.ready().tensor for each in gathers]
                 gradient = self._block(block, hidden)
                 if gradient is not None:
                     self._add(block, hidden[0], gradient)
                 del gradient  # before the next block's logits
-            return self._sums and self._sums.deliver(self._shape)
+            return self._sums.deliver(self._shape)
 
     def _block(self, block: Block, hidden: Sequence[Tensor]) -> Tensor | None:
         """Write the block's numbers. Returns, with a factor, the gradient of the student's output ``[R, V/P]``. The
         logits are freed when this returns."""
-        task, layout, rows = self._task, self._task.student.layout, len(hidden[0])
+        task, layout, rows = self._task, self._layout, len(hidden[0])
         logits, partials = [], []
-        for call, x, whole in zip(self._calls, hidden, self._projections):
+        for call, whole, x in zip(task.calls, self._projections, hidden):
             projection = call.of_block(whole, block)
             logits.append(_aligned(x, projection, projection.dtype))
             partial, *_ = call.backend.block_forward(ForwardTask(projection, x, None, Columns(), 0, logits=logits[-1]))
             partials.append(partial)
-        part = importlib.import_module(f"parallel_lce.distillation.{task.student.backend.NAME}_part")
-        projection, gradient, factor = task.student.of_block(self._projections[0], block), None, None
-        numbers = layout.take(self.numbers, block).contiguous()
-        if self._sums is not None:
-            gradient, factor = (
-                _aligned(hidden[0], projection, self._dtype),
-                layout.take(self._factor, block).contiguous(),
-            )
+        student, gradient = task.calls[0], None
+        part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
+        projection = student.of_block(self._projections[0], block)
+        numbers, factor = layout.take(self.numbers, block).contiguous(), layout.take(self._factor, block)
+        if factor is not None:
+            gradient, factor = _aligned(hidden[0], projection, self._dtype), factor.contiguous()
         if not self._known:
-            numbers[:DIVERGENCE] = _normalizers(partials, self._calls, layout)
+            numbers[:DIVERGENCE] = _normalizers(partials, task.calls, layout)
             of_ranks = numbers.new_empty(layout.ranks, task.rows - DIVERGENCE, rows)
             own = of_ranks[layout.rank]
             # The gradient of KL(teacher || student) needs no sum: one pass computes both.
@@ -206,7 +190,6 @@ class _Pass:
     def _add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
         """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
         sums, projection, factor = self._sums, self._projections[0], self._unscale
-        assert sums is not None
         real = projection.real_rows
         if sums.reduction is not None:
             dx = sums.reduction.open_block(block)
@@ -224,8 +207,8 @@ class _Pass:
 
 
 def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
-    """New memory ``[R, V/P]`` with rows at multiples of 16 elements: cuBLAS wants 16 bytes, and Triton makes wider loads
-    for such strides."""
+    """New memory ``[R, V/P]`` with rows at multiples of 16 elements: cuBLAS wants 16 bytes, and Triton loads several
+    elements at a time."""
     entries = projection.real_rows
     return x.new_empty(len(x), -(-entries // 16) * 16, dtype=dtype)[:, :entries]
 

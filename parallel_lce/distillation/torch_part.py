@@ -13,9 +13,9 @@ from parallel_lce.core.partials import LOWEST_SHIFT
 # Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
 
-# Numbers per token, rows of a tensor [6 or 7, N]. The first two rows are the student's normalizer, the next two the
-# teacher's: over the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to
-# it. A log-probability is ``logit - normalizer[0] - normalizer[1]``.
+# Numbers per token, rows of a tensor [6 or 7, N]. The first two are the student's normalizer, the next two the
+# teacher's: over the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative
+# to it. Both are subtracted from a logit, which gives a log-probability.
 DIVERGENCE = 4
 # The sum of p log(p / r), from which the gradient takes a difference; 0 if beta is 0.
 STUDENT_MEAN = 5
@@ -33,8 +33,7 @@ def divergence(
     factor: Tensor | None,
     logit_map: LogitMap,
 ) -> None:
-    """From the logits ``[R, V/P]`` of both, in the statistics' dtype, write ``sums`` and ``gradient``, each unless it is
-    None.
+    """From the logits ``[R, V/P]`` of both, in the statistics' dtype, write ``sums`` and ``gradient``, unless None.
 
     Args:
         numbers: ``[rows, R]``, contiguous. The normalizers are read and, for a gradient with beta > 0, the mean.
@@ -89,11 +88,11 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 
-def of_classes(log_p: Tensor, log_q: Tensor, there: Tensor, beta: float) -> Tensor:
-    """The divergence of ``[..., C]`` log-probabilities, over the classes marked in ``there``; differentiable. The
-    teacher's, ``log_q``, must be finite there."""
-    # Probabilities of 0, whose products are 0 instead of NaN, in gradients too.
-    log_p, log_q = log_p.masked_fill(~there, LOWEST_SHIFT), log_q.masked_fill(~there, LOWEST_SHIFT)
+def of_classes(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """The divergence of ``[..., C]`` log-probabilities, over classes whose ``log_q`` is not -inf; differentiable."""
+    # The others have probabilities of 0. Unlike -inf, this gives 0 and no NaN in products and their gradients.
+    log_p = log_p.masked_fill(log_q == -torch.inf, LOWEST_SHIFT)
+    log_q = log_q.clamp(min=LOWEST_SHIFT)
     if beta > 0:
         log_p = log_p.clamp(min=LOWEST_SHIFT)
     of_p, of_q = log_ratios(log_p - log_q, beta)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.distillation.torch_part import NEAR_RATIO, STUDENT_MEAN
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 from parallel_lce.kernels.relaunch import Relaunched
@@ -53,9 +51,8 @@ def lce_backward_divergence(
     STUDENT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """``student``, ``teacher``: logits and row stride. ``TEACHER``, ``STUDENT``: whether the divergence contains the sum
-    over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted. ``logit_map``: the
-    student's. ``ENTROPY``: ``sums`` has a third row."""
+    """``student``, ``teacher``: logits and row stride. ``TEACHER``, ``STUDENT``: whether the divergence contains the
+    sum over the teacher's, or the student's, probabilities. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
     cap = caps_of(logit_map, row, True)
     of_teacher = 0.0
@@ -110,16 +107,8 @@ def lce_backward_divergence(
             tl.store(sums + 2 * rows + row, of_entropy)
 
 
-def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    numbers: Tensor,
-    beta: float,
-    sums: Tensor | None,
-    gradient: Tensor | None,
-    factor: Tensor | None,
-    logit_map: LogitMap,
-) -> None:
+def divergence(student, teacher, numbers, beta, sums, gradient, factor, logit_map) -> None:
+    """As that of :mod:`parallel_lce.distillation.torch_part`."""
     rows, entries = student.shape
     if rows:
         lce_backward_divergence.launch(

@@ -1,7 +1,7 @@
 """What a backend must do (:class:`Backend`), and its arguments and results.
 
-No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. The
-work of :mod:`parallel_lce.distillation` has a module for each backend there.
+No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. What
+:mod:`parallel_lce.distillation` makes of two blocks of logits has a module for each backend there.
 """
 
 from __future__ import annotations
@@ -195,6 +195,9 @@ class ForwardTask(NamedTuple):
     codes: bool = False
     # What is made of the partials, if the shard is the whole vocabulary; None: nothing.
     wanted: Wanted | None = None
+    # Memory of the logits [R, real_rows], in the statistics' dtype, rows contiguous. None: they are not kept. Only
+    # without ``save``.
+    logits: Tensor | None = None
 
 
 class SliceProducts(Protocol):

@@ -179,6 +179,8 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if picked is not None:
                 take_picked(z, picked, tile, window)
+            if task.logits is not None:
+                task.logits[tile, window] = z.t()
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
             if saved is not None and store is not None:

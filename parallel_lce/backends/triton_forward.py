@@ -52,6 +52,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             of_tokens = None if target is None else target[some]
         windows = new_window_partials(of_rows.x, product.windows, columns)
         epilogue = ForwardEpilogue(windows, flat=stored.flat)
+        if task.logits is not None:
+            epilogue = epilogue._replace(logits=task.logits[some], logits_stride=task.logits.stride(0))
         rounded = None
         if stored.codes is not None:
             epilogue = epilogue._replace(codes=stored.codes, target=target, target_logit=partial[TARGET])

@@ -7,6 +7,7 @@ can be formed for all tokens, or for a block as soon as its partials are merged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -81,6 +82,14 @@ class TokenStatistics:
                 values[name] = value.view((*shape, value.shape[1]))
             elif value is not None and name not in ("selected_log_prob", "vocab_size"):
                 values[name] = value.view(shape)
+        return TokenStatistics(**values)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> TokenStatistics:
+        """The same with every per-token field changed."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
+        for name, value in values.items():
+            if value is not None and name != "vocab_size":
+                values[name] = change(value)
         return TokenStatistics(**values)
 
 

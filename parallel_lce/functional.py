@@ -234,10 +234,10 @@ def token_statistics(
             gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
-        mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
-            their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
-        counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
-            NaN and ids -1. See :func:`linear_cross_entropy`.
+        mask: bool, of the tokens' shape: true for a token that counts. The others have statistics of 0, ids of -1, and
+            no gradient. They cost nothing with ``counted_tokens``; without it ``input`` is copied, with 0 for them.
+        counted_tokens: how many tokens the mask counts, the same number on all ranks. On a GPU and in a compiled graph
+            a wrong number makes statistics NaN and ids -1. See :func:`linear_cross_entropy`.
         gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``entropy``,
             ``sum_p_squared`` and ``selected``: with them the gradient of a logit is not its probability times one
             number per token.
@@ -341,7 +341,7 @@ def token_loss(
         per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks; under
             sequence parallelism of the whole sequence. Those made in inference mode are copied, and so is ``target``.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
-            ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`.
+            ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`. To read another one is refused.
         reduction: 'sum'; or 'mean', the sum divided by the number of tokens that are not ignored.
         ignore_index: tokens with this target have loss, metrics and gradient 0, whatever ``loss`` gives for them. None
             means -100.
@@ -363,7 +363,7 @@ def token_loss(
 
     Raises:
         ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
-        else than the above, or writes into its statistics. Whatever ``loss`` raises.
+        else than the above, writes into its statistics, or reads one that was not asked for. Whatever ``loss`` raises.
     """
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)

@@ -82,18 +82,10 @@ def test_a_nan_of_a_masked_token_in_a_graph(backend, device):
         assert torch.equal(f, e)
 
 
-def test_traces_read_nothing():
+def test_a_transform_reads_nothing():
     t = small("cpu", N=N, ignored=True)
     count = parallel_lce.count_tokens(t.target)
     assert count.read() == int((t.target >= 0).sum())
-
-    def loss(x):
-        count = parallel_lce.count_tokens(t.target)
-        return parallel_lce.linear_cross_entropy(x, t.weight.detach(), t.target, counted_tokens=count)
-
-    (truth,) = torch.autograd.grad(loss(t.x), t.x)
-    compiled = torch.compile(loss, backend="eager", fullgraph=True)(t.x)
-    torch.testing.assert_close(torch.autograd.grad(compiled, t.x)[0], truth)
     read = []
     torch.func.vmap(lambda target: read.append(parallel_lce.count_tokens(target).read()) or target)(t.target[None])
     assert read == [None]

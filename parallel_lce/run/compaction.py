@@ -105,26 +105,23 @@ def compacted(
         ValueError: a count that is no number from 0 to N, or wrong; a mask of another shape than the tokens', or not
         bool; and as for a call without a count.
     """
-    tensors, count, counter = autocasted(tensors), counted_tokens, None
+    tensors, count, begun = autocasted(tensors), counted_tokens, isinstance(counted_tokens, TokenCount)
     # A refusal may be sent to the other ranks, so hidden states are gathered only after all checks.
     options, layout, tokens = check(options, tensors, group)
-    if isinstance(counted_tokens, TokenCount):
-        count, counter = counted_tokens.read(), counted_tokens
-        count = None if count is None else min(count, tokens.numel())
+    if begun and (count := counted_tokens.read()) is not None:
+        count = min(count, tokens.numel())
     if options.reduction is not None:
         mask = as_int64(tensors.target) != options.ignore_index
     mask = _checked_mask(mask, count, tokens, tensors)
     # In debug mode the ranks compare their counts.
-    if count is None or (counter is not None and count == tokens.numel() and not debug.enabled()):
-        if options.reduction is None:  # a loss makes its mask from the targets
-            debug.compare_later({"mask": mask})
+    if count is None or (begun and count == tokens.numel() and not debug.enabled()):
         return options, _of_all(options, tensors, layout, mask, all_count=count is not None), Compaction(mask)
     if debug.enabled():
         gradients = gradients_of(tensors, main_grad, needs_of(tensors))
         check_together(options, tensors, layout, gradients, (count, mask))
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
         check_readable_target(options, tensors, layout, mask)
-    compaction = Compaction(mask, count, bound=counter is not None and counter.more > 0)
+    compaction = Compaction(mask, count, bound=begun and counted_tokens.more > 0)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
@@ -144,8 +141,9 @@ def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor, al
     if not all_count:
         own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
         hidden = hidden.masked_fill(~own.unsqueeze(-1), 0.0)
-    if target is not None and options.reduction is None:
-        target = as_int64(target).masked_fill(~mask, NO_LABEL)
+    if options.reduction is None:
+        debug.compare_later({"mask": mask})  # a loss makes it from the targets, which are compared
+        target = None if target is None else as_int64(target).masked_fill(~mask, NO_LABEL)
     return tensors._replace(input=hidden, target=target)
 
 

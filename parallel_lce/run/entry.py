@@ -30,27 +30,27 @@ def fused_loss(
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. Other arguments as in
     :func:`parallel_lce.call.prepare.prepare`."""
-    if counted_tokens is None:
-        return _loss(options, tensors, group, main_grad)
-    options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
-    loss = _loss(options, tensors, group, main_grad)
-    return compaction.spread(loss) if options.reduction == "none" else compaction.checked(loss)
-
-
-def _loss(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None) -> Tensor:
+    compaction = None
+    if counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
     weights, reduction = tensors.token_weight, options.reduction
-    if not (isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()):
-        loss, shape = _called(options, tensors, group, main_grad)
-        # A view would add a node to autograd's graph, which costs host time.
-        return loss if reduction != "none" or len(shape) == 1 else loss.view(shape)
-    losses, shape = _called(options._replace(token_weight_gradient=True), tensors, group, main_grad)
-    target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(losses.dtype)
-    if options.ignore_index is not None:  # weights of ignored tokens may be NaN
-        weights = weights.masked_fill(target == options.ignore_index, 0.0)
-    losses = losses * weights
-    if reduction == "none":
-        return losses.view(shape)
-    return mean_loss(losses, target, weights, options.ignore_index)[0] if reduction == "mean" else losses.sum()
+    learning = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
+    if learning:
+        options = options._replace(token_weight_gradient=True)
+    loss, shape = _called(options, tensors, group, main_grad)
+    if learning:
+        target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(loss.dtype)
+        if options.ignore_index is not None:  # weights of ignored tokens may be NaN
+            weights = weights.masked_fill(target == options.ignore_index, 0.0)
+        loss = loss * weights
+        if reduction != "none":
+            loss = mean_loss(loss, target, weights, options.ignore_index)[0] if reduction == "mean" else loss.sum()
+    # A view would add a node to autograd's graph, which costs host time.
+    if reduction == "none" and len(shape) != 1:
+        loss = loss.view(shape)
+    if compaction is None:
+        return loss
+    return compaction.spread(loss) if reduction == "none" else compaction.checked(loss)
 
 
 def fused_statistics(

@@ -73,22 +73,17 @@ class TokenStatistics:
     vocab_size: Tensor
 
     def view(self, shape: tuple[int, ...]) -> TokenStatistics:
-        """The same with every per-token field in this shape."""
+        """The same with every per-token field ``[N, ...]`` in this shape."""
         if shape == self.lse.shape:
             return self
-        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
-        for name, value in values.items():
-            if value is not None and value.dim() == 2:
-                values[name] = value.view((*shape, value.shape[1]))
-            elif value is not None and name not in ("selected_log_prob", "vocab_size"):
-                values[name] = value.view(shape)
-        return TokenStatistics(**values)
+        return self.changed(lambda value: value.view((*shape, *value.shape[1:])))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> TokenStatistics:
         """The same with every per-token field changed."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
+        values: dict[str, Any] = dict(vars(self))
         for name, value in values.items():
-            if value is not None and name != "vocab_size":
+            of_sets = name == "selected_log_prob" and value is not None and value.dim() == self.lse.dim()  # [E]
+            if value is not None and name != "vocab_size" and not of_sets:
                 values[name] = change(value)
         return TokenStatistics(**values)
 

@@ -1,9 +1,5 @@
-"""The number of counted tokens, on its way from the device to the host while the model's forward runs.
-
-The host needs this number to work on the counted tokens alone (:mod:`parallel_lce.run.compaction`), and would have to
-wait for the device to read it. But the labels are there long before the loss. So the number is copied when the labels
-are known, and read when the loss is reached: the device has passed the copy by then, or has the whole forward to do.
-"""
+"""The number of counted tokens, copied from the device to the host while the model's forward runs, for
+:mod:`parallel_lce.run.compaction`."""
 
 from __future__ import annotations
 

@@ -150,6 +150,18 @@ def test_a_mask_alone(member, sequence_parallel, backend):
         torch.testing.assert_close(alone, counted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("given", [{}, dict(counted_tokens=1)])
+def test_the_mask_of_a_token_without_dimensions(given, device):
+    t = small(device)
+    whole = parallel_lce.token_statistics(t.x[0], t.weight, t.target[0], selected=t.target[:3])
+    found = parallel_lce.token_statistics(
+        t.x[0], t.weight, t.target[0], selected=t.target[:3], mask=t.target[0] >= 0, **given
+    )
+    for name, value in fields(found).items():
+        assert value.shape == fields(whole)[name].shape
+        torch.testing.assert_close(value, fields(whole)[name])
+
+
 def test_labels_keep_their_count_until_they_change():
     labels = torch.tensor([[1, -100, 2]])
     count = LabelCount(labels)

@@ -46,10 +46,11 @@ class Compaction:
 
     def spread(self, values: Tensor, others: float = 0) -> Tensor:
         """The call's ``values [count, ...]`` at their places among all tokens, and ``others`` elsewhere."""
-        shape, trailing = self._mask.shape, values.shape[1:]
+        shape = self._mask.shape
         if self._kept is None:
-            trailing = values.shape[self._mask.dim() :]
-            return values.masked_fill(~self._mask.view(*shape, *[1] * len(trailing)), others)
+            ones = [1] * (values.dim() - len(shape))
+            return values.masked_fill(~self._mask.view((*shape, *ones)), others)
+        trailing = values.shape[1:]
         whole = values.new_full((shape.numel(), *trailing), others).index_copy(0, self._kept, values)
         return self.checked(whole).view((*shape, *trailing))
 

@@ -82,7 +82,7 @@ class Source:
         others = () if self.has_attached else (self.parameter, bias)
         self.is_trainable = self.has_attached or any(t is not None and t.requires_grad for t in others)
         named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
-        self.versions = [(name, tensor, _version(tensor)) for name, tensor in named if tensor is not None]
+        self.versions = [(name, tensor, version(tensor)) for name, tensor in named if tensor is not None]
         self.too_late: str | None = None
         self.has_loss = False
         _watch_optimizers()
@@ -100,7 +100,7 @@ class Source:
         """Raise ``RuntimeError`` if the operands may be others than in the layer's call."""
         event, weight = self.too_late, self.weight
         for name, tensor, before in self.versions:
-            if _version(tensor) != before:
+            if version(tensor) != before:
                 event = f"the output layer's {name} changed in place"
         if weight is not None and type(weight) in (Tensor, nn.Parameter) and self.device.type != "meta":
             if weight.numel() == 0 or weight.untyped_storage().size() == 0:
@@ -122,13 +122,6 @@ def _close(source: weakref.ref[Source], _: Any) -> None:
 def _autocast_dtype(kind: str) -> torch.dtype | None:
     """The dtype of autocast on devices of this kind; None where it is off."""
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return version(tensor)
-    except RuntimeError:  # inference tensors have none
-        return 0
 
 
 _alive: set[weakref.ref[Source]] = set()
@@ -163,7 +156,7 @@ class _State:
         self.output_hooks: list[Callable] = []
 
     def now(self) -> int:
-        return 0 if self.real is None else _version(self.real)
+        return 0 if self.real is None else version(self.real)
 
     def is_changed(self) -> bool:
         return self.now() != self.version
@@ -332,7 +325,7 @@ class DeferredLogits(Tensor):
         state = self.state
         if state.real is None:
             state.real = self._made(use)
-            state.version = _version(state.real)
+            state.version = version(state.real)
             for hook in state.output_hooks if state.real.requires_grad else ():
                 state.real.register_hook(hook)
         if (state.hooked or self._is_moved()) and not state.revealed:

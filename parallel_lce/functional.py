@@ -15,7 +15,6 @@ from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reductio
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
-from parallel_lce.run.compaction import compacted, counted_loss, counted_statistics, read_count, with_counted_hidden
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import TokenCount
@@ -106,9 +105,10 @@ def linear_cross_entropy(
             Not with ``sequence_parallel``: if a mapping gathers the sequence, pass the gathered states without it.
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks; or what
             :func:`parallel_lce.count_tokens` has begun to count before the model's forward. The call then works on
-            these tokens alone, and the others cost nothing. If the number is wrong, the loss is NaN. Under sequence
-            parallelism every rank gathers all hidden states, and dX is all-reduced. Where the host cannot read the
-            number, the call works on all tokens, on a copy of ``input`` with 0 for those that do not count.
+            these tokens alone, and the others cost nothing. A wrong number is refused on a CPU and in debug mode, and
+            makes the loss NaN on a GPU and in a compiled graph. Under sequence parallelism every rank gathers all
+            hidden states, and dX is all-reduced. Where the host cannot read the number, the call works on all tokens,
+            on a copy of ``input`` with 0 for those that do not count.
         gradient_filter: None: nothing is estimated. A probability in (0, 1), such as 2**-13: backward is exact only in
             the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
             larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
@@ -186,10 +186,7 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
     )
     chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
-    if counted_tokens is None:
-        loss = fused_loss(chosen, tensors, group)
-    else:
-        loss = counted_loss(chosen, tensors, group, counted_tokens)
+    loss = fused_loss(chosen, tensors, group, counted_tokens=counted_tokens)
     return loss if adapter is None else adapter.loss(loss)
 
 
@@ -237,10 +234,10 @@ def token_statistics(
             gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
-        mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
-            their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
-        counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
-            NaN and ids -1. See :func:`linear_cross_entropy`.
+        mask: bool, of the tokens' shape: true for a token that counts. The others have statistics of 0, ids of -1, and
+            no gradient. They cost nothing with ``counted_tokens``; without it ``input`` is copied, with 0 for them.
+        counted_tokens: how many tokens the mask counts, the same number on all ranks. On a GPU and in a compiled graph
+            a wrong number makes statistics NaN and ids -1. See :func:`linear_cross_entropy`.
         gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``entropy``,
             ``sum_p_squared`` and ``selected``: with them the gradient of a logit is not its probability times one
             number per token.
@@ -290,14 +287,9 @@ def statistics_of(
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
     options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
-    if mask is None and counted_tokens is None:
-        statistics = fused_statistics(options, tensors, group)
-    elif mask is None or counted_tokens is None:
-        given = type(mask).__name__, type(counted_tokens).__name__
-        raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
-    else:
-        mask = mask if adapter is None else adapter.per_token("mask", mask)
-        statistics = counted_statistics(options, tensors, group, mask, counted_tokens)
+    if adapter is not None and mask is not None:
+        mask = adapter.per_token("mask", mask)
+    statistics = fused_statistics(options, tensors, group, mask=mask, counted_tokens=counted_tokens)
     return statistics if adapter is None else adapter.statistics(statistics)
 
 
@@ -349,7 +341,7 @@ def token_loss(
         per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks; under
             sequence parallelism of the whole sequence. Those made in inference mode are copied, and so is ``target``.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
-            ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`.
+            ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`. To read another one is refused.
         reduction: 'sum'; or 'mean', the sum divided by the number of tokens that are not ignored.
         ignore_index: tokens with this target have loss, metrics and gradient 0, whatever ``loss`` gives for them. None
             means -100.
@@ -371,7 +363,7 @@ def token_loss(
 
     Raises:
         ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
-        else than the above, or writes into its statistics. Whatever ``loss`` raises.
+        else than the above, writes into its statistics, or reads one that was not asked for. Whatever ``loss`` raises.
     """
     scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
@@ -382,17 +374,7 @@ def token_loss(
     if adapter is not None:
         per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
     values = check_values(loss, per_token, reduction, tensors.target)
-    compaction = None
-    count, bound, whole = read_count(counted_tokens, tensors.target)
-    if whole and counted_tokens is not None:
-        tensors = with_counted_hidden(options, tensors, group, None, count)
-    elif not whole:
-        options, tensors, compaction = compacted(options, tensors, group, None, count, bound)
-        values = tuple([compaction.of(value) for value in values])
-    total, metrics = fused_token_loss(options, tensors, group, loss, values)
-    if compaction is not None:
-        total = compaction.checked(total)
-        metrics = {name: compaction.spread(metric, 0) for name, metric in metrics.items()}
+    total, metrics = fused_token_loss(options, tensors, group, loss, values, counted_tokens=counted_tokens)
     if adapter is not None:
         total = adapter.loss(total)
         metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}

@@ -28,13 +28,13 @@ from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.heads import Derived, FusedHead, call_unit, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import is_own, named_as, warn
-from parallel_lce.run.token_count import count_labels, count_of_labels
+from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _LOSS_ARGUMENTS = "logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"
-# Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, whether the loss got deferred
-# logits, and the metrics.
+# Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, their count, whether the loss
+# got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 
 
@@ -167,7 +167,9 @@ class _Loss:
         if type(logits) is not DeferredLogits:
             return self.own(**given)
         labels, target = given.get("labels"), given.get("shift_labels")
-        count = count_of_labels(labels if target is None else target, target is None) if ignore == NO_LABEL else None
+        count = None
+        if call is not None and ignore == NO_LABEL:
+            count = call.counted.of(labels, shifted=True) if target is None else call.counted.of(target)
         if target is None:
             target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
         target, metrics = as_int64(target).to(logits.device), {}
@@ -245,11 +247,12 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 @functools.partial(torch.compiler.disable, recursive=False)
 def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, labels: Any = None, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
-    if model.training or not door.eval_logits:
-        shifted = named.get("shift_labels")
-        count_labels(labels if shifted is None else shifted, shifted=shifted is None)
+    target = named.get("shift_labels")
+    known = labels if target is None else target
+    counted = LabelCount(known if model.training or not door.eval_logits else None, shifted=target is None)
     named |= {} if labels is None else {"labels": labels}
-    call = SimpleNamespace(unit=_unit_of(model), labelled=labels is not None, deferred=False, metrics={})
+    labelled = labels is not None
+    call = SimpleNamespace(unit=_unit_of(model), labelled=labelled, counted=counted, deferred=False, metrics={})
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)

@@ -381,7 +381,12 @@ def test_an_error_after_the_exchange_is_not_sent(member):
     with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
         call(arguments)
         with fails as failing, pytest.raises(ValueError, match="^after$"):
-            failing.side_effect = lambda *given: (fused_loss(*given), (_ for _ in ()).throw(ValueError("after")))
+
+            def failing_after(*given, **named):
+                fused_loss(*given, **named)
+                raise ValueError("after")
+
+            failing.side_effect = failing_after
             call(arguments)
         report.assert_not_called()
 

@@ -113,12 +113,13 @@ OF_STATISTICS = [
     *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("mean_logit", "entropy")),
     *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("argmax", "sum_p_squared")),
     ("top_k", "must be None or a number of entries >= 1, got 0", 0),
-    ("mask", "and counted_tokens must be given together, got Tensor and NoneType", ZEROS > 0),
+    ("mask", r"must be torch.bool of the tokens' shape \[6\], got NoneType", dict(counted_tokens=3)),
+    ("mask", r"must be torch.bool .* got torch.float32 \[6\]", ZEROS),
     ("mask", "must be .* got int", dict(mask=1, counted_tokens=1)),
     ("mask", r"must be torch.bool .* got torch.float32 \[6\]", dict(mask=ZEROS, counted_tokens=3)),
     ("mask", r"must .* shape \[6\], got torch.bool \[2, 3\]", dict(mask=(ZEROS > 0).view(2, 3), counted_tokens=3)),
     ("mask", "is on meta and input is on cpu", dict(mask=ZEROS.to("meta") > 0, counted_tokens=3)),
-    ("", "without offsets, where counted_tokens is given", dict(mask=ZEROS == 0, counted_tokens=N, selected=PAIR)),
+    ("", "without offsets, where a mask is given", dict(mask=ZEROS == 0, counted_tokens=N, selected=PAIR)),
     *(("", f"gradient_filter=0.01 cannot be combined with {name}", dict(gradient_filter=0.01) | {name: value})
       for name, value in dict(mean_logit=True, entropy=True, sum_p_squared=True, selected=IDS[:, None]).items()),
 ]  # fmt: skip

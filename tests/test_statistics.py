@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import parallel_lce
-from blocks import counted_forwards
-from cases import make, normal, part
+from cases import normal
 from measures import relative_error
-from parallel_lce.backends import backend_of
 from parallel_lce.backends import formulas as formula
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.kernels import results as kernels
@@ -106,20 +104,6 @@ def test_the_lowest_of_equals_comes_first(member, backend):
     expected = {1: [7, 30, 0, 1, 2, 3, 4, 5], 3: [7, 30, 47, 70, 87, 110, 0, 1]}[member.ranks]
     assert found.top_ids[1, 2].tolist() == expected
     assert found.top_logits[1, 2].tolist() == [1.0] * 2 * member.ranks + [0.0] * (8 - 2 * member.ranks)
-
-
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.thinned
-@on_ranks()
-def test_only_counted_tokens_are_projected(member, reduction, sequence_parallel, backend):
-    """The fuzz has the results, and wrong counts."""
-    t = part(make(48, 120, D, ignored=True, device=member.device), member, sequence_parallel)
-    options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
-    for counted in (dict(counted_tokens=int((t.target != -100).sum())), {}):
-        with counted_forwards(backend_of(t.weight)) as rows:
-            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options, **counted)
-        assert sum(rows) == counted.get("counted_tokens", 48)
 
 
 # --- selected entries -------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ import parallel_lce
 from blocks import counted_forwards
 from cases import make, part
 from parallel_lce.backends import backend_of
-from parallel_lce.run import token_count
-from parallel_lce.run.compaction import counted_loss
-from parallel_lce.run.token_count import TokenCount, count_labels, count_of_labels
-from tools import fields, on_ranks, small, statistics
+from parallel_lce.core.options import Options, Tensors
+from parallel_lce.run.entry import fused_loss
+from parallel_lce.run.token_count import LabelCount, TokenCount
+from tools import debug_mode, fields, on_ranks, small, statistics
 
 N, V, D = 48, 120, 24
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -82,18 +82,10 @@ def test_a_nan_of_a_masked_token_in_a_graph(backend, device):
         assert torch.equal(f, e)
 
 
-def test_traces_read_nothing():
+def test_a_transform_reads_nothing():
     t = small("cpu", N=N, ignored=True)
     count = parallel_lce.count_tokens(t.target)
     assert count.read() == int((t.target >= 0).sum())
-
-    def loss(x):
-        count = parallel_lce.count_tokens(t.target)
-        return parallel_lce.linear_cross_entropy(x, t.weight.detach(), t.target, counted_tokens=count)
-
-    (truth,) = torch.autograd.grad(loss(t.x), t.x)
-    compiled = torch.compile(loss, backend="eager", fullgraph=True)(t.x)
-    torch.testing.assert_close(torch.autograd.grad(compiled, t.x)[0], truth)
     read = []
     torch.func.vmap(lambda target: read.append(parallel_lce.count_tokens(target).read()) or target)(t.target[None])
     assert read == [None]
@@ -102,28 +94,89 @@ def test_traces_read_nothing():
 def test_a_bound(backend, device):
     """Of a loss: up to that many tokens count."""
     t = small(device, N=N, ignored=True)
-    options = parallel_lce.core.options.Options("test", reduction="none", ignore_index=-100)
-    tensors = parallel_lce.core.options.Tensors(t.x, t.weight, t.target)
+    given = Options("test", reduction="none", ignore_index=-100), Tensors(t.x, t.weight, t.target), None
     whole = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none")
     exact = parallel_lce.count_tokens(t.target)
     fewer = parallel_lce.count_tokens(torch.arange(N, device=device) < exact.read() - 3)
     for count in (exact.plus(4), fewer.plus(3), exact.plus(2 * N)):
-        torch.testing.assert_close(counted_loss(options, tensors, None, count), whole, rtol=1e-5, atol=1e-6)
-    assert counted_loss(options, tensors, None, fewer.plus(2)).isnan().all()
+        torch.testing.assert_close(fused_loss(*given, counted_tokens=count), whole, rtol=1e-5, atol=1e-6)
+    with debug_mode(), pytest.raises(ValueError, match="counted_tokens is 31, and 32 tokens count"):
+        fused_loss(*given, counted_tokens=fewer.plus(2))
 
 
-def test_labels_are_expected_until_they_change():
-    labels = torch.tensor([1, -100, 2])
-    assert count_of_labels(labels) is None and count_of_labels(None) is None
-    count_labels(labels)
-    assert count_of_labels(labels).read() == 2 and count_of_labels(labels.clone()) is None
-    count_labels(labels, torch.tensor([True, False, False]))
-    assert count_of_labels(labels).read() == 1
-    labels[1] = 4
-    assert count_of_labels(labels) is None
-    del labels
-    assert not len(token_count._counts)
-    assert count_labels(torch.ones(3, device="meta", dtype=torch.long)) is None
+@pytest.mark.parametrize("count", [31, 33, N])
+def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, backend, device):
+    """On a GPU and in a compiled graph results are NaN."""
+    t = small(device, N=N, ignored=True)
+    mask = t.target >= 0
+    calls = {
+        "loss": lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count),
+        "statistics": lambda: parallel_lce.token_statistics(t.x, t.weight, None, mask=mask, counted_tokens=count).lse,
+        "own": lambda: parallel_lce.token_loss(t.x, t.weight, t.target, lambda s: s.lse, counted_tokens=count)[0],
+    }
+    for name, call in calls.items():
+        with debug_mode(), pytest.raises(ValueError, match=f"counted_tokens is {count}, and 32 tokens count"):
+            call()
+        if device == "cpu":
+            with pytest.raises(ValueError, match=f"counted_tokens is {count}, and 32 tokens count"):
+                call()
+        else:
+            assert call().isnan().all()
+        if name != "own":
+            found = torch.compile(call, backend="eager", fullgraph=True)()
+            (dx,) = torch.autograd.grad(found.sum(), t.x)
+            assert found.isnan().all() and dx[mask].isnan().any()
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
+@on_ranks()
+def test_a_mask_alone(member, sequence_parallel, backend):
+    """Tokens that do not count are projected, and all else is as with their number."""
+    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
+    mask = torch.arange(N, device=member.device) % 3 == 1
+    x = t.x.detach().clone()
+    of_rank = mask.chunk(member.ranks)[member.rank] if sequence_parallel else mask
+    x[~of_rank] = torch.nan
+    x.requires_grad_()
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, mask=mask, entropy=True)
+    found = []
+    for count in (16, None):
+        with counted_forwards(backend_of(t.weight)) as rows:
+            each = parallel_lce.token_statistics(x, t.weight, t.target, counted_tokens=count, **options)
+        assert sum(rows) == (N if count is None else 16)
+        loss = each.target_log_prob + each.entropy
+        found.append([each.lse, loss, *torch.autograd.grad(loss.sum(), [x, t.weight])])
+    for alone, counted in zip(*found):
+        torch.testing.assert_close(alone, counted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [{}, dict(counted_tokens=1)])
+def test_the_mask_of_a_token_without_dimensions(given, device):
+    t = small(device)
+    whole = parallel_lce.token_statistics(t.x[0], t.weight, t.target[0], selected=t.target[:3])
+    found = parallel_lce.token_statistics(
+        t.x[0], t.weight, t.target[0], selected=t.target[:3], mask=t.target[0] >= 0, **given
+    )
+    for name, value in fields(found).items():
+        assert value.shape == fields(whole)[name].shape
+        torch.testing.assert_close(value, fields(whole)[name])
+
+
+def test_labels_keep_their_count_until_they_change():
+    labels = torch.tensor([[1, -100, 2]])
+    count = LabelCount(labels)
+    assert count.of(labels).read() == 2 and count.of(labels.clone()) is None and count.of(labels, shifted=True) is None
+    count.others = count.count.plus(1)
+    assert count.of(labels.clone()).read() == 3
+    count.others = None
+    assert LabelCount(labels, shifted=True).of(labels, shifted=True).read() == 1
+    labels[0, 1] = 4
+    assert count.of(labels) is None
+    with torch.inference_mode():
+        labels = labels.clone()
+    assert LabelCount(labels).of(labels).read() == 3
+    for nothing in (None, torch.ones(3, device="meta", dtype=torch.long)):
+        assert LabelCount(nothing).of(nothing) is None
 
 
 @pytest.mark.parametrize("target", [torch.ones(3), [1, 2], None])

@@ -170,46 +170,47 @@ def test_layouts(member, kind, sequence_parallel):
     if kind == "dtensor" and not sequence_parallel:
         return
     t, *values = problem(device=member.device)
-    weight = part(t, member).weight
-    options = dict(entropy=True, process_group=member.group, logits_budget=0, logit_scale=0.5)
-    with shrunk(2000):
-        x = t.x.clone().requires_grad_()
-        total, metrics = parallel_lce.token_loss(x, weight, t.target, ppo, *values, **options)
-        dx, dweight = torch.autograd.grad(total, [x, weight])
-        turned = kind == "sequence first"
-        shaped = [v.view(6, 8, *v.shape[1:]) for v in (t.x, t.target, *values)]
-        shaped = [v.transpose(0, 1).contiguous() if turned else v for v in shaped]
-        of_part = shaped[0].chunk(member.ranks, 0 if turned else 1)[member.rank] if sequence_parallel else shaped[0]
-        its = of_part.clone().requires_grad_()
-        options |= dict(sequence_parallel=sequence_parallel, sequence_dim=0 if turned else 1)
-        if "counted" in kind:
-            options["counted_tokens"] = int((t.target != -100).sum())
-        given = its, weight
-        if kind == "dtensor":
-            from torch.distributed.device_mesh import DeviceMesh
-            from torch.distributed.tensor import DTensor, Replicate, Shard
+    x, weight = t.x.clone().requires_grad_(), part(t, member).weight
+    turned = int(kind == "sequence first")
 
-            mesh = DeviceMesh.from_group(member.group, member.device.type, mesh_dim_names=("tp",))
-            given = DTensor.from_local(its, mesh, [Shard(1)]), DTensor.from_local(weight, mesh, [Shard(0)])
-            shaped[2] = DTensor.from_local(shaped[2], mesh, [Replicate()])
-            del options["process_group"], options["sequence_parallel"], options["sequence_dim"]
-        again, its_metrics = parallel_lce.token_loss(*given, shaped[1], ppo, *shaped[2:], **options)
+    def laid(value):
+        return value.view(6, 8, *value.shape[1:]).transpose(0, turned).contiguous()
+
+    def of_rank(value):
+        return value.chunk(member.ranks, 1 - turned)[member.rank] if sequence_parallel else value
+
+    flat = dict(entropy=True, process_group=member.group, logits_budget=0, logit_scale=0.5)
+    options = dict(flat, sequence_parallel=sequence_parallel, sequence_dim=1 - turned)
+    if "counted" in kind:
+        options["counted_tokens"] = int((t.target != -100).sum())
+    its, its_weight, target, its_values = (
+        of_rank(laid(t.x)).requires_grad_(),
+        weight,
+        laid(t.target),
+        [*map(laid, values)],
+    )
+    hidden = its
+    if kind == "dtensor":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mesh = DeviceMesh.from_group(member.group, member.device.type, mesh_dim_names=("tp",))
+        hidden, its_weight = DTensor.from_local(its, mesh, [Shard(1)]), DTensor.from_local(weight, mesh, [Shard(0)])
+        its_values[0] = DTensor.from_local(its_values[0], mesh, [Replicate()])
+        options = dict(flat, process_group=None)
+    with shrunk(2000):
+        total, metrics = parallel_lce.token_loss(x, weight, t.target, ppo, *values, **flat)
+        dx, dweight = torch.autograd.grad(total, [x, weight])
+        again, its_metrics = parallel_lce.token_loss(hidden, its_weight, target, ppo, *its_values, **options)
         if kind == "dtensor":
             again, its_metrics = again.to_local(), {n: m.to_local() for n, m in its_metrics.items()}
         its_dx, its_dweight = torch.autograd.grad(again, [its, weight])
-    dx = dx.view(6, 8, -1)
-    if sequence_parallel:
-        dx = dx.chunk(member.ranks, 0 if turned else 1)[member.rank] if not turned else dx
-    if turned:
-        dx = dx.transpose(0, 1)
-        dx = dx.chunk(member.ranks, 0)[member.rank] if sequence_parallel else dx
     assert_near(again, total, 3e-6)  # fp32 sums of other blocks
-    assert_near(its_dx, dx, 1e-5)
+    assert_near(its_dx, of_rank(laid(dx)), 1e-5)
     assert_near(its_dweight, dweight, 1e-5)
     for name, metric in metrics.items():
-        assert not metric.requires_grad and its_metrics[name].shape == shaped[1].shape
-        its_metric = its_metrics[name].t() if turned else its_metrics[name]
-        assert_near(its_metric.reshape(-1).double(), metric.double(), 1e-5)
+        assert not metric.requires_grad and its_metrics[name].shape == target.shape
+        assert_near(its_metrics[name].double(), laid(metric).double(), 1e-5)
 
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
@@ -339,6 +340,8 @@ def shrinking(statistics):
         (dict(loss=lambda s: (s.lse, {"kl": 3.0})), "as 'kl' it returned float"),
         (dict(loss=lambda s: (s.lse, [s.lse])), "as 'metrics' it returned list"),
         (dict(loss=lambda s: (s.lse, s.lse)), "as 'metrics' it returned .* of torch.float32"),
+        (dict(loss=lambda s: s.lse - s.entropy), "loss reads entropy, which is computed with entropy=True"),
+        (dict(loss=lambda s: s.expected_logit + 1, argmax=True), "reads expected_logit, .* entropy=True"),
         (dict(loss=shrinking), "loss must not write into its statistics, and it wrote into vocab_size"),
         (dict(gradient_filter=0.1, entropy=True), "cannot be combined with entropy"),
     ],

@@ -139,8 +139,8 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor, or an alias, was changed in place. 2.15."""
-    return tensor._version
+    """How often the tensor, or an alias, was changed in place. Tensors of inference mode do not count that. 2.15."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # --- torch.distributed ---

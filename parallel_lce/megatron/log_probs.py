@@ -18,7 +18,7 @@ from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import check_flag
 from parallel_lce.deferred import DeferredLogits
-from parallel_lce.megatron.loss import counted, model_group, statistics, token_loss_of
+from parallel_lce.megatron.loss import count_of, model_group, statistics, token_loss_of
 from parallel_lce.megatron.settings import MARK, running
 from parallel_lce.megatron.switch import fuse, language_model, replace_loss
 
@@ -104,7 +104,7 @@ def token_log_probs(
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
-        return statistics(logits, labels, temperature, entropy, counted(vars(inner)[MARK], labels))
+        return statistics(logits, labels, temperature, entropy, count_of(vars(inner)[MARK], labels))
 
     given = input_ids, position_ids, attention_mask
     output = _scored("token_log_probs", model, inner, given, labels, of, forward_arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,11 @@ from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import MARK, Chosen, Fusion, running
+from parallel_lce.megatron.settings import MARK, Chosen, Fusion, counted, running
 from parallel_lce.neighbours import is_global_group
-from parallel_lce.run.compaction import counted_loss, counted_statistics
 from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
 from parallel_lce.run.results import TokenStatistics
-from parallel_lce.run.token_count import TokenCount, count_of_labels
+from parallel_lce.run.token_count import TokenCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
@@ -96,18 +94,17 @@ def swapped(tokens: Tensor) -> Tensor:
     return tokens.transpose(0, 1).contiguous()
 
 
-def counted(fusion: Fusion, labels: Tensor) -> TokenCount | None:
+def count_of(fusion: Fusion, labels: Tensor) -> TokenCount | None:
     """How many of the labels count: the labels are the model's own, or those of MTP, of which a bound is known. None if
     no labels are skipped."""
-    if not fusion.settings.skip_masked:  # the same labels may have been counted before
-        return None
-    return count_of_labels(labels) or fusion.rolled
+    of_fusion, of_labels = counted.get() or (None, None)
+    return of_labels.of(labels) if of_labels is not None and of_fusion is fusion else None
 
 
 def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
-    chosen, target, count = fusion.settings, labels.transpose(0, 1), counted(fusion, labels)
+    chosen, target, count = fusion.settings, labels.transpose(0, 1), count_of(fusion, labels)
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
         return fused_losses(logits, target, ignored, count)
@@ -135,9 +132,11 @@ def fused_losses(
     """Losses of ``target [s, b]``, fp32 ``[s, b]``. A token with the target ``ignore_index`` has loss 0 and no
     gradient; it costs nothing if the others were counted. Collectives: as in
     :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``."""
-    entry = fused_loss if count is None else partial(counted_loss, counted_tokens=count)
-    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    (losses,) = _run(logits, target, lambda *given, **named: (entry(*given, **named),), options)
+
+    def tensors(*given: Any, **named: Any) -> tuple:
+        return (fused_loss(*given, counted_tokens=count, **named),)
+
+    (losses,) = _run(logits, target, tensors, dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False))
     return losses
 
 
@@ -155,12 +154,10 @@ def _statistics(
     logits: DeferredLogits, target: Tensor, count: TokenCount | None, temperature: Any = 1.0, **options: Any
 ) -> TokenStatistics:
     """With a ``count`` of the targets that are not -100, of these alone."""
-    entry, found, names = fused_statistics, {}, []
-    if count is not None:
-        entry = partial(counted_statistics, mask=as_int64(target) != NO_LABEL, counted_tokens=count)
+    found, names, mask = {}, [], None if count is None else as_int64(target) != NO_LABEL
 
     def tensors(*given: Any, **named: Any) -> tuple:
-        found.update(vars(entry(*given, **named)))
+        found.update(vars(fused_statistics(*given, mask=mask, counted_tokens=count, **named)))
         names.extend(name for name, value in found.items() if isinstance(value, Tensor))
         return tuple(found[name] for name in names)
 

@@ -11,6 +11,7 @@ import torch
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.options import Options, Tensors, check_flag, check_options
 from parallel_lce.patching import warn
+from parallel_lce.run.token_count import LabelCount
 
 CROSS_ENTROPIES = ("output_layer", "logits")
 MARK = "_parallel_lce"
@@ -27,6 +28,10 @@ class LogitsWarning(RuntimeWarning):
     """Training makes the whole logits. No UserWarning: Megatron-LM's programs show those on the first rank alone, which
     has no output layer under pipeline parallelism."""
 
+
+counted: ContextVar[tuple[Fusion, LabelCount] | None] = ContextVar("counted", default=None)
+"""Of the running call of a fused model that skips masked tokens: the count of its labels, and a bound of those that
+multi-token prediction rolls."""
 
 _OF_LOSS = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
 """Settings by which the loss is another one than Megatron's, or says more."""
@@ -93,9 +98,8 @@ class Fusion:
         self.parameters = [*inspect.signature(model.forward).parameters]
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: set[str] = set()
-        # Of the model's last call: whether it got labels, and how many labels of MTP count at most.
+        # Whether the model's last call got labels.
         self.has_labels = True
-        self.rolled: Any = None
 
     @property
     def settings(self) -> Settings:

@@ -15,9 +15,9 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import model_loss
-from parallel_lce.megatron.settings import MARK, Chosen, Fusion, LogitsWarning, running
+from parallel_lce.megatron.settings import MARK, Chosen, Fusion, LogitsWarning, counted, running
 from parallel_lce.patching import Replacements, warn
-from parallel_lce.run.token_count import count_labels
+from parallel_lce.run.token_count import LabelCount
 
 IMPLEMENTATION = "parallel_lce"
 KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()
@@ -242,17 +242,19 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     fusion: Fusion = vars(model)[MARK]
     arguments = {**dict(zip(fusion.parameters, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
-    fusion.has_labels, fusion.rolled = isinstance(labels, Tensor) or fusion.labels not in fusion.parameters, None
+    fusion.has_labels = isinstance(labels, Tensor) or fusion.labels not in fusion.parameters
+    counted.set(None)
     if not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
     if isinstance(mask, Tensor) and mask.numel() == labels.numel() and running.get() is None:
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
-    count = count_labels(labels)
+    of_labels = LabelCount(labels)
+    counted.set((fusion, of_labels))
     # A program's own loss may make other labels of them, and packed sequences roll more.
     is_own = getattr(getattr(model, _LOSS), "__func__", None) is vars(_language_module())[_LOSS]
-    if count is not None and fusion.heads > 1 and is_own and arguments.get("packed_seq_params") is None:
+    if of_labels.count is not None and fusion.heads > 1 and is_own and arguments.get("packed_seq_params") is None:
         # When MTP rolls the labels, each depth may add a label that counts at the end of each sequence, and under
         # context parallelism of both of its pieces.
-        fusion.rolled = count.plus(2 * len(labels) * (fusion.heads - 1))
+        of_labels.others = of_labels.count.plus(2 * len(labels) * (fusion.heads - 1))
     names = fusion.parameters[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments

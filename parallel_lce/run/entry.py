@@ -16,34 +16,62 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
 from parallel_lce.run import ops
 from parallel_lce.run.autograd import function_of
+from parallel_lce.run.compaction import compacted
 from parallel_lce.run.results import TokenStatistics
 
 
 def fused_loss(
-    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, *, main_grad: MainGrad | None = None
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    *,
+    counted_tokens: Any = None,
+    main_grad: MainGrad | None = None,
 ) -> Tensor:
-    """The loss, of the tokens' shape or 0-dimensional. Arguments as in :func:`parallel_lce.call.prepare.prepare`."""
+    """The loss, of the tokens' shape or 0-dimensional. Other arguments as in
+    :func:`parallel_lce.call.prepare.prepare`."""
+    compaction = None
+    if counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
     weights, reduction = tensors.token_weight, options.reduction
-    if not (isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()):
-        loss, shape = _called(options, tensors, group, main_grad)
-        # A view would add a node to autograd's graph, which costs host time.
-        return loss if reduction != "none" or len(shape) == 1 else loss.view(shape)
-    losses, shape = _called(options._replace(token_weight_gradient=True), tensors, group, main_grad)
-    target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(losses.dtype)
-    if options.ignore_index is not None:  # weights of ignored tokens may be NaN
-        weights = weights.masked_fill(target == options.ignore_index, 0.0)
-    losses = losses * weights
-    if reduction == "none":
-        return losses.view(shape)
-    return mean_loss(losses, target, weights, options.ignore_index)[0] if reduction == "mean" else losses.sum()
+    learning = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
+    if learning:
+        options = options._replace(token_weight_gradient=True)
+    loss, shape = _called(options, tensors, group, main_grad)
+    if learning:
+        target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(loss.dtype)
+        if options.ignore_index is not None:  # weights of ignored tokens may be NaN
+            weights = weights.masked_fill(target == options.ignore_index, 0.0)
+        loss = loss * weights
+        if reduction != "none":
+            loss = mean_loss(loss, target, weights, options.ignore_index)[0] if reduction == "mean" else loss.sum()
+    # A view would add a node to autograd's graph, which costs host time.
+    if reduction == "none" and len(shape) != 1:
+        loss = loss.view(shape)
+    if compaction is None:
+        return loss
+    return compaction.spread(loss) if reduction == "none" else compaction.checked(loss)
 
 
 def fused_statistics(
-    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, *, main_grad: MainGrad | None = None
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    *,
+    mask: Tensor | None = None,
+    counted_tokens: Any = None,
+    main_grad: MainGrad | None = None,
 ) -> TokenStatistics:
-    """The statistics that the options ask for, of the tokens' shape. Arguments as in :func:`fused_loss`."""
-    statistics, shape = _called(options, tensors, group, main_grad)
-    return TokenStatistics(*statistics).view(shape)
+    """The statistics that the options ask for, of the tokens' shape. With a ``mask``, bool of that shape, tokens that
+    do not count get 0, and ids -1. Other arguments as in :func:`fused_loss`."""
+    compaction = None
+    if mask is not None or counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
+    found, shape = _called(options, tensors, group, main_grad)
+    statistics = TokenStatistics(*found).view(shape)
+    if compaction is None:
+        return statistics
+    return statistics.changed(lambda value: compaction.spread(value, 0 if value.is_floating_point() else -1))
 
 
 def fused_token_loss(
@@ -53,16 +81,24 @@ def fused_token_loss(
     loss: Callable[..., Any],
     values: tuple[Tensor, ...],
     *,
+    counted_tokens: Any = None,
     main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, 0-dimensional, by a caller's function, and its metrics, of the tokens' shape. ``values``: per token,
     checked. Other arguments as in :func:`fused_loss`, ``options`` with ``loss_function=True``."""
+    compaction = None
+    if counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
+        values = tuple([compaction.of(value) for value in values])
     function = LossFunction(loss)
     flat = tuple([value.reshape(-1).contiguous() for value in values])
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     call = call.replaced(loss_function=function, values=flat)
-    result = function_of(call).apply(*inputs, call)
-    return result, {name: metric.view(call.shape) for name, metric in function.metrics.items()}
+    total = function_of(call).apply(*inputs, call)
+    metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}
+    if compaction is None:
+        return total, metrics
+    return compaction.checked(total), {name: compaction.spread(metric) for name, metric in metrics.items()}
 
 
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):

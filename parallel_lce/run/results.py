@@ -7,6 +7,7 @@ can be formed for all tokens, or for a block as soon as its partials are merged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -72,21 +73,27 @@ class TokenStatistics:
     vocab_size: Tensor
 
     def view(self, shape: tuple[int, ...]) -> TokenStatistics:
-        """The same with every per-token field in this shape."""
+        """The same with every per-token field ``[N, ...]`` in this shape."""
         if shape == self.lse.shape:
             return self
-        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
+        return self.changed(lambda value: value.view((*shape, *value.shape[1:])))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> TokenStatistics:
+        """The same with every per-token field changed."""
+        values: dict[str, Any] = dict(vars(self))
         for name, value in values.items():
-            if value is not None and value.dim() == 2:
-                values[name] = value.view((*shape, value.shape[1]))
-            elif value is not None and name not in ("selected_log_prob", "vocab_size"):
-                values[name] = value.view(shape)
+            of_sets = name == "selected_log_prob" and value is not None and value.dim() == self.lse.dim()  # [E]
+            if value is not None and name != "vocab_size" and not of_sets:
+                values[name] = change(value)
         return TokenStatistics(**values)
 
 
 NAMES = tuple(f.name for f in fields(TokenStatistics))
 _COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
 DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
+# Fields that are None unless an argument asks for them.
+_ARGUMENTS = {name: name for name in ("mean_logit", "entropy", "sum_p_squared", "argmax")}
+_ARGUMENTS |= {"mean_log_prob": "mean_logit", "expected_logit": "entropy"}
 
 
 class Residuals(NamedTuple):
@@ -115,11 +122,8 @@ def outputs(call: Call, merged: Merged, found: Any) -> tuple[list[Tensor | None]
         for feature in call.features:
             found = found | dict(feature.outputs(call, Merged(partial, vocab_size), found))
         return [found.get(name) for name in NAMES], Residuals(vocab_size=vocab_size)
-    if call.loss_function is None:
-        losses, coefficients = found
-    else:
-        losses, coefficients, metrics = of_tokens(call, merged, found)
-        finish(call, call.loss_function, losses, metrics)
+    losses, coefficients, metrics = of_tokens(call, merged, found)
+    finish(call, losses, metrics)
     reduction = call.options.reduction
     if reduction == "none":
         return [losses], Residuals(coefficients)
@@ -154,62 +158,77 @@ def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: tup
 def of_tokens(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
     """Losses ``[R]`` of the call's tokens, the coefficients of the gradient of their sum, and the metrics ``[R]`` of a
     caller's function by name. ``call``: with the tensors of these tokens (:meth:`Call.of_tokens`). ``found``: as for
-    :func:`outputs`."""
-    if call.loss_function is not None:
-        return _of_function(call, call.loss_function, merged, found)
-    return *found, {}
-
-
-def _of_function(
-    call: Call, function: LossFunction, merged: Merged, found: dict[str, Any]
-) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
-    """:func:`of_tokens` by a caller's function. If it raises, losses and gradients are NaN until :func:`finish` raises
-    what it raised, after the call's collectives."""
-    vocab_size = found["vocab_size"]
-    given: dict[str, Any] = {name: found.get(name) for name in NAMES}
-    leaves, upstream = {}, dict.fromkeys(DIFFERENTIABLE)
+    :func:`outputs`. If the function raises, losses and gradients are NaN until :func:`finish` raises what it raised,
+    after the call's collectives."""
+    function = call.loss_function
+    if function is None:
+        return *found, {}
     try:
-        with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
-            if torch.is_grad_enabled():
-                leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
-            losses, metrics = called(function, TokenStatistics(**given | leaves), call.values)
-            if losses.requires_grad:
-                ones = torch.ones_like(losses)
-                upstream |= zip(leaves, torch.autograd.grad(losses, [*leaves.values()], ones, allow_unused=True))
-        if debug.enabled():
-            _check_elementwise(call, function, given, losses.detach())
+        losses, metrics, upstream = _of_function(call, function, found)
     except Exception as failure:
         function.failure = function.failure or failure
         losses = torch.full_like(merged.partial[MAX], torch.nan)
         return losses, Coefficients(losses, None, None), {}
-    coefficients = of_statistics(call, merged.partial, vocab_size, tuple(upstream.values()))
+    coefficients = of_statistics(call, merged.partial, found["vocab_size"], upstream)
     # An ignored token has no loss and no gradient, whatever the function makes of its values.
     ignored = call.target == call.options.ignore_index
     values = [c.masked_fill(ignored, 0.0) for c in coefficients.present]
     coefficients = Coefficients.named(coefficients.names, values)
     metrics = {name: metric.detach().masked_fill(ignored, 0) for name, metric in metrics.items()}
-    return losses.detach().to(call.dtype).masked_fill(ignored, 0.0), coefficients, metrics
+    return losses.to(call.dtype).masked_fill(ignored, 0.0), coefficients, metrics
 
 
-def called(
-    function: LossFunction, given: TokenStatistics, values: tuple[Tensor, ...]
+def _of_function(
+    call: Call, function: LossFunction, found: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
+    """The losses and metrics of a caller's function, and the derivatives of the losses by the statistics, in the order
+    of ``DIFFERENTIABLE``."""
+    given, upstream = {name: found.get(name) for name in NAMES}, dict.fromkeys(DIFFERENTIABLE)
+    leaves = dict[str, Tensor]()
+    with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
+        if torch.is_grad_enabled():
+            leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
+        losses, metrics = _called(function, given | leaves, call.values)
+        if losses.requires_grad:
+            ones = torch.ones_like(losses)
+            upstream |= zip(leaves, torch.autograd.grad(losses, [*leaves.values()], ones, allow_unused=True))
+    losses = losses.detach()
+    if debug.enabled():
+        _check_elementwise(call, function, given, losses)
+    return losses, metrics, tuple(upstream.values())
+
+
+class _Asked(TokenStatistics):
+    """Statistics for a caller's function, which must not read those that it has not asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is None and name in _ARGUMENTS:
+            raise ValueError(f"loss reads {name}, which is computed with {_ARGUMENTS[name]}=True")
+        return value
+
+
+def _called(
+    function: LossFunction, given: dict[str, Any], values: tuple[Tensor, ...]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses and metrics of the function. Raises ``ValueError`` for another result, and for a function that writes
     into its statistics, on which the gradient depends."""
-    before, like = _versions(given), given.lse
-    result = function.run(given, *values)
-    written = [name for name, number in _versions(given).items() if number != before[name]]
-    if written:
-        raise ValueError(f"loss must not write into its statistics, and it wrote into {written[0]}")
-    pair: Any = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    losses, metrics = pair
-    fits = lambda v: isinstance(v, Tensor) and v.shape == like.shape and v.device == like.device  # noqa: E731
-    if isinstance(metrics, dict):
-        wrong = [(name, value) for name, value in metrics.items() if not fits(value)]
-    else:
-        wrong = [("metrics", metrics)]
+    present, like = {name: value for name, value in given.items() if value is not None}, given["lse"]
+    before = {name: version(value) for name, value in present.items()}
+    result = function.run(_Asked(**given), *values)
+    for name, value in present.items():
+        if version(value) != before[name]:
+            raise ValueError(f"loss must not write into its statistics, and it wrote into {name}")
+    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device
+
+    wrong = [("metrics", metrics)]
     if not (fits(losses) and losses.is_floating_point()):
         wrong = [("losses", losses)]
+    elif isinstance(metrics, dict):
+        wrong = [(name, value) for name, value in metrics.items() if not fits(value)]
     for name, value in wrong:
         where = f" on {value.device}" if isinstance(value, Tensor) else ""
         raise ValueError(
@@ -219,12 +238,6 @@ def called(
     return losses, metrics
 
 
-def _versions(given: TokenStatistics) -> dict[str, int]:
-    """How often each field was written to. Tensors of inference mode do not count that, and have no gradient."""
-    tensors = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
-    return {name: version(value) for name, value in tensors.items() if not value.is_inference()}
-
-
 def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any], losses: Tensor) -> None:
     """Debug mode: raise ``ValueError`` if the loss of a token depends on the other tokens of its block: the function
     runs again on each half of the block."""
@@ -232,7 +245,7 @@ def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any]
     for rows in (slice(half), slice(half, count)) if half else ():
         of_half = {name: v[rows] if isinstance(v, Tensor) and v.dim() else v for name, v in given.items()}
         with torch.no_grad():
-            again, _ = called(function, TokenStatistics(**of_half), tuple([value[rows] for value in call.values]))
+            again, _ = _called(function, of_half, tuple([value[rows] for value in call.values]))
         apart = ~losses[rows].double().isclose(again.double(), *_SAME_LOSS, equal_nan=True)
         if apart.any():
             token = int(apart.nonzero()[0])
@@ -243,19 +256,16 @@ def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any]
             )
 
 
-def finish(call: Call, function: LossFunction, losses: Tensor, metrics: dict[str, Tensor]) -> None:
+def finish(call: Call, losses: Tensor, metrics: dict[str, Tensor]) -> None:
     """After the collectives of a forward: keep the ``metrics`` of a caller's function, and raise what it raised. In
     debug mode every rank raises if one does, or if the ranks' ``losses`` or metrics differ, ``[N]`` each. Collectives:
     in debug mode, those of :func:`parallel_lce.call.debug.agree`."""
-    layout = call.layout
+    function, layout = call.loss_function, call.layout
+    if function is None:
+        return
     function.metrics, failure, function.failure = metrics, function.failure, None
     if failure is not None:
         debug.report_refusal(layout, RuntimeError(f"loss raised {type(failure).__name__}: {failure}"))
-        if layout.ranks > 1:
-            failure.add_note(
-                "if the function loss raises on this rank alone, the other ranks of process_group wait in a later "
-                "collective until its timeout; PARALLEL_LCE_DEBUG=1 raises on every rank"
-            )
         try:
             raise failure
         finally:

@@ -350,7 +350,6 @@ def accumulate(
         while waiting:
             complete(waiting.popleft())
         gradients = sums.deliver(shape)
-        if call.loss_function is not None:
-            results.finish(call, call.loss_function, per_token, metrics)
+        results.finish(call, per_token, metrics)
         total = per_token.sum()
         return total if divisor is None else total / divisor, gradients

@@ -1,24 +1,17 @@
-"""The number of counted tokens, on its way from the device to the host while the model's forward runs.
-
-The host needs this number to work on the counted tokens alone (:mod:`parallel_lce.run.compaction`), and would have to
-wait for the device to read it. But the labels are there long before the loss. So the number is copied when the labels
-are known, and read when the loss is reached: the device has passed the copy by then, or has the whole forward to do.
-"""
+"""The number of counted tokens, copied from the device to the host while the model's forward runs, for
+:mod:`parallel_lce.run.compaction`."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_lce.core.memory import HostNumber
 from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64
 from parallel_lce.core.private import transforming, version
-
-# Of labels: the number of those that count, the labels' version, and whether the first of each row were left out.
-_counts = WeakTensorKeyDictionary()
 
 
 class TokenCount:
@@ -78,30 +71,23 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
     return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else ignore_index))
 
 
-def count_labels(labels: Tensor, mask: Tensor | None = None, shifted: bool = False) -> TokenCount | None:
-    """Starts to count the tokens that ``mask`` counts, else the labels that are not -100, with ``shifted`` without the
-    first of each row. :func:`count_of_labels` of these very labels gives the count. For a door, which sees the labels
-    before the loss. None if they cannot be counted."""
-    if not isinstance(labels, Tensor) or _in_trace():
-        return None
-    counted = as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL if mask is None else mask
-    count = TokenCount(counted)
-    if count.unknown:
-        return None
-    _counts[labels] = count, None if labels.is_inference() else version(labels), shifted
-    return count
+class LabelCount:
+    """What a door counts before the model's forward: the labels that are not -100, with ``shifted`` without the first
+    of each row. ``labels``: anything; nothing but a tensor is counted."""
 
+    def __init__(self, labels: Any, shifted: bool = False) -> None:
+        self._labels, self._shifted, self.count = labels, shifted, None
+        # The bound of the count of other labels, if the door knows one.
+        self.others: TokenCount | None = None
+        if isinstance(labels, Tensor) and not _in_trace():
+            count = TokenCount(as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL)
+            self._version, self.count = version(labels), None if count.unknown else count
 
-def count_of_labels(labels: object, shifted: bool = False) -> TokenCount | None:
-    """What :func:`count_labels` of these very labels, and of the same ``shifted``, has given. None without it, or if
-    the labels have changed since, which nobody sees of tensors of inference mode."""
-    if not isinstance(labels, Tensor) or _in_trace():
-        return None
-    known = _counts.get(labels)
-    if known is None:
-        return None
-    count, before, was_shifted = known
-    return count if was_shifted == shifted and (before is None or version(labels) == before) else None
+    def of(self, labels: Any, shifted: bool = False) -> TokenCount | None:
+        """The count, if it is that of these very labels and nobody has changed them since; else that of others."""
+        if self.count is None or labels is not self._labels or shifted != self._shifted:
+            return self.others
+        return self.count if version(labels) == self._version else self.others
 
 
 def _in_trace() -> bool:

@@ -47,7 +47,7 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
             if c.bias == "low" and not c.filtered and member.device.type == "cpu":
                 # An interpreter's vocabulary has few windows of any other width.
                 stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))
-        # A target outside the vocabulary, which a CPU would refuse.
+        # A target outside the vocabulary, and a wrong count, which a CPU would refuse.
         stack.enter_context(unchecked())
         if c.debug:
             stack.enter_context(debug_mode())

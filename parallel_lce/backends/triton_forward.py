@@ -66,7 +66,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         of_rows.launch(stored.numbers, epilogue)
         if task.picked is not None:
             known = WindowPartials(windows.max, windows.sum_exp)
-            kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
+            kernels.picked_logits(of_rows, task.picked.of_rows(some), known)
         given = dict(entries=real, start=projection.start, rounded=rounded, target=of_tokens, results=results)
         merge_windows(windows, merged, columns, **given)
         saved = stored.saved(windows, rounded, task.save_window_partials)

@@ -165,8 +165,7 @@ class Piece:
         gradient = vocab_slice.gradient
         if picked is not None:
             target = self._task.target if self.has_targets else None
-            assert picked.logits is not None  # the other entries have gradients, too
-            write_picked(gradient, start, picked.entries, picked.values, picked.logits, target, self._terms)
+            write_picked(gradient, start, picked, target, self._terms)
         if form is not None:
             vocab_slice.products = form.products(self._rows(self._targets), start, gradient, vocab_slice.dx_factor)
         return vocab_slice

@@ -319,6 +319,15 @@ class Backend(Protocol):
         """Write ``out [R, D]``: of each row the sum of its entries' gradients times rows of ``source [V, D]``, whose
         numbers are the ids. Others are skipped."""
 
+    def log_softmax_of_sets(self, logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
+        """Log-softmax ``[E]`` of the ``logits [E]`` over each token's picked entries; -inf for ids outside
+        ``[0, vocab_size)``."""
+        ...
+
+    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
+        """The gradient ``[E]`` of the logits of :meth:`log_softmax_of_sets`."""
+        ...
+
     # --- logits that exist ---
 
     def logits_partial(self, logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:

@@ -30,6 +30,8 @@ from parallel_lce.backends.formulas import (
 from parallel_lce.backends.gemm import accumulate, operand, put
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch
 from parallel_lce.backends.torch_logits import (
+    gradient_of_sets,
+    log_softmax_of_sets,
     logits_gradient,
     logits_partial,
     picked_logits,
@@ -78,6 +80,8 @@ __all__ = [
     "allocate_saved",
     "block_backward",
     "block_forward",
+    "gradient_of_sets",
+    "log_softmax_of_sets",
     "logits_gradient",
     "logits_partial",
     "mean_loss",

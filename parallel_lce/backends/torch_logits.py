@@ -1,4 +1,5 @@
-"""In plain torch: logits of picked entries, and sums of picked rows; partials and gradient of the user's logits.
+"""In plain torch: logits of picked entries, sums of picked rows, log-probabilities within sets; partials and gradient
+of the user's logits.
 
 In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits.
 """
@@ -110,3 +111,25 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
         z.view(-1).scatter_add_(0, position, beta[block] * -hit.to(z.dtype))
         gradient[block] = z
     return gradient
+
+
+def log_softmax_of_sets(logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
+    owner = picked.owner
+    logits = logits.where(picked.inside(0, vocab_size), -torch.inf)
+    # A token without a finite logit has exponentials of 0.
+    maxima = picked.maxima(logits).clamp_(min=torch.finfo(logits.dtype).min)
+    shifted = logits - maxima[owner]
+    # The sum of all exponentials but the largest, which is 1. Adding this 1 would round away a confident token's 1 - p.
+    largest = shifted == 0
+    others = picked.sums(shifted.exp().masked_fill_(largest, 0.0))
+    others += (picked.sums(largest.to(shifted.dtype)) - 1).clamp_(min=0)
+    log_probs = shifted - others.log1p()[owner]
+    return log_probs.masked_fill_(logits == -torch.inf, -torch.inf)  # also beside a NaN
+
+
+def gradient_of_sets(log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
+    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
+    upstream = upstream.where(log_probs != -torch.inf, 0.0)
+    # u - p sum(u), without the difference where p is near 1.
+    others = picked.sums(upstream)[picked.owner] - upstream
+    return -upstream * log_probs.expm1() - log_probs.exp() * others

@@ -23,7 +23,7 @@ from parallel_lce.core.partials import Columns
 from parallel_lce.core.picked import Picked
 from parallel_lce.kernels import dense_logits, partials
 from parallel_lce.kernels import picked as kernels
-from parallel_lce.kernels.picked import picked_rows
+from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows
 from parallel_lce.kernels.results import Results, mean_loss, results_of, statistics_gradient, without_factor
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
@@ -38,6 +38,8 @@ __all__ = [
     "allocate_saved",
     "block_backward",
     "block_forward",
+    "gradient_of_sets",
+    "log_softmax_of_sets",
     "logits_gradient",
     "logits_partial",
     "mean_loss",

@@ -58,8 +58,8 @@ class Picked(NamedTuple):
     def owner(self) -> Tensor:
         """The token of each entry ``[E]``; any token for an entry without one."""
         entry = torch.arange(len(self.ids), device=self.ids.device)
-        # The last token that begins at the entry or before it.
-        return torch.searchsorted(self.begin, entry, right=True).sub_(1).clamp_(min=0)
+        # The first token that ends after the entry.
+        return torch.searchsorted(self.end, entry, right=True).clamp_(max=len(self.end) - 1)
 
     def inside(self, start: int, stop: int | Tensor) -> Tensor:
         """Which ids lie in ``[start, stop)``, ``[E]``."""

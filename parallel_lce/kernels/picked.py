@@ -1,8 +1,9 @@
-"""Logits of picked entries, and their gradients, without the other rows of the weight.
+"""Logits of picked entries, their gradients, and their log-softmax, without the other rows of the weight.
 
-Token r of a block has the ids ``ids[begin[r]:end[r]]``, relative to the shard. Ids outside
-``[0, entries)`` are skipped. The kernels move one row of the weight, or of the hidden states, per picked entry. They
-are bound by memory bandwidth. The same functions in plain torch are in :mod:`parallel_lce.backends.torch_logits`.
+Token r has the ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row of the
+weight, or of the hidden states, per picked entry. They are bound by memory bandwidth. The log-softmax is a kernel
+because its formulas on ``[E]`` numbers would take the host longer than all else. The same functions in plain torch are
+in :mod:`parallel_lce.backends.torch_logits`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from parallel_lce.kernels.token_gradients import GradientTerms
 # and 64 entries per token, dW with 8, where most rows are picked once. Logits are products of at least 16 rows.
 _LOGITS = 16, 128, 1
 _ROWS = 8, 512, 2
-# Entries of one token that a program writes into G per step.
-_WRITTEN = tl.constexpr(32)
+_ROWS_OF_FEW = 4, 2048, 4
+# Entries of one token that a program writes into G, or normalises, per step.
+_STEP = tl.constexpr(32)
 
 
 @triton.jit
@@ -101,15 +103,15 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
     if target is not None:
         column = tl.load(target + token) - first
         target_column = tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
-    for here in range(start, stop, _WRITTEN):
-        e = here + tl.arange(0, _WRITTEN)
+    for here in range(start, stop, _STEP):
+        e = here + tl.arange(0, _STEP)
         entry_id = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = (entry_id >= 0) & (entry_id != target_column)
         # An id may be picked several times. Its first entry adds the values of all.
-        total = tl.zeros((_WRITTEN,), tl.float32)
-        earlier = tl.zeros((_WRITTEN,), tl.float32)
-        for there in range(start, stop, _WRITTEN):
-            other = there + tl.arange(0, _WRITTEN)
+        total = tl.zeros((_STEP,), tl.float32)
+        earlier = tl.zeros((_STEP,), tl.float32)
+        for there in range(start, stop, _STEP):
+            other = there + tl.arange(0, _STEP)
             same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == entry_id[:, None]
             value = tl.load(values + other, mask=other < stop, other=0.0)
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
@@ -149,6 +151,80 @@ def lce_backward_picked_rows(
         tile = tl.load(here, mask=hit[:, None] & (c < k_size)[None, :], other=0.0).to(tl.float32)
         total += tl.sum(tile * value[:, None], 0)
     tl.store(out + row.to(tl.int64) * out_stride + c, total.to(out.dtype.element_ty), mask=c < k_size)
+
+
+@triton.jit
+def _log_1_plus(x):
+    """log(1 + x) for x >= 0, without the rounding of 1 + x (Kahan)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """1 - exp(x) for x <= 0, by its series where exp(x) is near 1."""
+    series = -x * (1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0)))
+    return tl.where(x > -0.05, series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _logits_of(logits, ids, e, stop, size):
+    """Logits of the entries e; -inf outside the vocabulary, and from ``stop`` on."""
+    hit = _columns(ids, e, stop, 0, size) >= 0
+    return tl.load(logits + e, mask=hit, other=-float("inf"))
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["known_size"])
+def lce_forward_log_softmax_of_sets(logits, picked, log_probs, known_size, vocab_size):
+    """``vocab_size``: V in memory; None: V is ``known_size``."""
+    token = tl.program_id(0)
+    ids, begin, end = picked
+    start, stop = tl.load(begin + token), tl.load(end + token)
+    size = known_size.to(tl.int64)
+    if vocab_size is not None:
+        size = tl.load(vocab_size)
+    maximum = -float("inf")
+    for first in range(start, stop, _STEP):
+        z = _logits_of(logits, ids, first + tl.arange(0, _STEP), stop, size)
+        maximum = tl.maximum(maximum, tl.max(z, 0))
+    base = finite_base(maximum)
+    # The sum without one largest exponential, which is 1: adding that 1 would round away a confident token's 1 - p.
+    others, largest = 0.0, 0.0
+    for first in range(start, stop, _STEP):
+        z = _logits_of(logits, ids, first + tl.arange(0, _STEP), stop, size)
+        others += tl.sum(tl.where(z == maximum, 0.0, tl.exp(z - base)), 0)
+        largest += tl.sum(tl.where(z == maximum, 1.0, 0.0), 0)
+    log_sum = _log_1_plus(others + tl.maximum(largest - 1.0, 0.0))
+    for first in range(start, stop, _STEP):
+        e = first + tl.arange(0, _STEP)
+        z = _logits_of(logits, ids, e, stop, size)
+        tl.store(log_probs + e, tl.where(z == -float("inf"), z, z - base - log_sum), mask=e < stop)
+
+
+@Relaunched
+@triton.jit
+def lce_backward_log_softmax_of_sets(log_probs, upstream, picked, gradient):
+    token = tl.program_id(0)
+    ids, begin, end = picked
+    start, stop = tl.load(begin + token), tl.load(end + token)
+    total = 0.0
+    for first in range(start, stop, _STEP):
+        log_p, u = _log_probs_and_gradients(log_probs, upstream, first + tl.arange(0, _STEP), stop)
+        total += tl.sum(u, 0)
+    for first in range(start, stop, _STEP):
+        e = first + tl.arange(0, _STEP)
+        log_p, u = _log_probs_and_gradients(log_probs, upstream, e, stop)
+        # u - p * total, without cancellation where p is near 1.
+        tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
+
+
+@triton.jit
+def _log_probs_and_gradients(log_probs, upstream, e, stop):
+    """Log-probabilities, and their upstream gradients, which are 0 for a probability of 0."""
+    log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+    u = tl.load(upstream + e, mask=e < stop, other=0.0)
+    return log_p, tl.where(log_p == -float("inf"), 0.0, u)
 
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
@@ -199,7 +275,24 @@ def write_picked(
 def picked_rows(picked: Picked, source: torch.Tensor, out: torch.Tensor) -> None:
     """As :meth:`parallel_lce.backends.interface.Backend.picked_rows`."""
     (rows, hidden_size), strides = out.shape, (source.stride(0), out.stride(0))
-    tile = _tile_of(_ROWS, hidden_size)
+    tile = _tile_of(_ROWS if len(picked.ids) >= rows else _ROWS_OF_FEW, hidden_size)
     grid, sizes = (rows, -(-hidden_size // tile["BLOCK_K"])), (len(source), hidden_size)
     if rows:
         lce_backward_picked_rows.launch(grid, picked[:3], picked.gradient, source, out, *sizes, *strides, **tile)
+
+
+def log_softmax_of_sets(logits: torch.Tensor, picked: Picked, vocab_size: torch.Tensor | int) -> torch.Tensor:
+    log_probs = torch.empty_like(logits)
+    size = (vocab_size, None) if isinstance(vocab_size, int) else (0, vocab_size)
+    if len(picked.begin):
+        arguments = logits, picked[:3], log_probs, *size
+        lce_forward_log_softmax_of_sets.launch((len(picked.begin),), *arguments, num_warps=1)
+    return log_probs
+
+
+def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, picked: Picked) -> torch.Tensor:
+    gradient = torch.full_like(log_probs, torch.nan)  # for entries without a token
+    if len(picked.begin):
+        arguments = log_probs, upstream, picked[:3], gradient
+        lce_backward_log_softmax_of_sets.launch((len(picked.begin),), *arguments, num_warps=1)
+    return gradient

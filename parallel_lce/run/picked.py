@@ -1,9 +1,6 @@
 """The log-softmax over each token's picked entries alone.
 
-No logit of another entry is computed, so there is no plan and no schedule. With M the largest of a token's logits z_k
-and s the sum of exponentials of the others, of which one largest is left out,
-
-    log p_k = (z_k - M) - log(1 + s)                dL/dz_k = u_k - p_k sum_j u_j
+No logit of another entry is computed, so there is no plan and no schedule.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class _LogProbs(torch.autograd.Function):
             call.backend.picked_logits(call.projection(weight, bias), x, local)
             vocab_size, wrong = gather_with_trailer(packed, shard, layout, picked[:3])
             logits = packed[:, :count].sum(0)
-            log_probs = _log_softmax(logits, picked, vocab_size)
+            log_probs = call.backend.log_softmax_of_sets(logits, picked, vocab_size)
             log_probs.masked_fill_(picked.invalid if wrong is None else wrong | picked.invalid, torch.nan)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
@@ -63,10 +60,12 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors, log_probs, logits = saved
         (call, _), needs = ctx.call.with_saved(tensors), ctx.needs_input_grad
-        backend, real, picked, owner = call.backend, call.shard.real_rows, call.picked, call.picked.owner
+        backend, real, picked = call.backend, call.shard.real_rows, call.picked
+        assert picked is not None
         dx = dweight = dbias = None
         with device_without_autocast(weight):
-            gradient = _gradient(log_probs, in_memory(upstream), picked, owner)
+            owner = picked.owner
+            gradient = backend.gradient_of_sets(log_probs.contiguous(), in_memory(upstream).contiguous(), picked)
             gradient = call.logit_map.of_rows(owner).before(gradient, logits)
             local = picked._replace(ids=picked.ids - call.shard.start, gradient=gradient)
             weight = call.projection(weight, bias).weight
@@ -79,13 +78,13 @@ class _LogProbs(torch.autograd.Function):
                 dx = reduction.wait().view(hidden.shape)
             if needs[1] or needs[2]:
                 x, tokens = _gathered(call, hidden), _tokens_of(local, owner, real)
-            if needs[1]:
-                dweight = torch.empty_like(weight)
-                dweight[real:].zero_()
-                backend.picked_rows(tokens, x, dweight[:real])
-            if needs[2]:
-                dbias = torch.zeros_like(bias)
-                backend.picked_rows(tokens, x.new_ones(len(x), 1), dbias[:real].unsqueeze(1))
+                if needs[1]:
+                    dweight = torch.empty_like(weight)
+                    dweight[real:].zero_()
+                    backend.picked_rows(tokens, x, dweight[:real])
+                if needs[2]:
+                    dbias = torch.zeros_like(bias)
+                    backend.picked_rows(tokens, x.new_ones(len(x), 1), dbias[:real].unsqueeze(1))
         return dx, dweight, dbias, None
 
 
@@ -93,28 +92,6 @@ def _gathered(call: Call, hidden: Tensor) -> Tensor:
     """The hidden states ``[N, D]``. Under sequence parallelism one all-gather."""
     flat = flattened(hidden)
     return gather_hidden(flat, Block(0, len(flat), 0), call.layout).wait().contiguous()
-
-
-def _log_softmax(logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
-    owner = picked.owner
-    logits = logits.where(picked.inside(0, vocab_size), -torch.inf)
-    # A token without a finite logit has exponentials of 0.
-    maxima = picked.maxima(logits).clamp_(min=torch.finfo(logits.dtype).min)
-    shifted = logits - maxima[owner]
-    # The sum s leaves out a 1: adding it would round away a confident token's 1 - p.
-    largest = shifted == 0
-    others = picked.sums(shifted.exp().masked_fill_(largest, 0.0))
-    others += (picked.sums(largest.to(shifted.dtype)) - 1).clamp_(min=0)
-    log_probs = shifted - others.log1p()[owner]
-    return log_probs.masked_fill_(logits == -torch.inf, -torch.inf)  # also beside a NaN
-
-
-def _gradient(log_probs: Tensor, upstream: Tensor, picked: Picked, owner: Tensor) -> Tensor:
-    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
-    upstream = upstream.where(log_probs != -torch.inf, 0.0)
-    # u - p sum(u), without the difference where p is near 1.
-    others = picked.sums(upstream)[owner] - upstream
-    return -upstream * log_probs.expm1() - log_probs.exp() * others
 
 
 def _tokens_of(picked: Picked, owner: Tensor, entries: int) -> Picked:

@@ -114,10 +114,10 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def log_softmax_of_sets(logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
-    owner = picked.owner
+    owner, lengths, lowest = picked.owner, picked.end - picked.begin, torch.finfo(logits.dtype).min
     logits = logits.where(picked.inside(0, vocab_size), -torch.inf)
-    # A token without a finite logit has exponentials of 0.
-    maxima = picked.maxima(logits).clamp_(min=torch.finfo(logits.dtype).min)
+    # Of a token without a finite logit this is a number, too.
+    maxima = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True, initial=lowest)
     shifted = logits - maxima[owner]
     # The sum of all exponentials but the largest, which is 1. Adding this 1 would round away a confident token's 1 - p.
     largest = shifted == 0

@@ -22,6 +22,8 @@ class Picked(NamedTuple):
     end: Tensor
     # Shape of the ids as they were given: [N, K], or [E] with offsets.
     shape: torch.Size = torch.Size()
+    # Whether the given offsets are invalid, 0-dimensional bool; None: there are none.
+    invalid: Tensor | None = None
     # [E] in the statistics' dtype: the entries' logits.
     logits: Any = None
     # [E] in the statistics' dtype: the entries' terms of the gradient of ``x @ weight.T + bias``.
@@ -37,14 +39,9 @@ class Picked(NamedTuple):
             begin = torch.arange(tokens, device=ids.device) * count
             return cls(ids.view(-1), begin, begin + count, torch.Size((tokens, count)))
         offsets = as_int64(offsets)
-        valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()
-        offsets = offsets * valid
-        return cls(ids, offsets[:-1], offsets[1:], ids.shape)
-
-    @property
-    def invalid(self) -> Tensor:
-        """Whether the given offsets were invalid, 0-dimensional bool."""
-        return (self.end[-1:] != len(self.ids)).any()
+        invalid = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
+        offsets = offsets.masked_fill(invalid, 0)
+        return cls(ids, offsets[:-1], offsets[1:], ids.shape, invalid)
 
     def of_rows(self, rows: slice) -> Picked:
         return self._replace(begin=self.begin[rows], end=self.end[rows])
@@ -74,8 +71,3 @@ class Picked(NamedTuple):
     def sums(self, values: Tensor) -> Tensor:
         """The sum of each token's entries of ``values [E]``, ``[R]``, in a fixed order."""
         return torch.segment_reduce(values, "sum", lengths=self.end - self.begin, unsafe=True)
-
-    def maxima(self, values: Tensor) -> Tensor:
-        """The largest of each token's entries of ``values [E]``, ``[R]``; -inf for a token without any."""
-        lengths = self.end - self.begin
-        return torch.segment_reduce(values, "max", lengths=lengths, unsafe=True, initial=-torch.inf)

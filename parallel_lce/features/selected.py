@@ -64,7 +64,9 @@ class Selected(Feature):
         log_probs = shifted - statistics["log_sum"][owner].view(shape)
         # A token whose statistics are NaN has no log-probability.
         log_probs = log_probs.where(picked.inside(0, merged.vocab_size).view(shape) | log_probs.isnan(), -torch.inf)
-        return {"selected_log_prob": log_probs.masked_fill_(picked.invalid, torch.nan)}
+        if picked.invalid is not None:
+            log_probs.masked_fill_(picked.invalid, torch.nan)
+        return {"selected_log_prob": log_probs}
 
     def coefficients(
         self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients

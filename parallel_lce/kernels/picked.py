@@ -209,22 +209,17 @@ def lce_backward_log_softmax_of_sets(log_probs, upstream, picked, gradient):
     ids, begin, end = picked
     start, stop = tl.load(begin + token), tl.load(end + token)
     total = 0.0
-    for first in range(start, stop, _STEP):
-        log_p, u = _log_probs_and_gradients(log_probs, upstream, first + tl.arange(0, _STEP), stop)
-        total += tl.sum(u, 0)
+    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
-        log_p, u = _log_probs_and_gradients(log_probs, upstream, e, stop)
+        log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+        total += tl.sum(tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0), 0)
+    for first in range(start, stop, _STEP):
+        e = first + tl.arange(0, _STEP)
+        log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+        u = tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0)
         # u - p * total, without cancellation where p is near 1.
         tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
-
-
-@triton.jit
-def _log_probs_and_gradients(log_probs, upstream, e, stop):
-    """Log-probabilities, and their upstream gradients, which are 0 for a probability of 0."""
-    log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
-    u = tl.load(upstream + e, mask=e < stop, other=0.0)
-    return log_p, tl.where(log_p == -float("inf"), 0.0, u)
 
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
@@ -238,24 +233,11 @@ def picked_logits(product: Product, picked: Picked, windows: WindowPartials | No
     The logits are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``:
     the projection's partials. A logit that can only be its window's maximum becomes that maximum, on every device.
     """
-    x, weight = product.x, product.weight
-    lce_forward_picked_logits.launch(
-        (x.shape[0],),
-        x,
-        weight,
-        product.bias,
-        product.logit_map,
-        windows or (None, None),
-        picked[:3],
-        picked.logits,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        x.stride(0),
-        weight.stride(0),
-        WINDOW=product.tile.entries,
-        **_tile_of(_LOGITS, x.shape[1]),
-    )
+    x, weight, (rows, hidden_size) = product.x, product.weight, product.x.shape
+    operands = x, weight, product.bias, product.logit_map, windows or (None, None), picked[:3], picked.logits
+    sizes = rows, weight.shape[0], hidden_size, x.stride(0), weight.stride(0)
+    tile = _tile_of(_LOGITS, hidden_size)
+    lce_forward_picked_logits.launch((rows,), *operands, *sizes, WINDOW=product.tile.entries, **tile)
 
 
 def write_picked(

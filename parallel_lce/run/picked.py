@@ -45,10 +45,12 @@ class _LogProbs(torch.autograd.Function):
             packed = x.new_zeros(layout.ranks, count + TRAILER, dtype=call.dtype)
             local = picked._replace(ids=picked.ids - shard.start, logits=packed[layout.rank, :count])
             call.backend.picked_logits(call.projection(weight, bias), x, local)
-            vocab_size, wrong = gather_with_trailer(packed, shard, layout, picked[:3])
+            vocab_size, differing = gather_with_trailer(packed, shard, layout, picked[:3])
             logits = packed[:, :count].sum(0)
             log_probs = call.backend.log_softmax_of_sets(logits, picked, vocab_size)
-            log_probs.masked_fill_(picked.invalid if wrong is None else wrong | picked.invalid, torch.nan)
+            for wrong in (differing, picked.invalid):
+                if wrong is not None:
+                    log_probs.masked_fill_(wrong, torch.nan)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
         if isinstance(vocab_size, Tensor):

@@ -65,7 +65,7 @@ def measure(whole: Problem, rounds: int, run: Session) -> dict:
 def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: int, team: Team) -> list[dict]:
     """One result per value of gradient_filter. `order [V]`: the old ids in the new order of the vocabulary."""
     if team.device.type == "cuda":  # elsewhere nothing is filtered, and there may be no Triton
-        from parallel_lce.features.filter.choice import forget
+        from parallel_lce.features.filter.gradient import forget
 
         forget()  # what another order's tiles were
     own = order.chunk(team.ranks)[team.rank]

@@ -86,7 +86,7 @@ class Source:
         self.too_late: str | None = None
         self.has_loss = False
         _watch_optimizers()
-        self.reference = weakref.ref(self, _alive.discard)
+        self.reference: weakref.ref[Any] = weakref.ref(self, _alive.discard)
         _alive.add(self.reference)
 
     def modes(self) -> AbstractContextManager:
@@ -102,7 +102,7 @@ class Source:
         for name, tensor, before in self.versions:
             if _version(tensor) != before:
                 event = f"the output layer's {name} changed in place"
-        if type(weight) in (Tensor, nn.Parameter) and self.device.type != "meta":
+        if weight is not None and type(weight) in (Tensor, nn.Parameter) and self.device.type != "meta":
             if weight.numel() == 0 or weight.untyped_storage().size() == 0:
                 event = "FSDP or ZeRO has taken back the output layer's weight"
         if event is not None:
@@ -311,13 +311,15 @@ class DeferredLogits(Tensor):
         """Each token's largest logit and its position, as of ``max(-1)``, by a fused projection; None where that needs
         real logits. Waits for the device: a token with a NaN needs them."""
         source, weight = self.source, self.source.weight
+        rows: Any = self.rows
         captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or self.why_not_fused() or type(weight) not in (Tensor, nn.Parameter):
+        if captured or self.why_not_fused() or weight is None or type(weight) not in (Tensor, nn.Parameter):
             return None
         if weight.shape[0] != self.shape[-1]:  # gathered over the ranks
             return None
         source.check()
-        rows = self.rows if source.whole is None else source.whole(source.hidden)
+        if source.whole is not None:
+            rows = source.whole(source.hidden)
         with source.modes():
             found = token_statistics(rows, weight, None, linear_bias=source.bias, argmax=True, **self.epilogue())
         return None if (found.argmax < 0).any() else (found.max_logit.to(self.kind), found.argmax)
@@ -368,7 +370,7 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(function)
-        first = args[0] if args and type(args[0]) is cls else None
+        first: Any = args[0] if args and type(args[0]) is cls else None
         deferred = first is not None and first.state.real is None
         if deferred and name in _HOOKS:
             first._expect_hook(name, *args[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
+import importlib.util
 import inspect
 import os
 import sys

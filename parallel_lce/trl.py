@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids
-from parallel_lce.call.prepare import autocasted, prepare
+from parallel_lce.call.prepare import autocasted
 from parallel_lce.core.options import Options, Tensors, check_option
 from parallel_lce.core.plan import DEFAULT_BUDGET, lean_budget
 from parallel_lce.core.private import outside_graphs
-from parallel_lce.distillation import check_beta, check_pair, detached
-from parallel_lce.distillation.blocks import Divergence, divergences
+from parallel_lce.distillation import check_beta, paired
+from parallel_lce.distillation.blocks import divergences
 from parallel_lce.functional import token_statistics
 from parallel_lce.neighbours import TRL_DIVERGENCE, TRL_LOG_PROBS
 from parallel_lce.patching import exchange, is_own, warn
@@ -90,20 +90,17 @@ def _divergence(
     """Divergences, which have a gradient, and the student's entropies, ``[N]`` fp32 each. ``hidden [N, D]``,
     ``weight [V, D]``; of the teacher's ``[>= V, E]`` the first V rows count."""
     check_beta(beta)
-    _, student, inputs = _side(hidden, weight, bias, temperature, logit_scale, softcap)
+    student = _side(hidden, weight, bias, temperature, logit_scale, softcap)
     teacher_bias = None if teacher_bias is None else teacher_bias[: len(weight)]
-    given = map(detached, (teacher_hidden, teacher_weight[: len(weight)], teacher_bias))
-    tensors, teacher, others = _side(*given, temperature, teacher_logit_scale, teacher_softcap)
-    check_pair(student, inputs, tensors, student.shape)
-    task = Divergence.of(student, teacher, float(beta), inputs[0].dtype, entropy=True)
-    losses, entropy = divergences(task, inputs, others)
+    teacher_weight = teacher_weight[: len(weight)]
+    teacher = _side(teacher_hidden, teacher_weight, teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
+    losses, entropy = divergences(*paired(*student, *teacher), float(beta), entropy=True)
     assert entropy is not None  # wanted
     return losses.float(), entropy.float()
 
 
-def _side(hidden, weight, bias, temperature, logit_scale, softcap) -> tuple:
-    """Tensors, call and inputs of the student or the teacher. Refuses a bias that would be rounded: TRL adds it in
-    fp32."""
+def _side(hidden, weight, bias, temperature, logit_scale, softcap) -> tuple[Options, Tensors]:
+    """The student's or the teacher's. Refuses a bias that would be rounded: TRL adds it in fp32."""
     tensors = autocasted(Tensors(hidden, weight))
     dtype = tensors.input.dtype
     if bias is not None and bias.dtype != dtype:
@@ -112,7 +109,7 @@ def _side(hidden, weight, bias, temperature, logit_scale, softcap) -> tuple:
     # Every block adds to all of an fp32 dW. This budget is that of TRL's tiles.
     budget = lean_budget(_settings["logits_budget"], DEFAULT_BUDGET)
     scaled = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
-    return tensors, *prepare(Options("trl", logits_budget=budget, **scaled), tensors, planned=False)
+    return Options("trl", logits_budget=budget, **scaled), tensors
 
 
 _FUNCTIONS = (TRL_LOG_PROBS, _log_probs), (TRL_DIVERGENCE, _divergence)

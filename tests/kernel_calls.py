@@ -18,8 +18,7 @@ import parallel_lce
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import TRAILER, Columns
 from parallel_lce.distillation import divergence
-from parallel_lce.features.filter import form
-from parallel_lce.features.filter.kernels import products, windows
+from parallel_lce.features.filter import gradient
 from parallel_lce.kernels import partials, results
 from tools import shrunk
 
@@ -45,10 +44,8 @@ CALLS = [
 
 
 def prepare() -> None:
-    """Filter small problems too; three row blocks are enough for a sample. Programs form several tiles of dW."""
-    form.SMALLEST_FILTERED = 0
-    windows.FEWEST_SAMPLED = 1
-    products.num_sms = lambda device: 3
+    """Filter small problems too."""
+    gradient.SMALLEST_FILTERED = 0
 
 
 def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:

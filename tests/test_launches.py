@@ -43,7 +43,7 @@ SPILLS = {
     100: {"lce_backward_projection", "lce_forward_merge_ranks", "lce_forward_projection"},
 }
 # Kernels with a mainloop for Hopper.
-HOPPER = {"lce_backward_projection", "lce_backward_sparse_product", "lce_forward_projection"}
+HOPPER = {"lce_backward_projection", "lce_forward_projection"}
 # Bytes of their stack, over both warpgroups on Hopper.
 MOST_SPILLED = 2048
 # What else is spilled, a few registers of some releases.

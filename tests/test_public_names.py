@@ -72,7 +72,7 @@ FUNCTIONS = {
 # Results, warnings, a loss of torchtitan's protocol, and what parallel_lce.trl takes from distillation.
 OTHERS = {
     "parallel_lce": {"TokenStatistics"},
-    "parallel_lce.distillation": {"check_beta", "check_pair", "detached"},
+    "parallel_lce.distillation": {"check_beta", "paired"},
     "parallel_lce.megatron": {"LogitsWarning", "TokenLogProbs", "TokenMetrics"},
     "parallel_lce.transformers": {"Linear", "LogitsWarning"},
     "parallel_lce.trl": {"TRLWarning"},

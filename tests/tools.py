@@ -288,23 +288,14 @@ def words_of_error(use) -> str:
 
 
 @contextmanager
-def _noted(module, name: str, wanted: Callable) -> Iterator[list]:
+def arguments_to(module, name: str) -> Iterator[list]:
+    """Yields a list of the positional arguments of the function of this name whenever the module calls it."""
     original, found = getattr(module, name), []
 
     def noted(*arguments, **options):
         result = original(*arguments, **options)
-        found.append(wanted(arguments, result))
+        found.append(arguments)
         return result
 
     with mock.patch.object(module, name, noted):
         yield found
-
-
-def arguments_to(module, name: str):
-    """Yields a list of the positional arguments of the function of this name whenever the module calls it."""
-    return _noted(module, name, lambda arguments, _: arguments)
-
-
-def results_of(module, name: str):
-    """Yields a list of what the function of this name gives whenever the module calls it."""
-    return _noted(module, name, lambda _, result: result)

@@ -123,9 +123,9 @@ def configure() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if backends._triton_installed():
-        from parallel_lce.features.filter import form
+        from parallel_lce.features.filter import gradient
 
-        form.SMALLEST_FILTERED = 0
+        gradient.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
         from parallel_lce.kernels import mainloop_choice
 

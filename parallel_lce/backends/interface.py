@@ -1,7 +1,7 @@
 """What a backend must do (:class:`Backend`), and its arguments and results.
 
-No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. The
-work of :mod:`parallel_lce.distillation` has a module for each backend there.
+No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast. What
+:mod:`parallel_lce.distillation` makes of two blocks of logits has a module for each backend there.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ class Saved(Iterable[Tensor | None], Protocol):
     """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
     block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
-    # Exponentials of the logits, or under a soft-cap what it is applied to, in fp16; None if only window partials were
-    # saved.
+    # Exponentials of the logits, or under a soft-cap what it is applied to, in fp16.
     @property
-    def exponentials(self) -> Tensor | None: ...
+    def exponentials(self) -> Tensor: ...
 
 
 # Largest soft-cap under which numbers are saved. A logit's error is then at most 0.03, in fp16 0.001.
@@ -101,6 +100,10 @@ class Scratch:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
+    def reserve(self, size: int) -> None:
+        """Let the memory have ``size`` bytes, if it has fewer."""
+        self.size = max(self.size, size)
+
     @property
     def allocated(self) -> bool:
         return self._memory is not None
@@ -123,15 +126,6 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def differences_recovered(dtype: torch.dtype) -> bool:
-    """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from what is saved.
-
-    The rounding of an exponential e gives p a relative error, and z - max an absolute error of the same size. Where
-    logits are nearly equal the differences are smaller than that, so what is saved near z = 0 has the relative error of
-    a rounded logit instead. Where e underflowed, p is 0. fp16 lacks the range for both."""
-    return dtype != torch.float16
-
-
 class ForwardTask(NamedTuple):
     """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 
@@ -147,8 +141,6 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Save the partials of all windows, too, from which a :class:`SliceForm` selects the windows to recompute.
-    save_window_partials: bool = False
     # Picked entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
     # written, or are 0.
     picked: Picked | None = None
@@ -156,6 +148,9 @@ class ForwardTask(NamedTuple):
     codes: bool = False
     # What is made of the partials, if the shard is the whole vocabulary; None: nothing.
     wanted: Wanted | None = None
+    # Memory of the logits [R, real_rows], in the statistics' dtype, rows contiguous. None: they are not kept. Only
+    # without ``save``.
+    logits: Tensor | None = None
 
 
 class SliceProducts(Protocol):
@@ -169,28 +164,13 @@ class SliceProducts(Protocol):
         ``overwrite``."""
 
 
-class SliceForm(Protocol):
-    """How the backward of one block forms slices of the gradient of the logits, and multiplies them, if not whole. The
-    slices are those of :class:`parallel_lce.backends.triton_slices.Piece`; its ``GradientOperands`` are a piece's
-    operands."""
-
-    def begin(self, task: BackwardTask) -> int:
-        """Called once, before the block is cut into pieces and slices, with a dense ``x``. Returns the bytes that a
-        recomputed slice may take, even if ``scratch`` has fewer."""
-        ...
-
-    def recomputes(self, x: Tensor, entries: int) -> bool:
-        """Whether :meth:`recompute` forms a slice of ``entries`` recomputed entries of a piece's ``x [R, D]``."""
-        ...
-
-    def recompute(self, piece: slice, rows: Any, start: int, gradient: Tensor) -> SliceProducts:
-        """Write the part of the uninitialised ``gradient [R, C]`` that its products read: of the block's rows
-        ``piece``, and of the shard's entries from ``start`` on."""
-        ...
+class SliceFilter(Protocol):
+    """How the backward multiplies slices of the gradient of the logits, if not whole."""
 
     def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
-        """The products of a slice that was formed whole; None: all of it is multiplied. ``dx_factor [R]``: factors of
-        the rows of ``gradient`` in dX; None: 1."""
+        """The products of a slice ``gradient [R, C]``, the shard's entries from ``start`` on; None: all of it is
+        multiplied. ``rows``: the :class:`parallel_lce.backends.triton_operands.GradientOperands` from which it was
+        formed. ``dx_factor [R]``: factors of its rows in dX; None: 1."""
 
 
 class BackwardTask(NamedTuple):
@@ -212,9 +192,9 @@ class BackwardTask(NamedTuple):
     # Picked entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     picked: Picked | None = None
-    # Forms the slices of the gradient of the logits, and multiplies them; None: they are formed and multiplied whole.
+    # Multiplies the slices of the gradient of the logits; None: they are multiplied whole.
     # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
-    form: SliceForm | None = None
+    filter: SliceFilter | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
         """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""
@@ -259,6 +239,13 @@ class Backend(Protocol):
 
     def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
         """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+        ...
+
+    def recovers_differences(self, dtype: torch.dtype) -> bool:
+        """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from exponentials saved
+        in ``dtype``. The rounding of an exponential e gives p a relative error, and z - max an absolute error of the
+        same size. Where logits are nearly equal the differences are smaller than that, so a low-precision dtype needs
+        saved logits there."""
         ...
 
     def block_forward(self, task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:

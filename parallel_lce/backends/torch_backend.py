@@ -43,10 +43,8 @@ from parallel_lce.backends.torch_tiles import (
     borrowed,
     even_slices,
     logits,
-    packed_logits,
     recapped,
     row_tiles,
-    saved_logits,
     saved_tile,
     set_at_targets,
     take_picked,
@@ -88,6 +86,7 @@ __all__ = [
     "merge_ranks",
     "picked_logits",
     "picked_rows",
+    "recovers_differences",
     "results_of",
     "scaled",
     "statistics_gradient",
@@ -178,18 +177,14 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if picked is not None:
                 take_picked(z, picked, tile, window)
-            near = None
-            if store is not None and softcap is None and store.dtype == torch.bfloat16 and columns.differ:
-                near = packed_logits(z, store.dtype)
+            if task.logits is not None:
+                task.logits[tile, window] = z.t()
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
             if saved is not None and store is not None:
                 saved.maxima[number, tile] = window_partial[MAX]
                 if not in_place and softcap is None:
                     store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
-                if near is not None:
-                    bits = store.view(torch.int16)
-                    torch.where(near < 0, near, bits, out=bits)
         if of_windows is not None:
             counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
             merged.copy_(merge(of_windows, counts, columns))
@@ -218,8 +213,6 @@ class BlockBackward:
         self._saved: Saved | None = None
         # Number of entries with saved exponentials, and of a forward's window.
         self._save = self._saved_width = 0
-        # Whether saved numbers may be logits: never with the columns of a plain loss alone.
-        self._has_logits = len(partial) > 3 and projection.weight.dtype == torch.bfloat16
         if saved:
             self._saved = saved
             self._save = saved.exponentials.numel() // rows
@@ -228,7 +221,7 @@ class BlockBackward:
         alpha, others = coefficients.alpha, (coefficients.gamma, coefficients.delta, coefficients.epsilon)
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
-        temporaries |= coefficients.epsilon is not None or self._has_logits
+        temporaries |= coefficients.epsilon is not None
         width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
         self._windows: list[slice] = []
         for of_forward in range(0, self._save, self._saved_width or 1):
@@ -238,11 +231,10 @@ class BlockBackward:
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        # [R]: a recomputed or saved logit closer than this to the maximum is set to the maximum. A product over other
-        # rows rounds differently, and saved logits are rounded to bf16. The difference matters in logits of millions,
-        # and where 1 - p is small. None: 0.
+        # [R]: a recomputed logit closer than this to the maximum is set to the maximum. A product over other rows
+        # rounds differently, which matters in logits of millions, and where 1 - p is small. None: 0.
         self._slack: Tensor | None = None
-        if self._save < real or self._has_logits or projection.logit_map.softcap is not None:
+        if self._save < real or projection.logit_map.softcap is not None:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
             slack.clamp_(min=0.0).clamp_(min=(sum_exp < ONE_LARGE_ENTRY) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
@@ -348,17 +340,11 @@ class BlockBackward:
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
-        packed = saved_logits(stored) if self._has_logits else None
         out = stored if stored.dtype == dtype else borrowed(self._scratch, rows, window, dtype)
-        if self._delta is None and self._epsilon is None and packed is None:
+        if self._delta is None and self._epsilon is None:
             return torch.mul(stored, self._alpha[rows] * rebase, out=out), None
         e = torch.mul(stored, rebase, out=out)
         below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
-        if packed is not None:
-            near, logit = packed
-            below = self._below_max(logit.to(maximum.dtype), rows)
-            below_max = below_max if below_max is None else torch.where(near, below, below_max)
-            e = torch.where(near, exponential_(below), e)
         return self._softmax_gradient(e, below_max, rows), None
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -371,14 +357,10 @@ class BlockBackward:
 
     def _of_logits(self, z: Tensor, rows: slice) -> Tensor:
         """The gradient of a tile of logits ``z``, which it overwrites."""
-        self._below_max(z, rows)
+        z.sub_(self._maximum[rows])
+        z = z.clamp_(max=0.0) if self._slack is None else z.masked_fill_(z > -self._slack[rows], 0.0)
         below_max = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
         return self._softmax_gradient(exponential_(z), below_max, rows)
-
-    def _below_max(self, z: Tensor, rows: slice) -> Tensor:
-        """z - M, in place."""
-        z.sub_(self._maximum[rows])
-        return z.clamp_(max=0.0) if self._slack is None else z.masked_fill_(z > -self._slack[rows], 0.0)
 
     def _softmax_gradient(self, e: Tensor, below_max: Tensor | None, rows: slice) -> Tensor:
         """``e (alpha + delta below_max + epsilon e)``. ``e``: exp(z - M). ``below_max``: z - M. Both are
@@ -393,6 +375,10 @@ class BlockBackward:
 
 
 block_backward = BlockBackward
+
+
+def recovers_differences(dtype: torch.dtype) -> bool:
+    return dtype.itemsize > 2
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate, operand
 from parallel_lce.backends.interface import Projection, Scratch
-from parallel_lce.core.partials import NEAR_ZERO
 from parallel_lce.core.picked import Picked
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
@@ -72,27 +71,6 @@ def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> T
     height = rows.stop - rows.start
     start = rows.start * save + window.start * height
     return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
-
-
-def packed_logits(z: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The logits near 0 of a tile ``z`` as they are saved in place of exponentials: bits of ``dtype``, integers below
-    0. The logit's own sign takes the exponent's first bit, which is 0 below 2. Other logits give 0, and all those of
-    tokens of which a sample says that most are not near 0. None, on a CPU: the tile has no others."""
-    sample = z[:: max(1, len(z) // 64)]
-    counted = sample > sample.amax(0) - 20.0
-    flat = 2 * (counted & (sample.abs() < NEAR_ZERO)).sum(0) > counted.sum(0)
-    if not (z.is_cuda or flat.any()):
-        return None
-    bits = z.to(dtype).view(torch.int16)
-    return ((bits & 0x3FFF) | (bits >> 1 & 0x4000) | -0x8000).where((z.abs() < NEAR_ZERO) & flat, 0)
-
-
-def saved_logits(stored: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Which ``stored`` numbers are :func:`packed_logits`, and these logits. None, on a CPU: none is."""
-    bits = stored.view(torch.int16)
-    if not (bits.is_cuda or bits.amin() < 0):
-        return None
-    return bits < 0, ((bits & 0x3FFF) | (bits << 1 & -0x8000)).view(stored.dtype)
 
 
 def recapped(stored: Tensor, softcap: float, out: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,7 @@ __all__ = [
     "merge_ranks",
     "picked_logits",
     "picked_rows",
+    "recovers_differences",
     "results_of",
     "scaled",
     "statistics_gradient",
@@ -61,6 +62,11 @@ CODES: bool = True
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
+
+
+def recovers_differences(dtype: torch.dtype) -> bool:
+    # fp16 lacks the range for logits beside exponentials.
+    return dtype != torch.float16
 
 
 def merge_ranks(

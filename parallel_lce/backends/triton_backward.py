@@ -33,8 +33,7 @@ class BlockBackward:
     """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
     complete before the last slice's dW product starts. If nothing is saved and nothing waits for dX, it is formed last
     (``HiddenGrad``). Peak memory beside the exponentials and ``scratch``: fp32 products of
-    at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. ``scratch`` grows to the bytes
-    that the task's ``form`` asks for."""
+    at most 128 MiB, or of dX's size where several slices add to it, and a copy of x."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection = task.projection
@@ -51,8 +50,7 @@ class BlockBackward:
         self._ranges: list[tuple[int, int]] = []
         self._pieces: list[Piece] = []
         # Saved rows may be padded.
-        exponentials = saved.exponentials if saved else None
-        known = 0 if exponentials is None else min(exponentials.shape[1], projection.real_rows)
+        known = min(saved.exponentials.shape[1], projection.real_rows) if saved else 0
         # Codes are decoded in slices, as logits are recomputed.
         self._coded = is_coded(saved)
         self._saved_entries = 0 if self._coded else known
@@ -64,13 +62,9 @@ class BlockBackward:
         x, saved = aligned_contiguous(self._task.x), self._saved
         task = self._task if x is self._task.x else self._task._replace(x=x)
         if self._saved_entries == self._projection.real_rows:
-            if task.form is not None:
-                task.form.begin(task)
             return [(0, self._saved_entries)], [Piece(task, slice(0, x.shape[0]))]
-        held = 0 if not saved or saved.exponentials is None or self._coded else saved.exponentials.numel()
+        held = 0 if not saved or self._coded else saved.exponentials.numel()
         dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
-        own_capacity = 0 if task.form is None else task.form.begin(task)
-        capacity = max(capacity, own_capacity // x.element_size())
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
         window = window_of(saved, self._projection.real_rows) if saved and self._coded else 1
 
@@ -80,7 +74,7 @@ class BlockBackward:
         ranges, cut = cut_for(capacity)
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
-        if dx is not None and dx.last and summed and held == 0 and not own_capacity and not task.scratch.allocated:
+        if dx is not None and dx.last and summed and held == 0 and not task.scratch.allocated:
             longest = len(x) * MEASURED.longest_slice
             wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
             self._dx_last = len(wider[0]) > 1

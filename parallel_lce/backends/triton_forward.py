@@ -24,8 +24,7 @@ _PARTIAL_BYTES = MEASURED.partial_bytes
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
-    """The number of saved vocabulary rows is rounded down to whole windows. With ``save_window_partials`` the windows'
-    sums of exponentials are saved, too."""
+    """The number of saved vocabulary rows is rounded down to whole windows."""
     projection, columns, target = task.projection, task.columns, task.target
     rows, real = task.x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
@@ -53,6 +52,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             of_tokens = None if target is None else target[some]
         windows = new_window_partials(of_rows.x, product.windows, columns)
         epilogue = ForwardEpilogue(windows, flat=stored.flat)
+        if task.logits is not None:
+            epilogue = epilogue._replace(logits=task.logits[some], logits_stride=task.logits.stride(0))
         rounded = None
         if stored.codes is not None:
             epilogue = epilogue._replace(codes=stored.codes, target=target, target_logit=partial[TARGET])
@@ -67,10 +68,18 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         if task.picked is not None:
             known = WindowPartials(windows.max, windows.sum_exp)
             kernels.picked_logits(of_rows, task.picked.of_rows(some), known)
-        given = dict(entries=real, start=projection.start, rounded=rounded, target=of_tokens, results=results)
-        merge_windows(windows, merged, columns, **given)
-        saved = stored.saved(windows, rounded, task.save_window_partials)
-        del windows, epilogue, rounded, given  # before the next ones are allocated
+        merge_windows(
+            windows,
+            merged,
+            columns,
+            entries=real,
+            start=projection.start,
+            rounded=rounded,
+            target=of_tokens,
+            results=results,
+        )
+        saved = stored.saved(windows, rounded)
+        del windows, epilogue, rounded  # before the next ones are allocated
     if results is not None:
         return partial, saved, results.found()
     return partial, saved, None if task.wanted is None else results_of(partial, real, task.wanted)
@@ -81,7 +90,7 @@ def _ranges(task: ForwardTask, product: Product) -> list[slice]:
     ``_PARTIAL_BYTES``."""
     rows, height = product.x.shape[0], product.tile.rows
     row_bytes = 8 * product.windows * (task.columns.merged - 1)
-    if task.save or task.save_window_partials or rows * row_bytes <= _PARTIAL_BYTES:
+    if task.save or rows * row_bytes <= _PARTIAL_BYTES:
         return [slice(0, rows)]
     fitting = max(1, _PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
@@ -117,11 +126,10 @@ class _Stored:
             if task.columns.differ:
                 self.flat = x.new_empty(rows, dtype=torch.float32)
 
-    def saved(self, windows: PartialColumns, rounded: RoundedSums | None, sums: bool) -> Saved | tuple[()]:
-        """``sums``: whether the windows' sums of exponentials are kept."""
+    def saved(self, windows: PartialColumns, rounded: RoundedSums | None) -> Saved | tuple[()]:
+        if self.memory is None:
+            return ()
         if self.codes is not None:
             return Saved(self.memory, windows.max, shift=self.codes.shift, lowest=self.codes.lowest)
-        if self.memory is None and not sums:
-            return ()
         mass = None if rounded is None else rounded.mass
-        return Saved(self.memory, windows.max, mass, windows.sum_exp if sums else None, self.flat)
+        return Saved(self.memory, windows.max, mass, self.flat)

@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.product import Product, logits_gradient
-from parallel_lce.kernels.token_gradients import Targets, write_targets
+from parallel_lce.kernels.token_gradients import Targets
 
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
@@ -43,17 +43,14 @@ class GradientOperands(NamedTuple):
     projection: Projection
     # [>= 3, R], contiguous
     partial: Tensor
-    # without a factor, for :meth:`form`
+    # without a factor
     coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None
-    # None: no targets are written
-    targets: Targets | None
+    # None: they are not known
+    targets: Targets | None = None
 
-    def form(self, start: int, stop: int, gradient: Tensor, tile_list: Tensor | None = None) -> None:
-        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those of the
-        ``tile_list``."""
+    def form(self, start: int, stop: int, gradient: Tensor) -> None:
+        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``, without the targets' terms."""
         product = product_of(self.projection, self.x, start, stop)
-        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, tile_list)
-        if self.targets is not None:
-            write_targets(gradient, start, self.targets, self.fp16_scale)
+        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_lce.backends.formulas import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate, matmul
-from parallel_lce.backends.interface import BackwardTask, Projection, SliceForm, SliceProducts
+from parallel_lce.backends.interface import BackwardTask, Projection, SliceProducts
 from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP, Coefficients
@@ -47,7 +47,7 @@ def rewrites(coefficients: Coefficients, projection: Projection) -> bool:
 
 def is_coded(saved: Saved | tuple[()]) -> bool:
     """Whether the saved exponentials are codes."""
-    return bool(saved) and saved.exponentials is not None and saved.exponentials.dtype == torch.uint8
+    return bool(saved) and saved.exponentials.dtype == torch.uint8
 
 
 def window_of(saved: Saved, real_rows: int) -> int:
@@ -131,7 +131,7 @@ class Piece:
         projection, coefficients, saved, grads = task.projection, task.coefficients, task.saved, task.grads
         self.rows, self.x, self._task = rows, task.x, task
         self._projection, self._partial = projection, task.partial.contiguous()
-        self._saved = saved if saved and saved.exponentials is not None else None
+        self._saved = saved or None
         # Codes are decoded into the scratch memory, as slices are recomputed.
         self._codes: Saved | None = None
         if is_coded(saved):
@@ -149,7 +149,7 @@ class Piece:
         self.has_targets = task.target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # Only where all rows keep their exponentials the kernels take a factor.
-        if self._rewrite or saved_entries < projection.real_rows or task.form is not None:
+        if self._rewrite or saved_entries < projection.real_rows or task.filter is not None:
             coefficients = without_factor(coefficients)
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = fp16_scale_of(coefficients, self._partial[SUM_EXP], projection, task.picked)
@@ -158,31 +158,22 @@ class Piece:
         self._terms = GradientTerms.of(self._partial, coefficients, self._fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
-        form, picked = self._task.form, self._task.picked
-        if form is not None and self._is_recomputed(start) and form.recomputes(self.x, stop - start):
-            return self._recomputed_by(form, start, stop)
+        picked = self._task.picked
         vocab_slice = self._formed(start, stop)
         gradient = vocab_slice.gradient
         if picked is not None:
             target = self._task.target if self.has_targets else None
             write_picked(gradient, start, picked, target, self._terms)
-        if form is not None:
-            vocab_slice.products = form.products(self._rows(self._targets), start, gradient, vocab_slice.dx_factor)
+        if self._task.filter is not None:
+            rows = self._rows()._replace(targets=self._targets)
+            vocab_slice.products = self._task.filter.products(rows, start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
 
-    def _recomputed_by(self, form: SliceForm, start: int, stop: int) -> Slice:
-        gradient = self._memory(start, stop)
-        if self._tokens is None and self.has_targets:
-            # A gradient of 0 entries: no target is written.
-            self._tokens = self._find_tokens(gradient[:, :0], None, start)
-        products = form.recompute(self.rows, self._rows(self._targets), start, gradient)
-        return Slice(start, stop, gradient, None, None, products)
-
-    def _rows(self, targets: Targets | None) -> GradientOperands:
-        return GradientOperands(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
+    def _rows(self) -> GradientOperands:
+        return GradientOperands(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale)
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the picked entries."""
@@ -219,15 +210,16 @@ class Piece:
         gradient = self._memory(start, stop)
         decoded = 0
         if self._codes is not None:
-            codes, maxima, *_, shift, lowest = self._codes
-            assert codes is not None and shift is not None and lowest is not None
+            codes, maxima = self._codes.exponentials, self._codes.maxima
+            shift, lowest = self._codes.shift, self._codes.lowest
+            assert shift is not None and lowest is not None
             decoded = max(0, min(stop, codes.shape[1]) - start)
             if decoded:
                 windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]
                 window = window_of(self._codes, self._projection.real_rows)
                 decode(codes[self.rows], windows, self._terms, self.rows.start, start, window, gradient[:, :decoded])
         if start + decoded < stop:
-            self._rows(None).form(start + decoded, stop, gradient[:, decoded:])
+            self._rows().form(start + decoded, stop, gradient[:, decoded:])
         return gradient
 
     def _memory(self, start: int, stop: int) -> Tensor:

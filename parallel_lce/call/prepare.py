@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import VARIABLE, backend_of
-from parallel_lce.backends.interface import Backend, differences_recovered, savable
+from parallel_lce.backends.interface import Backend, savable
 from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
@@ -277,7 +277,7 @@ def _plan(
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
-        savable=_savable(options, tensors),
+        savable=_savable(options, tensors, backend),
         codable=codable and options.logit_softcap is None,
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
@@ -286,8 +286,8 @@ def _plan(
     return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
 
 
-def _savable(options: Options, tensors: Tensors) -> bool:
-    if options.label_smoothing and not differences_recovered(tensors.linear_weight.dtype):
+def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
+    if options.label_smoothing and not backend.recovers_differences(tensors.linear_weight.dtype):
         return False
     # With a temperature per token, the caps are unknown to the host.
     if options.logit_softcap is None or tensors.temperature is not None:

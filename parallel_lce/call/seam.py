@@ -57,8 +57,8 @@ class Feature:
         """Numbers, of the statistics' dtype, that each rank adds to the message of partials."""
         return 0
 
-    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
-        """The task that the backend gets for a block. ``save``: a backward may follow."""
+    def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
+        """The task that the backend gets for a block."""
         return task
 
     def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:

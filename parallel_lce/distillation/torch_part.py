@@ -3,101 +3,63 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate, matmul
-from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.torch_logits import tiles_of_rows
 from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.partials import MAX, SUM_EXP, Columns, empty_partial
+from parallel_lce.core.partials import LOWEST_SHIFT
 
-# Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
-_ALIGNED = 8
+# Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
-"""Magnitude of log(q / r) below which q and r are close."""
+
+# Numbers per token, rows of a tensor [6 or 7, N]. The first two are the student's normalizer, the next two the
+# teacher's: over the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative
+# to it. Both are subtracted from a logit, which gives a log-probability.
+DIVERGENCE = 4
+# The sum of p log(p / r), from which the gradient takes a difference; 0 if beta is 0.
+STUDENT_MEAN = 5
+# The sum of p log p, if it is wanted.
+NEGATIVE_ENTROPY = 6
 
 
-class Pair(NamedTuple):
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's. A normalizer ``[2, R]`` holds, over
-    the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. A
-    log-probability is ``logit - normalizer[0] - normalizer[1]``."""
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    numbers: Tensor,
+    beta: float,
+    sums: Tensor | None,
+    gradient: Tensor | None,
+    factor: Tensor | None,
+    logit_map: LogitMap,
+) -> None:
+    """From the logits ``[R, V/P]`` of both, in the statistics' dtype, write ``sums`` and ``gradient``, unless None.
 
-    # [R, V/P], the statistics' dtype, rows contiguous
-    student: Tensor
-    teacher: Tensor
-    student_normalizer: Tensor
-    teacher_normalizer: Tensor
-    beta: float
-
-
-class LogitsGradient(NamedTuple):
-    """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
-
-    # [R, V/P]: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - student_mean). The slope is that of
-    # the student's soft-cap.
-    out: Tensor
-    # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
-    factor: Tensor
-    # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
-    student_mean: Tensor | None
-    # The student's
-    logit_map: LogitMap
-
-
-def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose target
-    column is 0. On CUDA rows are :func:`aligned`."""
-    real = projection.real_rows
-    partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
-    if x.is_cuda:
-        z = aligned(x, len(x), real, projection.dtype)
-        accumulate(z, x, projection.weight[:real].t(), overwrite=True)
-    else:
-        z = matmul(x, projection.weight[:real].t())
-    if real == 0:
-        return z, partial
-    if projection.bias is not None:
-        z += projection.bias[:real]
-    projection.logit_map.apply(z.t())
-    for rows in tiles_of_rows(*z.shape, itemsize=z.element_size()):
-        maximum = torch.amax(z[rows], 1, out=partial[MAX, rows])
-        # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.
-        shifted = z[rows] - maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
-        torch.sum(shifted.exp_(), 1, out=partial[SUM_EXP, rows])
-    return z, partial
-
-
-def aligned(like: Tensor, rows: int, entries: int, dtype: torch.dtype) -> Tensor:
-    """New memory ``[rows, entries]`` with rows aligned to 16 bytes."""
-    return like.new_empty(rows, -(-entries // _ALIGNED) * _ALIGNED, dtype=dtype)[:, :entries]
-
-
-def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write ``sums [2, R]``, the divergence's and that of p log(p / r) over the shard's entries, or ``[3, R]`` with
-    that of p log p, and the gradient, each unless it is None. Without p log(p / r) in the divergence its sum is 0."""
-    for rows in tiles_of_rows(*pair.student.shape, itemsize=pair.student.element_size()):
-        log_p = _log_probs(pair.student, pair.student_normalizer, rows)
-        log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
+    Args:
+        numbers: ``[rows, R]``, contiguous. The normalizers are read and, for a gradient with beta > 0, the mean.
+        sums: the shard's part of the numbers from ``DIVERGENCE`` on.
+        gradient: ``[R, V/P]``: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - mean), with the
+            slope of the soft-cap in the student's ``logit_map``.
+        factor: ``[R]``. A token of factor 0 has gradient 0, even if its logits are NaN.
+    """
+    for rows in tiles_of_rows(*student.shape, itemsize=student.element_size()):
+        top, log_sum, teacher_top, teacher_log_sum = numbers[:DIVERGENCE, rows, None]
+        log_p = student[rows] - top - log_sum
+        log_q = teacher[rows] - teacher_top - teacher_log_sum
         p, q = log_p.exp(), log_q.exp()
-        of_p, of_q = log_ratios(log_p - log_q, pair.beta)
+        of_p, of_q = log_ratios(log_p - log_q, beta)
         if sums is not None:
-            sums[0, rows] = _terms(p, q, of_p, of_q, pair.beta).sum(1)
-            sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if pair.beta > 0 else 0.0
+            sums[0, rows] = _terms(p, q, of_p, of_q, beta).sum(1)
+            sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if beta > 0 else 0.0
             if len(sums) > 2:
                 sums[2, rows] = (p * log_p).masked_fill_(p == 0, 0.0).sum(1)
-        if gradient is not None:
-            if gradient.student_mean is None:
-                g = p - q
-            else:
-                g = (p * (of_p - gradient.student_mean[rows, None])).masked_fill_(p == 0, 0.0)
-            slope = gradient.logit_map.of_rows(rows).slope(pair.student[rows].t())
+        if gradient is not None and factor is not None:
+            g = p - q if beta == 0 else (p * (of_p - numbers[STUDENT_MEAN, rows, None])).masked_fill_(p == 0, 0.0)
+            slope = logit_map.of_rows(rows).slope(student[rows].t())
             if slope is not None:
                 g *= slope.t()
-            factor = gradient.factor[rows, None]
-            gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
+            times = factor[rows, None]
+            gradient[rows] = g.mul_(times).masked_fill_(times == 0, 0.0)
 
 
 def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Tensor:
@@ -126,19 +88,15 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 
-def of_classes(log_p: Tensor, log_q: Tensor, there: Tensor, beta: float) -> Tensor:
-    """The divergence of ``[..., C]`` log-probabilities, over the classes marked in ``there``; differentiable. The
-    teacher's, ``log_q``, must be finite there."""
-    # Masked first: if the other classes were masked at the end, their gradients would be 0 * inf.
-    log_p, log_q = log_p.masked_fill(~there, 0.0), log_q.masked_fill(~there, 0.0)
-    p, q = (torch.where(there, v.exp(), 0.0) for v in (log_p, log_q))
-    excluded = log_p == -torch.inf
-    _, of_q = log_ratios(log_p - log_q, beta)
-    of_p, _ = log_ratios(log_p.masked_fill(excluded, 0.0) - log_q, beta)
+def of_classes(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """The divergence of ``[..., C]`` log-probabilities, over classes whose ``log_q`` is not -inf; differentiable."""
+    # The others have probabilities of 0. Unlike -inf, this gives 0 and no NaN in products and their gradients.
+    log_p = log_p.masked_fill(log_q == -torch.inf, LOWEST_SHIFT)
+    log_q = log_q.clamp(min=LOWEST_SHIFT)
+    if beta > 0:
+        log_p = log_p.clamp(min=LOWEST_SHIFT)
+    of_p, of_q = log_ratios(log_p - log_q, beta)
+    of_p, of_q = log_p.exp() * of_p, log_q.exp() * of_q
     if beta in (0, 1):
-        return (q * of_q).sum(-1) if beta == 0 else (p * of_p).sum(-1)
-    return (beta * q * of_q + (1 - beta) * p * of_p).sum(-1)
-
-
-def _log_probs(logits: Tensor, normalizer: Tensor, rows: slice) -> Tensor:
-    return logits[rows] - normalizer[0, rows, None] - normalizer[1, rows, None]
+        return (of_q if beta == 0 else of_p).sum(-1)
+    return (beta * of_q + (1 - beta) * of_p).sum(-1)

@@ -1,43 +1,22 @@
-"""The work on a block's logits with a projection in Triton and one kernel, which reads a token's row in one program."""
+"""The work on a block's logits in one kernel, which reads a token's row in one program."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from parallel_lce.backends.interface import Projection
-from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
-from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.partials import Columns, empty_partial
-from parallel_lce.distillation.torch_part import NEAR_RATIO, LogitsGradient, Pair
-from parallel_lce.kernels.epilogue import ForwardEpilogue
+from parallel_lce.distillation.torch_part import NEAR_RATIO, STUDENT_MEAN
 from parallel_lce.kernels.logit_map import caps_of, slope_at
-from parallel_lce.kernels.partials import merge_windows
-from parallel_lce.kernels.product import new_window_partials
 from parallel_lce.kernels.relaunch import Relaunched
 
-
-def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, real, columns = x.shape[0], projection.real_rows, Columns()
-    logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
-    partial = empty_partial(columns, rows, projection.dtype, x.device)
-    if rows and real:
-        product = product_of(projection, aligned_contiguous(x), 0, real)
-        windows = new_window_partials(product.x, product.windows, columns)
-        product.launch(None, ForwardEpilogue(windows, logits, logits.stride(0)))
-        merge_windows(windows, partial, columns, entries=real, start=projection.start)
-    return logits, partial
-
-
-_BLOCK, _NEAR_RATIO = tl.constexpr(4096), tl.constexpr(NEAR_RATIO)
+_BLOCK, _NEAR_RATIO, _MEAN = tl.constexpr(4096), tl.constexpr(NEAR_RATIO), tl.constexpr(STUDENT_MEAN)
 
 
 @triton.jit
-def _log_probs(model, column, valid, row, rows):
-    logits, stride, normalizer = model
+def _log_probs(model, column, valid, row, numbers, rows):
+    logits, stride = model
     z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
-    return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
+    return z - tl.load(numbers + row) - tl.load(numbers + rows + row)
 
 
 @triton.jit
@@ -58,10 +37,10 @@ def _term(q, log_ratio, r):
 def lce_backward_divergence(
     student,
     teacher,
+    numbers,
     sums,
     gradient,
     factor,
-    student_mean,
     logit_map,
     rows,
     entries,
@@ -72,9 +51,8 @@ def lce_backward_divergence(
     STUDENT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
-    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted.
-    ``logit_map``: the student's. ``ENTROPY``: ``sums`` has a third row."""
+    """``student``, ``teacher``: logits and row stride. ``TEACHER``, ``STUDENT``: whether the divergence contains the
+    sum over the teacher's, or the student's, probabilities. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
     cap = caps_of(logit_map, row, True)
     of_teacher = 0.0
@@ -84,8 +62,8 @@ def lce_backward_divergence(
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
-        log_p = _log_probs(student, column, valid, row, rows)
-        log_q = _log_probs(teacher, column, valid, row, rows)
+        log_p = _log_probs(student, column, valid, row, numbers, rows)
+        log_q = _log_probs(teacher, column, valid, row, numbers + 2 * rows, rows)
         p = tl.exp(log_p)
         q = tl.exp(log_q)
         # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.
@@ -110,7 +88,7 @@ def lce_backward_divergence(
         if gradient is not None:
             times = tl.load(factor + row)
             if STUDENT:
-                g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
+                g = tl.where(p != 0.0, p * (of_p - tl.load(numbers + _MEAN * rows + row)), 0.0)
             else:
                 g = p - q
             if logit_map.softcap is not None:
@@ -129,24 +107,22 @@ def lce_backward_divergence(
             tl.store(sums + 2 * rows + row, of_entropy)
 
 
-def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    student, teacher, student_normalizer, teacher_normalizer, beta = pair
+def divergence(student, teacher, numbers, beta, sums, gradient, factor, logit_map) -> None:
+    """As that of :mod:`parallel_lce.distillation.torch_part`."""
     rows, entries = student.shape
-    # Not one tuple: Triton 3.6 takes no None inside a tuple.
-    out, factor, student_mean, logit_map = gradient or (None, None, None, LogitMap())
     if rows:
         lce_backward_divergence.launch(
             (rows,),
-            (student, student.stride(0), student_normalizer),
-            (teacher, teacher.stride(0), teacher_normalizer),
+            (student, student.stride(0)),
+            (teacher, teacher.stride(0)),
+            numbers,
             sums,
-            out,
+            gradient,
             factor,
-            student_mean,
             logit_map,
             rows,
             entries,
-            0 if out is None else out.stride(0),
+            0 if gradient is None else gradient.stride(0),
             beta,
             1 - beta,
             TEACHER=beta < 1,

@@ -51,7 +51,7 @@ class Selected(Feature):
     def message_size(self, call: Any) -> int:
         return len(call.picked.ids)
 
-    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
+    def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
         picked = call.picked.of_block(call.layout, block, call.shard.start)
         return task._replace(picked=picked._replace(logits=self.message))
 

@@ -42,7 +42,7 @@ class TopK(Feature):
     def message_size(self, call: Any) -> int:
         return 2 * call.shape.numel() * call.options.top_k
 
-    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
+    def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
         # [2, N, K]: logits and ids
         logits, ids = self.message.view(2, -1, call.options.top_k)
         values, of_values = largest_of_block(task, call.options.top_k, call.backend)

@@ -63,7 +63,7 @@ def _has_gluon() -> bool:
     warnings.warn(
         f"Triton {triton.__version__}: parallel_lce runs its plain mainloop on this GPU, since the one for Hopper "
         f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. The projection "
-        "takes up to 10 % longer, a product of filtered gradients a third.",
+        "takes up to 10 % longer.",
         stacklevel=2,
     )
     return False

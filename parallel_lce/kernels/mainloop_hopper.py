@@ -36,21 +36,21 @@ from parallel_lce.kernels import device
 from parallel_lce.kernels.device import addressable
 from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
+from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_start
 from parallel_lce.kernels.tuning import Tile
 
 # Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the
 # first warpgroup.
-WARPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(4), gl.constexpr(240), gl.constexpr(24)
+_WARPS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(4), gl.constexpr(240), gl.constexpr(24)
 # Triton 3.8 renamed both functions. 3.9 has only the new names.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.uint8: gl.uint8}
 
 
 @gluon.jit
-def _produce(x, weight, ring, tile_list, sizes):
+def _produce(x, weight, ring, sizes):
     x_slots, weight_slots, full, empty = ring
     STAGES: gl.constexpr = x_slots.shape[0]
     rows, entries, k_size, first_block, num_blocks = sizes
@@ -58,21 +58,21 @@ def _produce(x, weight, ring, tile_list, sizes):
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
-    tiles = tile_count(tile_list, num_blocks, gl.cdiv(entries, BLOCK_N))
+    tiles = num_blocks * gl.cdiv(entries, BLOCK_N)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(tile_list, number, first_block, num_blocks, BLOCK_M)
+        row, window = tile_start(number, first_block, num_blocks, BLOCK_M)
         for k in range(0, k_size, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
-            async_load(x, [row, k], arrived, x_slots.index(slot))
-            async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
+            _async_load(x, [row, k], arrived, x_slots.index(slot))
+            _async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
             count += 1
 
 
 @gluon.jit
-def new_ring(x, weight, STAGES: gl.constexpr):
+def _new_ring(x, weight, STAGES: gl.constexpr):
     """``STAGES`` slots for a tile of ``x`` and a tile of ``weight``, and two barriers per slot: full, and empty."""
     OF_X: gl.constexpr = [STAGES] + x.block_type.shape
     OF_WEIGHT: gl.constexpr = [STAGES] + weight.block_type.shape
@@ -90,32 +90,18 @@ def new_ring(x, weight, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    z,
-    ring,
-    count,
-    steps,
-    first_row: gl.constexpr,
-    X_TRANSPOSED: gl.constexpr,
-    WEIGHT_TRANSPOSED: gl.constexpr,
-    ADD: gl.constexpr,
-):
+def _multiply(z, ring, count, steps, first_row: gl.constexpr):
     """The product of ``steps`` slots of the ring, at least one, from slot ``count % STAGES`` on, in the registers of
-    ``z``; with ``ADD`` it is added to ``z``. Of x the rows from ``first_row`` on. ``X_TRANSPOSED``: the slots hold x.T.
-    ``WEIGHT_TRANSPOSED``: they hold the second factor's transpose."""
+    ``z``. Of x the rows from ``first_row`` on."""
     x_slots, weight_slots, full, empty = ring
     STAGES: gl.constexpr = x_slots.shape[0]
     last = count % STAGES
     for k in range(0, steps):
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        x, weight = x_slots.index(slot), weight_slots.index(slot)
-        if X_TRANSPOSED:
-            x = x.permute((1, 0))
-        if WEIGHT_TRANSPOSED:
-            weight = weight.permute((1, 0))
-        rows = x.slice(first_row, z.shape[0])
-        token = warpgroup_mma(rows, weight, z, use_acc=ADD or k > 0, is_async=True)
+        rows = x_slots.index(slot).slice(first_row, z.shape[0])
+        weight = weight_slots.index(slot).permute((1, 0))
+        token = warpgroup_mma(rows, weight, z, use_acc=k > 0, is_async=True)
         z = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
         last = slot
@@ -130,7 +116,7 @@ def _store(out, row, first, tile, staged):
     tma.store_wait(0)
     staged.store(tile.to(out.dtype))
     fence_async_shared()
-    async_store(out, [row, first], staged)
+    _async_store(out, [row, first], staged)
 
 
 @gluon.jit
@@ -142,25 +128,25 @@ def _consume(
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
 ):
-    ring, out, staged, tile_list, sizes, bias, logit_map, epilogue = operands
+    ring, out, staged, sizes, bias, logit_map, epilogue = operands
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
     HALF: gl.constexpr = BLOCK_M // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
-    tiles = tile_count(tile_list, num_blocks, gl.cdiv(entries, BLOCK_N))
+    tiles = num_blocks * gl.cdiv(entries, BLOCK_N)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(tile_list, number, first_block, num_blocks, BLOCK_M)
+        row, window = tile_start(number, first_block, num_blocks, BLOCK_M)
         row += WARPGROUP * HALF
         first = window * BLOCK_N
         r = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         row_values = tile_rows(epilogue, logit_map, r, rows, KIND)
         z = gl.zeros((HALF, BLOCK_N), gl.float32, layout)
-        z = multiply(z, ring, count, steps, WARPGROUP * HALF, False, True, False)
+        z = _multiply(z, ring, count, steps, WARPGROUP * HALF)
         count += steps
         position = (r, c, window, rows, entries)
         z = scale_tile(z, row_values, bias, logit_map, position, SCALED)
@@ -183,7 +169,6 @@ def projection(
     bias,
     logit_map,
     epilogue,
-    tile_list,
     rows,
     entries,
     k_size,
@@ -197,21 +182,21 @@ def projection(
 ):
     """As ``plain.projection``. ``x``, ``weight`` and ``out`` are TMA descriptors; a block of ``out`` has
     half the rows of a tile."""
-    ring = new_ring(x, weight, STAGES)
+    ring = _new_ring(x, weight, STAGES)
     staged = ring[0]
     if out is not None:
         HALVES: gl.constexpr = [2] + out.block_type.shape
         staged = gl.allocate_shared_memory(out.dtype, HALVES, out.layout)
     sizes = (rows, entries, k_size, first_block, num_blocks)
-    operands = (ring, out, staged, tile_list, sizes, bias, logit_map, epilogue)
+    operands = (ring, out, staged, sizes, bias, logit_map, epilogue)
     gl.warp_specialize(
         [
             (_consume, (operands, 0, KIND, SCALED, MASKED, SAVED_SCALE)),
             (_consume, (operands, 1, KIND, SCALED, MASKED, SAVED_SCALE)),
-            (_produce, (x, weight, ring, tile_list, sizes)),
+            (_produce, (x, weight, ring, sizes)),
         ],
-        [WARPS, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [_WARPS, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )
 
 

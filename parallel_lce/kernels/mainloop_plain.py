@@ -12,7 +12,7 @@ from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.device import addressable, descriptor
 from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_count, tile_start
+from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_start
 from parallel_lce.kernels.tuning import Tile
 
 
@@ -49,7 +49,6 @@ def projection(
     bias,
     logit_map,
     epilogue,
-    tile_list,
     rows,
     entries,
     k_size,
@@ -70,10 +69,10 @@ def projection(
     OUT_TMA: tl.constexpr,
 ):
     """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on. ``KIND`` selects the epilogue. ``x``,
-    ``weight`` and ``out`` are TMA descriptors or pointers. ``tile_list``: the only tiles to form; None: all."""
-    tiles = tile_count(tile_list, num_blocks, tl.cdiv(entries, BLOCK_N))
+    ``weight`` and ``out`` are TMA descriptors or pointers."""
+    tiles = num_blocks * tl.cdiv(entries, BLOCK_N)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, window = tile_start(tile_list, number, first_block, num_blocks, BLOCK_M)
+        row, window = tile_start(number, first_block, num_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)

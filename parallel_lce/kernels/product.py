@@ -44,18 +44,15 @@ class Product:
     def of_rows(self, rows: slice) -> Product:
         return replace(self, x=self.x[rows], logit_map=self.logit_map.of_rows(rows))
 
-    def launch(self, out: torch.Tensor | None, epilogue: Epilogue, tile_list: torch.Tensor | None = None) -> None:
-        """Start the product with an epilogue. ``tile_list [1 + n]`` int32: n, then the numbers ``window * row_blocks +
-        row block`` of the only tiles to form; None: all."""
+    def launch(self, out: torch.Tensor | None, epilogue: Epilogue) -> None:
+        """Start the product with an epilogue."""
         x, weight, tile, windows = self.x, self.weight, self.tile, self.windows
         (rows, k_size), entries, mainloop = x.shape, weight.shape[0], mainloop_of(tile.mainloop)
         saves_fp16 = out is not None and out.dtype == torch.float16 and epilogue.KIND == "forward"
         operands, strides, options = mainloop.operands(x, weight, out, tile, self.tma)
-        operands = *operands, self.bias, self.logit_map, epilogue, tile_list
+        operands = *operands, self.bias, self.logit_map, epilogue
         programs = num_sms(x.device)
-        step = max(1, self.row_blocks)
-        if tile_list is None:
-            step = blocks_per_launch(self.row_blocks, windows, programs, tile.rows * k_size * x.element_size())
+        step = blocks_per_launch(self.row_blocks, windows, programs, tile.rows * k_size * x.element_size())
         for first in range(0, self.row_blocks, step):
             number = min(step, self.row_blocks - first)
             mainloop.projection.launch(
@@ -99,15 +96,14 @@ def logits_gradient(
     coefficients: Coefficients,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
-    tile_list: torch.Tensor | None = None,
 ) -> None:
     """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
     beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
-    last entry is overwritten up to the next boundary. ``tile_list``: as for :meth:`Product.launch`.
+    last entry is overwritten up to the next boundary.
     """
     alpha, _, gamma, delta, epsilon, _, factor, divisor = coefficients
     assert factor is divisor is None
     epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
-    product.launch(out, epilogue, tile_list=tile_list)
+    product.launch(out, epilogue)

@@ -14,18 +14,6 @@ def projection_name(specialization) -> str:
 
 
 @triton.jit
-def tile_count(tile_list, num_blocks, windows):
-    """Number of tiles to form: all windows of the row blocks, or those of the ``tile_list``."""
-    number = num_blocks * windows
-    if tile_list is not None:
-        number = tl.load(tile_list)
-    return number
-
-
-@triton.jit
-def tile_start(tile_list, number, first_block, num_blocks, BLOCK_M: tl.constexpr):
+def tile_start(number, first_block, num_blocks, BLOCK_M: tl.constexpr):
     """First row of a tile, and its window. Row blocks vary fastest and begin at ``first_block``."""
-    tile = number
-    if tile_list is not None:
-        tile = tl.load(tile_list + 1 + number)
-    return (first_block + tile % num_blocks) * BLOCK_M, tile // num_blocks
+    return (first_block + number % num_blocks) * BLOCK_M, number // num_blocks

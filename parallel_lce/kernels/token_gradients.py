@@ -227,15 +227,12 @@ class Saved(NamedTuple):
     """Saved exponentials of a block's first C vocabulary entries, and statistics of all windows."""
 
     # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. Or, in uint8, their codes
-    # (:mod:`parallel_lce.kernels.codes`). Or, under a soft-cap, the bits of fp16 numbers: what it is applied to. None:
-    # only windows are saved.
-    exponentials: torch.Tensor | None
+    # (:mod:`parallel_lce.kernels.codes`). Or, under a soft-cap, the bits of fp16 numbers: what it is applied to.
+    exponentials: torch.Tensor
     # [windows, R] fp32: each window's maximum
     maxima: torch.Tensor
     # [R] fp32: see RoundedSums. None: every row is rewritten.
     mass: torch.Tensor | None = None
-    # [windows, R] fp64: each window's sum of exponentials; None: not kept
-    sums: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
     # [windows, R]: see CodeColumns. None: there are no codes.
@@ -563,7 +560,7 @@ def token_gradients(
     rows, coefficients = gradient.shape[0], terms.coefficients
     maxima = mass = flat = None
     if saved is not None:
-        _, maxima, mass, _, flat, *_ = saved
+        maxima, mass, flat = saved.maxima, saved.mass, saved.flat
         if rewrite:
             rewrite_rows(gradient, saved, terms, window)
             maxima = mass = flat = None

@@ -28,7 +28,6 @@ from parallel_lce.backends.interface import (
     Projection,
     Saved,
     Scratch,
-    differences_recovered,
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
@@ -107,7 +106,7 @@ def forward(
             saves = block.saved if save else 0
             task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=wanted)
             for feature in features:
-                task = feature.before_block(call, task, block, save)
+                task = feature.before_block(call, task, block)
             partial, of_this, found = backend.block_forward(task)
             saved = saved or of_this
             if save and call.plan.saves_hidden:
@@ -240,14 +239,12 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        # Window partials may be saved without exponentials.
-        exponentials = kept.exponentials if kept else None
-        scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
+        scratch_bytes = call.plan.scratch_bytes if kept else plan.SMALLEST_BLOCK
         sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
-        if exponentials is not None and (consumed or (differs and not differences_recovered(weight.dtype))):
-            sums.scratch.adopt(exponentials)
+        if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
+            sums.scratch.adopt(kept.exponentials)
             kept = ()
         tokens = None
         if len(blocks) > 1:
@@ -270,7 +267,7 @@ def backward(
                 merged, present = stacked[: len(partial)], stacked[len(partial) :]
                 block_coefficients = Coefficients.named(coefficients.names, present.unbind())
             sums.add_block(block, x, merged, block_coefficients, kept)
-            if len(blocks) > 1 and kept and kept.exponentials is not None:
+            if len(blocks) > 1 and kept:
                 sums.scratch.adopt(kept.exponentials)
             kept = ()
         return sums.deliver(shape)

@@ -38,15 +38,12 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
             stack.enter_context(mock.patch.object(divergences, "_FEWEST_TOKENS", 1))
         if backend == "triton":
             from benchmarks.tune import forced
-            from parallel_lce.features.filter import choice, form
-            from parallel_lce.features.filter.kernels import windows
+            from parallel_lce.features.filter import gradient
             from parallel_lce.kernels.tuning import Tile
 
-            # Of 384 tokens on, a sample is less than all of them.
-            stack.enter_context(mock.patch.object(form, "SMALLEST_FILTERED", 0))
+            stack.enter_context(mock.patch.object(gradient, "SMALLEST_FILTERED", 0))
             # Filtered each time, though all tiles are active: equal runs are compared bit by bit.
-            stack.enter_context(mock.patch.object(choice, "MOST_ACTIVE", 1.0))
-            stack.enter_context(mock.patch.object(windows, "FEWEST_SAMPLED", 1))
+            stack.enter_context(mock.patch.object(gradient, "MOST_ACTIVE", 1.0))
             if c.bias == "low" and not c.filtered and member.device.type == "cpu":
                 # An interpreter's vocabulary has few windows of any other width.
                 stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))

@@ -17,27 +17,22 @@ tokens if all tokens have the same coefficient. Then
 Both products with m have at most 1/128 of the full products' size, and cuBLAS computes them.
 
 A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
-tokens; the lists of active tiles (:mod:`.kernels.tiles`); for dX the centroids, their product with the masses, and the
-product with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
-(:mod:`.kernels.products`; on Hopper :mod:`.kernels.hopper_products`).
-
-If a slice was not saved, the backward projects only its active windows again (:mod:`.kernels.windows`). The forward
-keeps the maximum and the sum of exponentials of each token's windows. They give a window's largest probability and its
-mass. Windows then take the place of the tiles t in the formulas.
+tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
+with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
+(:mod:`.products`). A slice whose exponentials were not saved is projected whole first.
 
 A call whose filter would skip too few tiles to be faster is not filtered, by what earlier calls have counted
-(:mod:`.choice`).
+(:mod:`.gradient`).
 
 Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
 be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
-Rows of G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from parallel_lce.backends.interface import BackwardTask, ForwardTask
+from parallel_lce.backends.interface import BackwardTask
 from parallel_lce.call.seam import Feature
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.plan import Block
@@ -49,8 +44,8 @@ class Filter(Feature):
     def __init__(self, options: Options) -> None:
         assert options.gradient_filter is not None
         self._eps = options.gradient_filter
-        # See FilterForm. Copies of this feature for a backward share it.
-        self._chosen: list[Any] = []
+        # The CallFilter of all backwards, once there is one. Copies of this feature share it.
+        self._of_call: list[Any] = []
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
@@ -68,25 +63,17 @@ class Filter(Feature):
         }
         for name, given in refused.items():
             if given:
-                name = f"{name}={options.label_smoothing}" if name == "label_smoothing" else name
                 raise ValueError(
                     f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is "
                     "large where probabilities are small"
                 )
 
-    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
-        """Windows are skipped in a backward of one block without a gradient of the bias."""
-        plan = call.plan
-        alone = len(plan.blocks) == 1 and plan.blocks == plan.forward_blocks
-        if call.backend.NAME == "torch" or not (save and alone) or call.needs.bias:
-            return task
-        from parallel_lce.features.filter.form import with_window_partials
-
-        return with_window_partials(task)
-
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         if call.backend.NAME == "torch":
             return task
-        from parallel_lce.features.filter.form import FilterForm
+        from parallel_lce.features.filter.gradient import SLICE_BYTES, CallFilter
 
-        return task._replace(form=FilterForm(self._eps, self._chosen))
+        if not self._of_call:
+            self._of_call.append(CallFilter(self._eps))
+        task.scratch.reserve(SLICE_BYTES)
+        return task._replace(filter=self._of_call[0])

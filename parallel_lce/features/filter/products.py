@@ -2,8 +2,7 @@
 
 G ``[R, C]`` is dense in memory; :mod:`.tiles` lists the tiles to multiply. Each tile of the result has a list. The
 longest lists come first, so that all programs end at about the same time. Operands are loaded by TMA where it can
-address them and hidden sizes are multiples of 16, else by pointers. On Hopper TMA loads for the mainloop of
-:mod:`.hopper_products`.
+address them and hidden sizes are multiples of 16, else by pointers.
 """
 
 from __future__ import annotations
@@ -12,15 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.features.filter.kernels.tiles import TILE, TileLists, grouped_tile
+from parallel_lce.features.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.arithmetic import add_product
-from parallel_lce.kernels.device import addressable, num_sms
-from parallel_lce.kernels.mainloop_choice import mainloop_of, tile_of
+from parallel_lce.kernels.device import addressable, descriptor
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Hidden elements of a result's tile, terms of the sum per step, and stages: with loads by pointers, by TMA, and with
-# Hopper's mainloop, which has one stage less if it stages the result.
-_POINTERS, _TMA, _HOPPER = (64, 32, 3), (256, 64, 3), (256, 64, 4)
+# Hidden elements of a result's tile, terms of the sum per step: with loads by pointers, and by TMA.
+_POINTERS, _TMA = (64, 32), (256, 64)
+# Blocks of hidden elements that are formed together, so that the tiles of G they share stay in the L2 cache.
+_TOGETHER = tl.constexpr(4)
+
+
+@triton.jit
+def _result_tile(number, order, blocks, hidden_blocks):
+    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
+    first = number // (blocks * _TOGETHER) * _TOGETHER
+    width = tl.minimum(hidden_blocks - first, _TOGETHER)
+    within = number % (blocks * _TOGETHER)
+    return tl.load(order + within // width).to(tl.int32), first + within % width
 
 
 @Relaunched
@@ -41,17 +49,17 @@ def lce_backward_sparse_product(
     total_stride,
     TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
-    TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """``gradient`` and ``other``: TMA descriptors or pointers. ``rows``: of the result. ``summed``: terms of the full
-    sums. ``TILES``: tiles per window."""
+    sums."""
     numbers, counts, order = lists
     shares, spread = rank_one
-    block, hidden_block = grouped_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
+    hidden_blocks = tl.cdiv(hidden_size, BLOCK_N)
+    block, hidden_block = _result_tile(tl.program_id(0), order, blocks, hidden_blocks)  # pyright: ignore
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
@@ -61,8 +69,8 @@ def lce_backward_sparse_product(
         z += tl.load(pointers, mask=in_result, other=0.0)
     if shares is not None:
         share = tl.load(shares + r, mask=r < rows, other=0.0)
-        of_window = tl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
-        z += share[:, None] * of_window[None, :]
+        of_tile = tl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
+        z += share[:, None] * of_tile[None, :]
     PER_TILE: tl.constexpr = TILE // BLOCK_K
     for step in range(0, tl.load(counts + block) * PER_TILE):
         tile = tl.load(numbers + block * capacity + step // PER_TILE)
@@ -96,43 +104,29 @@ def sparse_product(
     transposed: bool,
     add: bool,
     rank_one: tuple[torch.Tensor, torch.Tensor] | None = None,
-    width: int = TILE,
 ) -> None:
     """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the listed tiles.
 
     ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: one for each block of 128
-    rows of the result. ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[windows, D]``, fp32;
-    each of a window's ``width`` rows also gets its share times the window's sum.
+    rows of the result. ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32;
+    each of a block's rows also gets its share times the block's sum.
     """
     (rows, hidden_size), (blocks, capacity) = total.shape, lists.numbers.shape
-    ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
-    tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
+    order = lists.counts.argsort(descending=True)
+    tma = gradient.element_size() == 2 and addressable(gradient, other)
     # Else the result's mask takes a predicate per element, and the large tile spills registers.
     tma = tma and hidden_size % 16 == 0
-    mainloop = tile_of(gradient, tma).mainloop
-    hidden, step, stages = _HOPPER if mainloop == "hopper" else _TMA if tma else _POINTERS
-    descriptor = mainloop_of(mainloop).descriptor
+    width, step = _TMA if tma else _POINTERS
+    operands = gradient, other
     if tma:
-        block = (step, TILE) if transposed else (TILE, step)
-        operands = descriptor(gradient, *block), descriptor(other, step, hidden)
-    options = dict(TRANSPOSED=transposed, ADD=add, TILES=width // TILE)
-    results = blocks * -(-hidden_size // hidden)
-    if mainloop == "hopper":
-        from parallel_lce.features.filter.kernels.hopper_products import lce_backward_sparse_product as kernel
-
-        staged = not add and total.dtype == gradient.dtype and addressable(total)
-        out = descriptor(total, TILE // 2, hidden) if staged else total
-        sizes = rows, hidden_size, blocks, capacity, total.stride(0)
-        options |= dict(STAGED=staged, STAGES=stages - staged, num_warps=4)
-        programs = min(results, num_sms(total.device)) if transposed else results
-        kernel.launch((programs,), *operands, out, ordered, added, *sizes, **options)
-        return
+        of_gradient = (step, TILE) if transposed else (TILE, step)
+        operands = descriptor(gradient, *of_gradient), descriptor(other, step, width)
     lce_backward_sparse_product.launch(
-        (results,),
+        (blocks * -(-hidden_size // width),),
         *operands,
         total,
-        ordered,
-        added,
+        (*lists, order),
+        rank_one or (None, None),
         rows,
         other.shape[0],
         hidden_size,
@@ -141,11 +135,12 @@ def sparse_product(
         gradient.stride(0),
         other.stride(0),
         total.stride(0),
-        **options,
+        TRANSPOSED=transposed,
+        ADD=add,
         TILE=TILE,
-        BLOCK_N=hidden,
+        BLOCK_N=width,
         BLOCK_K=step,
         TMA=tma,
         num_warps=8,
-        num_stages=stages,
+        num_stages=3,
     )

@@ -19,11 +19,8 @@ _TILE = tl.constexpr(TILE)
 _FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
 # Scan: row blocks per program, rows per step, stages of the loads, warps.
 _SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
-# Lists: most tiles, or windows, per step.
-LISTED = 1024
-# Blocks of hidden elements of a product that are formed together, so that the tiles of G they share stay in the L2
-# cache.
-_TOGETHER = tl.constexpr(4)
+# Lists: most tiles per step.
+_LISTED = 1024
 # Centroids: hidden elements per program, rows of the weight per step.
 _HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
 
@@ -36,6 +33,12 @@ class TileLists(NamedTuple):
     # [blocks] int32: the number of tiles
     counts: torch.Tensor
 
+    @classmethod
+    def new(cls, like: torch.Tensor, blocks: int, capacity: int) -> TileLists:
+        """Uninitialised."""
+        numbers = like.new_empty(blocks, capacity, dtype=torch.int32)
+        return cls(numbers, like.new_empty(blocks, dtype=torch.int32))
+
     def of_blocks(self, rows: slice) -> TileLists:
         """The lists of the blocks that contain ``rows``, which begin at a multiple of 128."""
         blocks = slice(rows.start // TILE, -(-rows.stop // TILE))
@@ -43,23 +46,16 @@ class TileLists(NamedTuple):
 
 
 class ActiveTiles(NamedTuple):
-    """The active tiles of a gradient, and the estimates of the others. A *window* is the unit that is skipped: one tile
-    or, if logits are recomputed, the one or two tiles of a window of the forward."""
+    """The active tiles of a gradient, and the estimates of the others."""
 
     # For each row block, the active tiles.
     of_rows: TileLists
     # For each block of entries, the row blocks in which its tile is active.
     of_entries: TileLists
-    # [windows, R], rows 16 bytes aligned: m, 0 where the window is active
+    # [tiles, R], rows 16 bytes aligned: m, 0 where the tile is active
     masses: torch.Tensor
-    # [windows * width] fp32: q for dX, and for dW
-    of_hidden: torch.Tensor
-    of_weight: torch.Tensor
-
-    @property
-    def width(self) -> int:
-        """Entries of a window."""
-        return len(self.of_hidden) // len(self.masses)
+    # [tiles * 128] fp32: q
+    shares: torch.Tensor
 
 
 @Relaunched
@@ -127,92 +123,59 @@ def lce_backward_scan(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["row_blocks", "tiles", "windows"])
-def lce_backward_active_tile_lists(
-    largest, of_rows, of_entries, eps, row_blocks, tiles, windows, TILES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program fills the list of a row block, or of a block of entries. A window has ``TILES`` tiles."""
+@triton.jit(do_not_specialize=["row_blocks", "tiles"])
+def lce_backward_active_tile_lists(largest, of_rows, of_entries, eps, row_blocks, tiles, BLOCK: tl.constexpr):
+    """One program fills the list of a row block, or of a block of entries. ``largest [row blocks, tiles]``."""
     number = tl.program_id(0)
     if number < row_blocks:
-        _list_active(largest + number * windows, 1, TILES, of_rows, number, tiles, eps, BLOCK)
+        _list_active(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
     else:
         number -= row_blocks
-        _list_active(largest + number // TILES, windows, 1, of_entries, number, row_blocks, eps, BLOCK)
+        _list_active(largest + number, tiles, of_entries, number, row_blocks, eps, BLOCK)
 
 
 @triton.jit
-def _list_active(largest, stride, EACH: tl.constexpr, lists, block, capacity, eps, BLOCK: tl.constexpr):
-    """Fill a block's list. ``EACH`` neighbouring tiles share an element of ``largest``."""
-    count = 0
+def _list_active(largest, stride, lists, block, capacity, eps, BLOCK: tl.constexpr):
+    """Fill a block's list with the numbers of the tiles whose element of ``largest`` exceeds ``eps``, in order."""
+    listed, count = lists.numbers + block * capacity, 0
     for start in range(0, capacity, BLOCK):
         number = start + tl.arange(0, BLOCK)
-        value = tl.load(largest + number // EACH * stride, mask=number < capacity, other=0.0)
-        count = append_active(lists.numbers + block * capacity, count, number, value, eps)
+        value = tl.load(largest + number * stride, mask=number < capacity, other=0.0)
+        is_active = (value > eps).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(is_active, 0) - 1, number, mask=is_active != 0)
+        count += tl.sum(is_active, 0)
     tl.store(lists.counts + block, count)
-
-
-@triton.jit
-def append_active(listed, count, numbers, values, eps):
-    """Add the numbers whose value exceeds ``eps`` to a list of ``count``, in order. Returns the new count."""
-    is_active = (values > eps).to(tl.int32)
-    tl.store(listed + count + tl.cumsum(is_active, 0) - 1, numbers, mask=is_active != 0)
-    return count + tl.sum(is_active, 0)
-
-
-@triton.jit
-def grouped_tile(number, order, blocks, hidden_blocks):
-    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
-    first = number // (blocks * _TOGETHER) * _TOGETHER
-    width = tl.minimum(hidden_blocks - first, _TOGETHER)
-    within = number % (blocks * _TOGETHER)
-    return tl.load(order + within // width).to(tl.int32), first + within % width
 
 
 @Relaunched
 @triton.jit
-def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weight_stride, WIDTH: tl.constexpr):
-    window = tl.program_id(0)
+def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weight_stride):
+    tile = tl.program_id(0)
     h = tl.program_id(1) * _HIDDEN + tl.arange(0, _HIDDEN)
     total = tl.zeros((_HIDDEN,), tl.float32)
-    for first in tl.static_range(0, WIDTH, _STRIP):
-        c = window * WIDTH + first + tl.arange(0, _STRIP)
+    for first in tl.static_range(0, _TILE, _STRIP):
+        c = tile * _TILE + first + tl.arange(0, _STRIP)
         share = tl.load(shares + c)
-        # The shares of windows that are never skipped are 0: no loads.
+        # The shares of tiles that are never skipped are 0: no loads.
         if tl.sum(share, 0) != 0.0:
             inside = (c < entries)[:, None] & (h < hidden_size)[None, :]
             w = tl.load(weight + c.to(tl.int64)[:, None] * weight_stride + h[None, :], mask=inside, other=0.0)
             total += tl.sum(w.to(tl.float32) * share[:, None], 0)
-    here = centroids + window.to(tl.int64) * hidden_size + h
+    here = centroids + tile.to(tl.int64) * hidden_size + h
     tl.store(here, total.to(centroids.dtype.element_ty), mask=h < hidden_size)
 
 
-def entry_shares(sums: torch.Tensor, width: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """q ``[windows * width]`` fp32 from ``sums [*, C]``, which omit tokens whose window is active. A window whose sums
-    are 0 gets ``otherwise [windows * width]``, or 0."""
-    total = sums.sum(0)
-    if len(total) % width:
-        total = torch.nn.functional.pad(total, (0, -len(total) % width))
-    windows = total.view(-1, width)
-    shares = torch.nn.functional.normalize(windows, p=1.0, dim=1, eps=_TINY)
-    if otherwise is not None:
-        shares = torch.where(windows.any(1, keepdim=True), shares, otherwise.view(-1, width))
-    return shares.flatten()
-
-
-def active_tile_lists(
-    largest: torch.Tensor, eps: float, entries: int, width: int = TILE
-) -> tuple[TileLists, TileLists]:
-    """The active tiles of each row block, and of each block of entries: the tiles of windows of ``width`` entries whose
-    ``largest [row blocks, windows]`` exceeds ``eps``. ``entries``: the number of entries of all windows."""
-    (row_blocks, windows), tiles = largest.shape, -(-entries // TILE)
-    lists = [
-        TileLists(largest.new_empty(shape, dtype=torch.int32), largest.new_empty(shape[0], dtype=torch.int32))
-        for shape in ((row_blocks, tiles), (tiles, row_blocks))
-    ]
-    grid, sizes = (row_blocks + tiles,), (row_blocks, tiles, windows)
-    block = min(LISTED, next_power_of_2(max(row_blocks, tiles)))
-    lce_backward_active_tile_lists.launch(grid, largest, *lists, float(eps), *sizes, TILES=width // TILE, BLOCK=block)
-    return lists[0], lists[1]
+def active_tile_lists(largest: torch.Tensor, eps: float) -> tuple[TileLists, TileLists]:
+    """The tiles whose ``largest [row blocks, tiles]`` exceeds ``eps``: of each row block, and of each block of
+    entries."""
+    row_blocks, tiles = largest.shape
+    of_rows = TileLists.new(largest, row_blocks, tiles)
+    of_entries = TileLists.new(largest, tiles, row_blocks)
+    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
+    lce_backward_active_tile_lists.launch(
+        (row_blocks + tiles,), largest, of_rows, of_entries, float(eps), row_blocks, tiles, BLOCK=block
+    )
+    return of_rows, of_entries
 
 
 def find_active_tiles(
@@ -224,11 +187,12 @@ def find_active_tiles(
     The row stride of ``gradient`` is a multiple of 8 elements. ``first``: the id of the first entry. Tiles with NaN, or
     with the shared target of a token that has a unit, are active.
     """
-    (rows, entries), row_blocks, tiles = gradient.shape, -(-len(gradient) // TILE), -(-gradient.shape[1] // TILE)
+    rows, entries = gradient.shape
+    row_blocks, tiles = -(-rows // TILE), -(-entries // TILE)
     largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
     # Sums of |G| u over the tokens of a row block, 0 where the tile is active.
     column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
-    masses = new_masses(tiles, rows, gradient, gradient.dtype)
+    masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
     lce_backward_scan.launch(
         (tiles, -(-row_blocks // _SCANNED.value)),
         gradient,
@@ -247,19 +211,15 @@ def find_active_tiles(
         MASKED=entries % TILE != 0,
         num_warps=_WARPS,
     )
-    shares = entry_shares(column_sums, TILE)
-    return ActiveTiles(*active_tile_lists(largest, eps, entries), masses, shares, shares)
+    shares = torch.nn.functional.normalize(column_sums.sum(0).view(tiles, TILE), p=1.0, dim=1, eps=_TINY).flatten()
+    of_rows, of_entries = active_tile_lists(largest, eps)
+    return ActiveTiles(of_rows, of_entries, masses, shares)
 
 
-def new_masses(windows: int, rows: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised masses ``[windows, rows]``."""
-    return like.new_empty(windows, -(-rows // 8) * 8, dtype=dtype)[:, :rows]
-
-
-def centroids(weight: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
-    """``c [windows, D]``: each window's mean row of ``weight [C, D]``, weighted by ``shares [windows * width]``."""
-    (entries, hidden_size), windows = weight.shape, len(shares) // width
-    result = weight.new_empty(windows, hidden_size)
-    grid, sizes = (windows, -(-hidden_size // _HIDDEN.value)), (entries, hidden_size, weight.stride(0))
-    lce_backward_centroids.launch(grid, weight, shares, result, *sizes, WIDTH=width, num_warps=2)
+def centroids(weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """``c [tiles, D]``: each tile's mean row of ``weight [C, D]``, weighted by ``shares [tiles * 128]``."""
+    (entries, hidden_size), tiles = weight.shape, len(shares) // TILE
+    result = weight.new_empty(tiles, hidden_size)
+    grid = tiles, -(-hidden_size // _HIDDEN.value)
+    lce_backward_centroids.launch(grid, weight, shares, result, entries, hidden_size, weight.stride(0), num_warps=2)
     return result

@@ -40,11 +40,9 @@ def selected_log_probs(
     selected rows of the weight are read.
 
     Args:
-        selected: ids ``[..., K]``, the same number for each token; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
-            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            that comes twice counts twice. An id outside ``[0, vocab_size)`` or with a logit of -inf has probability 0,
-            log-probability -inf and no gradient, even if the token has no other entry. (``torch.log_softmax`` would
-            give NaN there.)
+        selected: ids, or a pair of ids and offsets, as in :func:`parallel_lce.token_statistics`. An id that comes twice
+            counts twice. An id outside ``[0, vocab_size)`` or with a logit of -inf has probability 0, log-probability
+            -inf and no gradient, even if the token has no other entry. (``torch.log_softmax`` would give NaN there.)
         Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:

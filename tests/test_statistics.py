@@ -104,6 +104,10 @@ def test_the_lowest_of_equals_comes_first(member, backend):
     expected = {1: [7, 30, 0, 1, 2, 3, 4, 5], 3: [7, 30, 47, 70, 87, 110, 0, 1]}[member.ranks]
     assert found.top_ids[1, 2].tolist() == expected
     assert found.top_logits[1, 2].tolist() == [1.0] * 2 * member.ranks + [0.0] * (8 - 2 * member.ranks)
+    if member.ranks > 1:  # shards of fewer entries than are asked for, all of which lie below 0
+        where["vocab_start"] = 3 * (member.ranks - 1 - member.rank)
+        found = statistics(-x, shard[:3] + 0.25, None, top_k=8, **where)
+        assert (found.top_logits == -1).all() and found.top_ids[1, 2].tolist() == [*range(8)]
 
 
 # --- selected entries -------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import PickedGradient, Projection
+from parallel_lce.backends.interface import Projection
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Coefficients, Columns, integer_view
+from parallel_lce.core.picked import Picked
 
 
 def token_losses(
@@ -202,7 +203,7 @@ def statistics_gradient(
 
 
 def fp16_scale_of(
-    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, picked: PickedGradient | None = None
+    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, picked: Picked | None = None
 ) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
@@ -219,8 +220,8 @@ def fp16_scale_of(
     scaled = [c.abs() if token_scale is None else (c * token_scale).abs() for c in terms]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
     largest = sum(others, start=first) * abs(logit_map.scale)
-    if picked is not None and len(picked.values):
-        largest = largest + picked.values.abs().nan_to_num(0.0, 0.0).amax()
+    if picked is not None and len(picked.ids):
+        largest = largest + picked.gradient.abs().nan_to_num(0.0, 0.0).amax()
     return fp16_scale_near(largest)
 
 

@@ -17,6 +17,7 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
+from parallel_lce.core.picked import Picked
 
 
 class Projection(NamedTuple):
@@ -59,55 +60,6 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     Under a soft-cap it saves what that is applied to in 16 bits. That is too little for fp32 and fp64, whose logits are
     otherwise not rounded, and for a large cap."""
     return softcap is None or softcap <= _LARGEST_CAP.get(dtype, 0.0)
-
-
-class Picked(NamedTuple):
-    """The picked entries of a block's tokens. Token r has ``ids[begin[r]:end[r]]``."""
-
-    # [E] int64 relative to the shard, of all tokens of the call. An id outside ``[0, real_rows)`` has no logit here.
-    ids: Tensor
-    # [R] int64, not decreasing
-    begin: Tensor
-    end: Tensor
-
-    def of_rows(self, rows: slice) -> Picked:
-        return Picked(self.ids, self.begin[rows], self.end[rows])
-
-    def inside(self, start: int, stop: int) -> Tensor:
-        """Which ids lie in ``[start, stop)``, ``[E]``."""
-        return (self.ids >= start) & (self.ids < stop)
-
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """The block's token of each entry ``[E]``, and whether it has one."""
-        entry = torch.arange(len(self.ids), device=self.ids.device)
-        if len(self.begin) == 0:
-            return entry, torch.zeros_like(entry, dtype=torch.bool)
-        # The last token that begins at the entry or before it.
-        token = torch.searchsorted(self.begin, entry, right=True).sub_(1)
-        there = token >= 0
-        token.clamp_(min=0)
-        return token, there & (entry < self.end[token])
-
-
-class PickedGradient(NamedTuple):
-    """The picked entries' terms of the gradient of the projection's output ``x @ weight.T + bias``."""
-
-    entries: Picked
-    # [E] in the statistics' dtype
-    values: Tensor
-    # [E]; None if no other entry has a gradient
-    logits: Tensor | None = None
-
-    def of_rows(self, rows: slice) -> PickedGradient:
-        return self._replace(entries=self.entries.of_rows(rows))
-
-
-class PickedLogits(NamedTuple):
-    """Memory ``out [E]`` for the logits of a block's picked entries. Elements of other shards and blocks are not
-    written."""
-
-    entries: Picked
-    out: Tensor
 
 
 class HiddenGrad:
@@ -189,8 +141,9 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Picked entries, and memory for their logits.
-    picked: PickedLogits | None = None
+    # Picked entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
+    # written, or are 0.
+    picked: Picked | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
     codes: bool = False
     # What is made of the partials, if the shard is the whole vocabulary; None: nothing.
@@ -236,8 +189,9 @@ class BackwardTask(NamedTuple):
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # Terms of the picked entries, added to the gradient of the projection's output before it is rounded.
-    picked: PickedGradient | None = None
+    # Picked entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
+    # output, which are added before it is rounded.
+    picked: Picked | None = None
     # Multiplies the slices of the gradient of the logits; None: they are multiplied whole.
     # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
     filter: SliceFilter | None = None
@@ -345,31 +299,19 @@ class Backend(Protocol):
 
     # --- picked entries ---
 
-    def picked_logits(self, projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
-        """Write the logits of a block's picked entries to ``out [E]``. Elements of other shards are 0, or are not
-        written."""
+    def picked_logits(self, projection: Projection, x: Tensor, picked: Picked) -> None:
+        """Write :attr:`Picked.logits`, as for ``ForwardTask.picked``."""
 
-    def picked_hidden_gradient(self, weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
-        """Write ``dx [R, D]``: the sums of the picked rows of ``weight [V, D]``, times their values."""
+    def picked_rows(self, picked: Picked, source: Tensor, out: Tensor) -> None:
+        """Write ``out [R, D]``: of each row the sum of its entries' gradients times rows of ``source [V, D]``, whose
+        numbers are the ids. Others are skipped."""
 
-    def picked_weight_gradient(
-        self, x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
-    ) -> None:
-        """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not picked. ``owner [E]``: the row of
-        ``x [R, D]`` of each entry."""
-
-    def log_softmax_of_sets(
-        self, packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
-        """Log-softmax ``[E]`` over each token's picked entries, and their logits ``[E]``; -inf and 0 for ids outside
-        ``[0, vocab_size)``.
-
-        ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the picked entries
-        (:class:`parallel_lce.call.picks.PickedIds`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
-        """
+    def log_softmax_of_sets(self, logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
+        """Log-softmax ``[E]`` of the ``logits [E]`` over each token's picked entries; -inf for ids outside
+        ``[0, vocab_size)``."""
         ...
 
-    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
         """The gradient ``[E]`` of the logits of :meth:`log_softmax_of_sets`."""
         ...
 

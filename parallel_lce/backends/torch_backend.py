@@ -34,9 +34,8 @@ from parallel_lce.backends.torch_logits import (
     log_softmax_of_sets,
     logits_gradient,
     logits_partial,
-    picked_hidden_gradient,
     picked_logits,
-    picked_weight_gradient,
+    picked_rows,
     target_gradient,
 )
 from parallel_lce.backends.torch_tiles import (
@@ -85,9 +84,8 @@ __all__ = [
     "logits_partial",
     "mean_loss",
     "merge_ranks",
-    "picked_hidden_gradient",
     "picked_logits",
-    "picked_weight_gradient",
+    "picked_rows",
     "recovers_differences",
     "results_of",
     "scaled",
@@ -250,7 +248,7 @@ class BlockBackward:
             fp16_scale = fp16_scale_of(coefficients, sum_exp, projection, picked)
             factor, self._fp16_unscale = factor * fp16_scale, 1 / fp16_scale
             if picked is not None:
-                picked = picked._replace(values=picked.values * fp16_scale)
+                picked = picked._replace(gradient=picked.gradient * fp16_scale)
         self._picked = picked
         # [R]: of each target's logit.
         self._of_target: Tensor | None = None

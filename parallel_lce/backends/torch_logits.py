@@ -1,17 +1,15 @@
-"""Results from logits in plain torch: logits of picked entries, with their gradients; log-probabilities within sets;
-partials and gradient of the user's logits.
+"""In plain torch: logits of picked entries, sums of picked rows, log-probabilities within sets; partials and gradient
+of the user's logits.
 
 In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Picked, PickedGradient, Projection
+from parallel_lce.backends.interface import Projection
 from parallel_lce.core.partials import (
     LOWEST_SHIFT,
     MAX,
@@ -22,6 +20,7 @@ from parallel_lce.core.partials import (
     accumulation_dtype,
     tile_partial,
 )
+from parallel_lce.core.picked import Picked
 
 # Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have the same shape.
 _BYTES = 32 << 20
@@ -35,12 +34,11 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
     return [slice(a, a + step) for a in range(0, count, step)]
 
 
-def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
-    row, hit = picked.owners()
-    hit &= picked.inside(0, projection.real_rows)
-    ids = picked.ids.where(hit, 0)
+def picked_logits(projection: Projection, x: Tensor, picked: Picked) -> None:
     if projection.real_rows == 0 or len(x) == 0:
         return
+    row, hit = picked.located(0, projection.real_rows)
+    ids, out = picked.ids.where(hit, 0), picked.logits
     for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
@@ -50,39 +48,20 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor
         out[some] = z.where(hit[some], out[some])
 
 
-def picked_hidden_gradient(weight: Tensor, gradient: PickedGradient, dx: Tensor) -> None:
-    row, hit = gradient.entries.owners()
-    hit &= gradient.entries.inside(0, len(weight))
-    if len(weight):
-        ids, values = gradient.entries.ids.where(hit, 0), gradient.values.where(hit, 0.0)
-        _sum_rows(dx, row, values, weight, ids)
-    else:
-        dx.zero_()
-
-
-def picked_weight_gradient(
-    x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
-) -> None:
-    hit = gradient.entries.inside(0, len(dweight))
-    ids, values = gradient.entries.ids.where(hit, 0), gradient.values.where(hit, 0.0)
-    if len(dweight):
-        _sum_rows(dweight, ids, values, x, owner)
-        if dbias is not None:
-            _sum_rows(dbias[:, None], ids, values, values.new_ones(len(x), 1), owner)
-
-
-def _sum_rows(out: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: Tensor) -> None:
-    """``out[index] = sum of values * source[rows]``; ``index``, ``values`` and ``rows`` are ``[E]``.
-
-    index_put_ adds equal indices one after another, in a fixed order, on CUDA too. In fp32 the sum of many terms of one
-    sign would drift, so it is fp64.
-    """
+def picked_rows(picked: Picked, source: Tensor, out: Tensor) -> None:
+    """index_put_ adds equal indices one after another, in a fixed order, on CUDA too. In fp32 the sum of many terms of
+    one sign would drift, so it is fp64."""
+    if len(source) == 0 or len(out) == 0:
+        out.zero_()
+        return
+    row, hit = picked.located(0, len(source))
+    ids, values = picked.ids.where(hit, 0), picked.gradient.where(hit, 0.0)
     for columns in tiles_of_rows(out.shape[1], len(out), torch.float64.itemsize):
         of_columns = source[:, columns]
         total = torch.zeros_like(out[:, columns], dtype=torch.float64)
-        for some in tiles_of_rows(len(index), total.shape[1], total.element_size()):
-            added = of_columns[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
-            total.index_put_((index[some],), added, accumulate=True)
+        for some in tiles_of_rows(len(ids), total.shape[1], total.element_size()):
+            added = of_columns[ids[some]].to(total.dtype) * values[some].unsqueeze(1)
+            total.index_put_((row[some],), added, accumulate=True)
         out[:, columns] = total
 
 
@@ -134,29 +113,23 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def log_softmax_of_sets(
-    packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int
-) -> tuple[Tensor, Tensor]:
-    logits = packed[:, : len(sets.ids)].sum(0)
-    outside = (sets.ids < 0) | (sets.ids >= vocab_size)
-    logits.masked_fill_(outside, -torch.inf)
-    maxima = sets.maxima(logits)
-    shifted = logits - sets.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
+def log_softmax_of_sets(logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
+    owner, lengths, lowest = picked.owner, picked.end - picked.begin, torch.finfo(logits.dtype).min
+    logits = logits.where(picked.inside(0, vocab_size), -torch.inf)
+    # Of a token without a finite logit this is a number, too.
+    maxima = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True, initial=lowest)
+    shifted = logits - maxima[owner]
     # The sum of all exponentials but the largest, which is 1. Adding this 1 would round away a confident token's 1 - p.
     largest = shifted == 0
-    others = sets.sums(shifted.exp().masked_fill(largest, 0.0))
-    others += (sets.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
-    log_probs = shifted - sets.spread(others.log1p())
-    # Replaces -inf - -inf for a token without a finite logit.
-    log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
-    if broken is not None:
-        log_probs.masked_fill_(broken, torch.nan)
-    return log_probs, logits.masked_fill_(outside, 0.0)
+    others = picked.sums(shifted.exp().masked_fill_(largest, 0.0))
+    others += (picked.sums(largest.to(shifted.dtype)) - 1).clamp_(min=0)
+    log_probs = shifted - others.log1p()[owner]
+    return log_probs.masked_fill_(logits == -torch.inf, -torch.inf)  # also beside a NaN
 
 
-def gradient_of_sets(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+def gradient_of_sets(log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     upstream = upstream.where(log_probs != -torch.inf, 0.0)
     # u - p sum(u), without the difference where p is near 1.
-    others = sets.spread(sets.sums(upstream)) - upstream
+    others = picked.sums(upstream)[picked.owner] - upstream
     return -upstream * log_probs.expm1() - log_probs.exp() * others

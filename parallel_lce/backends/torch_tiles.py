@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate, operand
-from parallel_lce.backends.interface import Picked, PickedGradient, PickedLogits, Projection, Scratch
+from parallel_lce.backends.interface import Projection, Scratch
+from parallel_lce.core.picked import Picked
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
 # operations are faster on a CPU: each waits for its slowest thread, which the system may have suspended.
@@ -101,23 +102,22 @@ def _target_positions(tile: Tensor, target: Tensor, window: slice) -> tuple[Tens
     return position, inside == entry
 
 
-def take_picked(tile: Tensor, picked: PickedLogits, rows: slice, window: slice) -> None:
+def take_picked(tile: Tensor, picked: Picked, rows: slice, window: slice) -> None:
     """Copy the picked entries' logits out of a tile."""
-    position, hit = _picked_positions(picked.entries, rows, window)
-    picked.out.copy_(tile.view(-1).index_select(0, position).where(hit, picked.out))
+    position, hit = _picked_positions(picked, rows, window)
+    picked.logits.copy_(tile.view(-1).index_select(0, position).where(hit, picked.logits))
 
 
-def add_picked(tile: Tensor, picked: PickedGradient, rows: slice, window: slice) -> None:
-    """Add the picked entries' values to a tile of the gradient."""
-    position, hit = _picked_positions(picked.entries, rows, window)
+def add_picked(tile: Tensor, picked: Picked, rows: slice, window: slice) -> None:
+    """Add the picked entries' terms to a tile of the gradient."""
+    position, hit = _picked_positions(picked, rows, window)
     # Equal positions are summed in a fixed order, on CUDA too.
-    tile.view(-1).index_put_((position,), picked.values.where(hit, 0.0), accumulate=True)
+    tile.view(-1).index_put_((position,), picked.gradient.where(hit, 0.0), accumulate=True)
 
 
 def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
     """Positions of the picked entries ``[E]`` in a flattened tile, and which of them lie in it."""
-    row, hit = picked.of_rows(rows).owners()
-    hit &= picked.inside(window.start, window.stop)
+    row, hit = picked.of_rows(rows).located(window.start, window.stop)
     height = rows.stop - rows.start
     return ((picked.ids - window.start) * height + row).where(hit, 0), hit
 

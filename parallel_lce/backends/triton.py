@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
-from parallel_lce.backends.interface import Picked, PickedGradient, Projection
+from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_forward import block_forward
 from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import Columns
+from parallel_lce.core.picked import Picked
 from parallel_lce.kernels import dense_logits, partials
 from parallel_lce.kernels import picked as kernels
-from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_hidden_gradient
+from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows
 from parallel_lce.kernels.results import Results, mean_loss, results_of, statistics_gradient, without_factor
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
@@ -43,9 +44,8 @@ __all__ = [
     "logits_partial",
     "mean_loss",
     "merge_ranks",
-    "picked_hidden_gradient",
     "picked_logits",
-    "picked_weight_gradient",
+    "picked_rows",
     "recovers_differences",
     "results_of",
     "scaled",
@@ -77,14 +77,8 @@ def merge_ranks(
     return merged, size, None if results is None else results.found()
 
 
-def picked_logits(projection: Projection, x: Tensor, picked: Picked, out: Tensor) -> None:
-    kernels.picked_logits(product_of(projection, aligned_contiguous(x), 0, projection.real_rows), picked, out)
-
-
-def picked_weight_gradient(
-    x: Tensor, owner: Tensor, gradient: PickedGradient, dweight: Tensor, dbias: Tensor | None
-) -> None:
-    kernels.picked_weight_gradient(aligned_contiguous(x), owner, gradient, dweight, dbias)
+def picked_logits(projection: Projection, x: Tensor, picked: Picked) -> None:
+    kernels.picked_logits(product_of(projection, aligned_contiguous(x), 0, projection.real_rows), picked)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

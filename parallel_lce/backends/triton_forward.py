@@ -67,7 +67,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         of_rows.launch(stored.numbers, epilogue)
         if task.picked is not None:
             known = WindowPartials(windows.max, windows.sum_exp)
-            kernels.picked_logits(of_rows, task.picked.entries.of_rows(some), task.picked.out, known)
+            kernels.picked_logits(of_rows, task.picked.of_rows(some), known)
         merge_windows(
             windows,
             merged,

@@ -163,8 +163,7 @@ class Piece:
         gradient = vocab_slice.gradient
         if picked is not None:
             target = self._task.target if self.has_targets else None
-            assert picked.logits is not None  # the other entries have gradients, too
-            write_picked(gradient, start, picked.entries, picked.values, picked.logits, target, self._terms)
+            write_picked(gradient, start, picked, target, self._terms)
         if self._task.filter is not None:
             rows = self._rows()._replace(targets=self._targets)
             vocab_slice.products = self._task.filter.products(rows, start, gradient, vocab_slice.dx_factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Projection
 from parallel_lce.call import debug
-from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import Feature
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
@@ -21,6 +21,7 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import with_aligned_rows
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Columns
+from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import Block, Plan
 
 
@@ -62,7 +63,7 @@ class Call:
     loss_function: LossFunction | None = None
     # [N] each, for the loss function.
     values: tuple[Tensor, ...] = ()
-    picked: PickedIds | None = None
+    picked: Picked | None = None
     features: tuple[Feature, ...] = ()
     feature_kinds: tuple[type[Feature], ...] = ()
     # dW is added to this buffer; None: dW is a new tensor.
@@ -88,12 +89,10 @@ class Call:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The call's tensors of tokens, and those of its features. None of them needs a gradient."""
-        ids, offsets = (None, None) if self.picked is None else self.picked.tensors
+        entries = (None,) * 3 if self.picked is None else self.picked[:3]
         logit_map = self.logit_map
-        own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, ids, offsets
-        if not self.features:
-            return *own, *self.values
-        return *own, *[tensor for feature in self.features for tensor in feature.tensors], *self.values
+        own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, *entries
+        return *own, *[feature.saved for feature in self.features], *self.values
 
     def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
         """The call with the first ``saved`` tensors as its :attr:`tensors`, and the other ``saved`` ones. Saved-tensor
@@ -102,17 +101,15 @@ class Call:
         given, rest = saved[: len(own)], saved[len(own) :]
         if self.picked is None and not self.features and all(map(operator.is_, given, own)):
             return self, rest
-        target, scale, cap, weight, ids, offsets, *others = [t if t is None else t.contiguous() for t in given]
-        picked, features = self.picked, []
-        if picked is not None and ids is not None:
-            picked = PickedIds(ids, offsets, picked.tokens)
-        for feature in self.features:
-            count = len(feature.tensors)
-            features.append(feature.with_tensors(others[:count]))
-            del others[:count]
+        target, scale, cap, weight, ids, begin, end, *others = [t if t is None else t.contiguous() for t in given]
+        picked, features = self.picked, tuple([copy.copy(feature) for feature in self.features])
+        if picked is not None:
+            picked = picked._replace(ids=ids, begin=begin, end=end)
+        for feature, tensor in zip(features, others):
+            feature.saved = tensor
         logit_map = self.logit_map.with_tensors(scale, cap)
-        changed = dict(target=target, logit_map=logit_map, token_weight=weight, picked=picked, features=tuple(features))
-        return self.replaced(**changed, values=tuple(others)), rest
+        changed = dict(target=target, logit_map=logit_map, token_weight=weight, picked=picked, features=features)
+        return self.replaced(**changed, values=tuple(others[len(features) :])), rest
 
     def of_tokens(self, block: Block) -> Call:
         """The call with the :attr:`target`, :attr:`token_weight` and :attr:`values` of a block's tokens."""

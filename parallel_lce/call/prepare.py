@@ -22,7 +22,6 @@ from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
-from parallel_lce.call.picks import PickedIds
 from parallel_lce.call.seam import Feature, features_of
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
@@ -30,6 +29,7 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, as_int64, check_options, with_floats
 from parallel_lce.core.partials import Columns, accumulation_dtype
+from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import (
     BUDGET_VARIABLE,
     GradientTraits,
@@ -220,7 +220,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         target=target,
         logit_map=logit_map,
         token_weight=None if known.options.token_weight_gradient else token_weight,
-        picked=None if ids is None else PickedIds.of(ids, offsets, known.shape.numel()),
+        picked=None if ids is None else Picked.of(ids, offsets, known.shape.numel()),
         features=tuple([kind(known.options) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )

@@ -7,9 +7,8 @@ add a feature is to write a subclass of :class:`Feature` and to list it in :mod:
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +27,10 @@ class Feature:
     ``call`` is the :class:`parallel_lce.call.call.Call`. No hook starts a collective.
     """
 
-    # The fields of TokenStatistics that the feature fills.
-    results: ClassVar[tuple[str, ...]] = ()
+    # This rank's part of the message, [message_size], 0 at first. Only during a forward.
+    message: Any = None
+    # What the forward keeps for the backward.
+    saved: Tensor | None = None
 
     def __init__(self, options: Options) -> None:
         """``options``: of a call for which :meth:`asked` is true."""
@@ -46,8 +47,8 @@ class Feature:
 
     @classmethod
     def shapes(cls, options: Options, tensors: Tensors, tokens: int) -> Shapes:
-        """Shape and dtype of each of the :attr:`results` of N ``tokens``, for compiled graphs. None: the dtype of
-        statistics."""
+        """The fields of TokenStatistics that the feature fills: their shapes, of N ``tokens``, and dtypes. None: the
+        dtype of statistics."""
         return {}
 
     # --- forward ---
@@ -56,37 +57,17 @@ class Feature:
         """Numbers, of the statistics' dtype, that each rank adds to the message of partials."""
         return 0
 
-    def begin(self, call: Any, message: Tensor) -> None:
-        """``message``: this rank's numbers ``[message_size]``, uninitialised. The hooks of the blocks write them."""
-
-    def before_block(self, call: Any, task: ForwardTask, block: Block, save: bool) -> ForwardTask:
-        """The task that the backend gets for a block. ``save``: a backward may follow."""
+    def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
+        """The task that the backend gets for a block."""
         return task
 
-    def after_block(self, call: Any, task: ForwardTask, block: Block) -> None:
-        """Runs after the backend's work on a block."""
-
-    def merged(self, messages: Tensor) -> None:
-        """Runs after the merge over the ranks. ``messages [P, message_size]``: of all ranks."""
-
-    def outputs(self, call: Any, merged: Merged, statistics: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """The :attr:`results`, of the N tokens. ``statistics``: those that are no feature's, by name, and
-        ``log_sum``, the logarithm of the sum of exponentials."""
+    def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The results of N tokens, of a call of statistics. ``messages [P, message_size]``: of all ranks.
+        ``statistics``: those that are no feature's, by name, and ``log_sum``, the logarithm of the sum of
+        exponentials."""
         return {}
 
     # --- backward ---
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What the forward keeps for the backward."""
-        return ()
-
-    def forget(self) -> None:
-        """Drop what the forward has made, once autograd has saved the :attr:`tensors`. Their number stays."""
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Self:
-        """A copy with these as :attr:`tensors`. Saved-tensor hooks may have changed their strides."""
-        return copy.copy(self)
 
     def coefficients(
         self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients

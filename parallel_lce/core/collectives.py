@@ -215,15 +215,15 @@ def digest_of(*arguments: object) -> int:
     return zlib.crc32(repr(arguments).encode()) % _DIGESTS
 
 
-def checksum_of(*ids: Tensor | None) -> Tensor:
-    """A checksum of int64 ids in their order, 0-dimensional, computed on their device."""
-    flat = torch.cat([each.reshape(-1) for each in ids if each is not None])
+def checksum_of(*ids: Tensor) -> Tensor:
+    """A checksum of int64 ids ``[n]`` in their order, 0-dimensional, computed on their device."""
+    flat = torch.cat(ids)
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(_MIXER)
     return ((flat + 1) * factors).sum() % _DIGESTS
 
 
 def gather_with_trailer(
-    packed: Tensor, shard: Shard, layout: Layout, ids: tuple[Tensor | None, ...] | None = None
+    packed: Tensor, shard: Shard, layout: Layout, ids: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor | int, Tensor | None]:
     """All-gather ``packed [P, n + 3]``, and wait for it. This rank has written the first n elements of its row. This
     function writes the trailer. ``ids``: int64 tensors that must be the same on all ranks.

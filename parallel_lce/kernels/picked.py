@@ -1,19 +1,18 @@
-"""Logits of picked entries, and their gradients, without the other rows of the weight.
+"""Logits of picked entries, their gradients, and their log-softmax, without the other rows of the weight.
 
-Token r of a block has the ids ``ids[begin[r]:end[r]]``, relative to the shard. Ids outside
-``[0, entries)`` are skipped. The kernels move one row of the weight, or of the hidden states, per picked entry. They
-are bound by memory bandwidth. The same functions in plain torch are in :mod:`parallel_lce.backends.torch_logits`.
+Token r has the ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row of the
+weight, or of the hidden states, per picked entry. They are bound by memory bandwidth. The log-softmax is a kernel
+because its formulas on ``[E]`` numbers would take the host longer than all else. The same functions in plain torch are
+in :mod:`parallel_lce.backends.torch_logits`.
 """
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.picked import Picked
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.partials import WindowPartials
@@ -24,12 +23,10 @@ from parallel_lce.kernels.token_gradients import GradientTerms
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
 # and 64 entries per token, dW with 8, where most rows are picked once. Logits are products of at least 16 rows.
 _LOGITS = 16, 128, 1
-_FOR_HIDDEN = 8, 512, 2
-_FOR_WEIGHT = 4, 2048, 4
-# Entries of one token that a program writes into G per step.
-_WRITTEN = tl.constexpr(32)
-# ids [E], begin [R] and end [R]
-_Picked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_ROWS = 8, 512, 2
+_ROWS_OF_FEW = 4, 2048, 4
+# Entries of one token that a program writes into G, or normalises, per step.
+_STEP = tl.constexpr(32)
 
 
 @triton.jit
@@ -106,15 +103,15 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
     if target is not None:
         column = tl.load(target + token) - first
         target_column = tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
-    for here in range(start, stop, _WRITTEN):
-        e = here + tl.arange(0, _WRITTEN)
+    for here in range(start, stop, _STEP):
+        e = here + tl.arange(0, _STEP)
         entry_id = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = (entry_id >= 0) & (entry_id != target_column)
         # An id may be picked several times. Its first entry adds the values of all.
-        total = tl.zeros((_WRITTEN,), tl.float32)
-        earlier = tl.zeros((_WRITTEN,), tl.float32)
-        for there in range(start, stop, _WRITTEN):
-            other = there + tl.arange(0, _WRITTEN)
+        total = tl.zeros((_STEP,), tl.float32)
+        earlier = tl.zeros((_STEP,), tl.float32)
+        for there in range(start, stop, _STEP):
+            other = there + tl.arange(0, _STEP)
             same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == entry_id[:, None]
             value = tl.load(values + other, mask=other < stop, other=0.0)
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
@@ -129,14 +126,10 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
 @Relaunched
 @triton.jit(do_not_specialize=["entries"])
 def lce_backward_picked_rows(
-    begin,
-    end,
-    order,
-    ids,
+    picked,
     values,
     source,
     out,
-    bias,
     entries,
     k_size,
     source_stride,
@@ -144,108 +137,20 @@ def lce_backward_picked_rows(
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out[row]``: the sum of ``values[e] * source[ids[e]]`` over the picked entries ``order[begin[row]:end[row]]``;
-    without ``order`` over ``begin[row] ... end[row] - 1``. ``bias[row]``: the sum of ``values[e]``."""
     row, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
+    ids, begin, end = picked
     stop = tl.load(end + row)
     c = k + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_K,), tl.float32)
-    sum_of_values = 0.0
     for first in range(tl.load(begin + row), stop, ENTRIES):
         e = first + tl.arange(0, ENTRIES)
-        inside = e < stop
-        if order is not None:
-            e = tl.load(order + e, mask=inside, other=0)
-        entry_id = tl.load(ids + e, mask=inside, other=-1)
-        hit = (entry_id >= 0) & (entry_id < entries)
+        entry_id = _columns(ids, e, stop, 0, entries)
+        hit = entry_id >= 0
         value = tl.load(values + e, mask=hit, other=0.0)
         here = source + tl.where(hit, entry_id, 0)[:, None] * source_stride + c[None, :]
         tile = tl.load(here, mask=hit[:, None] & (c < k_size)[None, :], other=0.0).to(tl.float32)
         total += tl.sum(tile * value[:, None], 0)
-        sum_of_values += tl.sum(value, 0)
     tl.store(out + row.to(tl.int64) * out_stride + c, total.to(out.dtype.element_ty), mask=c < k_size)
-    if bias is not None:
-        tl.store(bias + row, sum_of_values.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
-
-
-def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
-    entries, width, warps = sizes
-    return {"ENTRIES": entries, "BLOCK_K": min(width, max(16, next_power_of_2(hidden_size))), "num_warps": warps}
-
-
-def picked_logits(
-    product: Product, picked: _Picked, logits: torch.Tensor, windows: WindowPartials | None = None
-) -> None:
-    """Write the logits of the picked entries to ``logits [E]`` fp32; 0 for ids of other shards.
-
-    ``picked``: int64, contiguous, for the rows of ``product.x [R, D]``. The logits are summed in the mainloop's
-    order, so that on GPUs they equal the projection's to the bit. ``windows``: the projection's partials. A logit that
-    can only be its window's maximum becomes that maximum, on every device.
-    """
-    x, weight = product.x, product.weight
-    lce_forward_picked_logits.launch(
-        (x.shape[0],),
-        x,
-        weight,
-        product.bias,
-        product.logit_map,
-        windows or (None, None),
-        picked,
-        logits,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        x.stride(0),
-        weight.stride(0),
-        WINDOW=product.tile.entries,
-        **_tile_of(_LOGITS, x.shape[1]),
-    )
-
-
-def write_picked(
-    gradient: torch.Tensor,
-    first: int,
-    picked: _Picked,
-    values: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor | None,
-    terms: GradientTerms,
-) -> None:
-    """Add ``values [E]`` to the picked entries of ``gradient [R, C]``, whose columns are the shard's entries from
-    ``first`` on. The entries of ``target [R]`` are not changed.
-
-    For a confident token, value and gradient are large and nearly cancel. So the entry is formed anew in fp32 from its
-    ``logits [E]``, added to the value, and rounded once.
-    """
-    (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
-    lce_backward_write_picked.launch(
-        (rows,), gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first
-    )
-
-
-def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[int, int, int]) -> None:
-    (rows, hidden_size), tile = out.shape, _tile_of(sizes, out.shape[1])
-    strides = source.stride(0), out.stride(0)
-    grid = rows, -(-hidden_size // tile["BLOCK_K"])
-    given = begin, end, order, ids, values, source, out, bias
-    lce_backward_picked_rows.launch(grid, *given, source.shape[0], hidden_size, *strides, **tile)
-
-
-def picked_hidden_gradient(weight: torch.Tensor, gradient: Any, dx: torch.Tensor) -> None:
-    ids, begin, end = gradient.entries
-    _add_rows(begin, end, None, ids, gradient.values, weight, dx, None, _FOR_HIDDEN)
-
-
-def picked_weight_gradient(
-    x: torch.Tensor, owner: torch.Tensor, gradient: Any, dweight: torch.Tensor, dbias: torch.Tensor | None
-) -> None:
-    if len(dweight):
-        ids, order = gradient.entries.ids.sort(stable=True)
-        starts = torch.searchsorted(ids, torch.arange(len(dweight) + 1, device=ids.device))
-        _add_rows(starts, starts[1:], order, owner, gradient.values, x, dweight, dbias, _FOR_WEIGHT)
-
-
-_ENTRIES = 32
 
 
 @triton.jit
@@ -263,105 +168,113 @@ def _one_minus_exp(x):
 
 
 @triton.jit
-def _logits_of(packed, ids, e, stop, ranks, stride, vocab_size, BLOCK: tl.constexpr):
-    """Logits of the entries ``e``, summed over the ranks; -inf outside the vocabulary, and from ``stop`` on."""
-    logit = tl.zeros((BLOCK,), tl.float32)
-    for rank in range(0, ranks):
-        logit += tl.load(packed + rank * stride + e, mask=e < stop, other=0.0)
-    entry_id = tl.load(ids + e, mask=e < stop, other=-1)
-    return tl.where((entry_id >= 0) & (entry_id < vocab_size), logit, -float("inf"))
+def _logits_of(logits, ids, e, stop, size):
+    """Logits of the entries e; -inf outside the vocabulary, and from ``stop`` on."""
+    hit = _columns(ids, e, stop, 0, size) >= 0
+    return tl.load(logits + e, mask=hit, other=-float("inf"))
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["ranks", "stride", "entries"])
-def lce_forward_log_softmax_of_sets(
-    packed, ids, offsets, broken, vocab_size, log_probs, logits, ranks, stride, entries, BLOCK: tl.constexpr
-):
-    """``vocab_size``: V in memory; None: V is ``entries``."""
+@triton.jit(do_not_specialize=["known_size"])
+def lce_forward_log_softmax_of_sets(logits, picked, log_probs, known_size, vocab_size):
+    """``vocab_size``: V in memory; None: V is ``known_size``."""
     token = tl.program_id(0)
-    first, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
-    size = entries.to(tl.int64)
+    ids, begin, end = picked
+    start, stop = tl.load(begin + token), tl.load(end + token)
+    size = known_size.to(tl.int64)
     if vocab_size is not None:
         size = tl.load(vocab_size)
-    stride = stride.to(tl.int64)
     maximum = -float("inf")
-    for start in range(first, stop, BLOCK):
-        z = _logits_of(packed, ids, start + tl.arange(0, BLOCK), stop, ranks, stride, size, BLOCK)
+    for first in range(start, stop, _STEP):
+        z = _logits_of(logits, ids, first + tl.arange(0, _STEP), stop, size)
         maximum = tl.maximum(maximum, tl.max(z, 0))
-    # 0 for a token without an entry in the vocabulary: -inf - -inf is NaN.
-    base = tl.where(maximum == -float("inf"), 0.0, maximum)
+    base = finite_base(maximum)
     # The sum without one largest exponential, which is 1: adding that 1 would round away a confident token's 1 - p.
     others, largest = 0.0, 0.0
-    for start in range(first, stop, BLOCK):
-        z = _logits_of(packed, ids, start + tl.arange(0, BLOCK), stop, ranks, stride, size, BLOCK)
+    for first in range(start, stop, _STEP):
+        z = _logits_of(logits, ids, first + tl.arange(0, _STEP), stop, size)
         others += tl.sum(tl.where(z == maximum, 0.0, tl.exp(z - base)), 0)
         largest += tl.sum(tl.where(z == maximum, 1.0, 0.0), 0)
     log_sum = _log_1_plus(others + tl.maximum(largest - 1.0, 0.0))
-    for start in range(first, stop, BLOCK):
-        e = start + tl.arange(0, BLOCK)
-        z = _logits_of(packed, ids, e, stop, ranks, stride, size, BLOCK)
-        log_p = tl.where(z == -float("inf"), z, z - base - log_sum)
-        if broken is not None:
-            log_p = tl.where(tl.load(broken), float("nan"), log_p)
-        tl.store(log_probs + e, log_p, mask=e < stop)
-        tl.store(logits + e, tl.where(z == -float("inf"), 0.0, z), mask=e < stop)
-
-
-@triton.jit
-def _log_probs_and_gradients(log_probs, upstream, e, stop):
-    """Log-probabilities, and their upstream gradients, which are 0 for a probability of 0."""
-    log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
-    u = tl.load(upstream + e, mask=e < stop, other=0.0)
-    return log_p, tl.where(log_p == -float("inf"), 0.0, u)
+    for first in range(start, stop, _STEP):
+        e = first + tl.arange(0, _STEP)
+        z = _logits_of(logits, ids, e, stop, size)
+        tl.store(log_probs + e, tl.where(z == -float("inf"), z, z - base - log_sum), mask=e < stop)
 
 
 @Relaunched
 @triton.jit
-def lce_backward_log_softmax_of_sets(log_probs, upstream, offsets, gradient, BLOCK: tl.constexpr):
+def lce_backward_log_softmax_of_sets(log_probs, upstream, picked, gradient):
     token = tl.program_id(0)
-    first, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
+    ids, begin, end = picked
+    start, stop = tl.load(begin + token), tl.load(end + token)
     total = 0.0
-    for start in range(first, stop, BLOCK):
-        log_p, u = _log_probs_and_gradients(log_probs, upstream, start + tl.arange(0, BLOCK), stop)
-        total += tl.sum(u, 0)
-    for start in range(first, stop, BLOCK):
-        e = start + tl.arange(0, BLOCK)
-        log_p, u = _log_probs_and_gradients(log_probs, upstream, e, stop)
+    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
+    for first in range(start, stop, _STEP):
+        e = first + tl.arange(0, _STEP)
+        log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+        total += tl.sum(tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0), 0)
+    for first in range(start, stop, _STEP):
+        e = first + tl.arange(0, _STEP)
+        log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+        u = tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0)
         # u - p * total, without cancellation where p is near 1.
         tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
 
 
-def log_softmax_of_sets(
-    packed: torch.Tensor, sets: Any, broken: torch.Tensor | None, vocab_size: torch.Tensor | int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, offsets = sets.ids, sets.offsets
-    # NaN remains at entries without a token, which wrong offsets leave.
-    log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
-    known = isinstance(vocab_size, int)
-    if len(offsets) > 1:
-        lce_forward_log_softmax_of_sets.launch(
-            (len(offsets) - 1,),
-            packed,
-            ids,
-            offsets,
-            broken,
-            None if known else vocab_size,
-            log_probs,
-            logits,
-            len(packed),
-            packed.stride(0),
-            vocab_size if known else 0,
-            BLOCK=_ENTRIES,
-            num_warps=1,
-        )
-    return log_probs, logits
+def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
+    entries, width, warps = sizes
+    return {"ENTRIES": entries, "BLOCK_K": min(width, max(16, next_power_of_2(hidden_size))), "num_warps": warps}
 
 
-def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, sets: Any) -> torch.Tensor:
-    # Saved-tensor hooks may have changed strides.
-    log_probs, upstream, offsets = log_probs.contiguous(), upstream.contiguous(), sets.offsets
-    gradient = torch.full_like(log_probs, math.nan)  # for entries without a token
-    if len(offsets) > 1:
-        arguments = log_probs, upstream, offsets, gradient
-        lce_backward_log_softmax_of_sets.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
+def picked_logits(product: Product, picked: Picked, windows: WindowPartials | None = None) -> None:
+    """Write :attr:`Picked.logits`, fp32; 0 for ids of other shards.
+
+    The logits are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``:
+    the projection's partials. A logit that can only be its window's maximum becomes that maximum, on every device.
+    """
+    x, weight, (rows, hidden_size) = product.x, product.weight, product.x.shape
+    operands = x, weight, product.bias, product.logit_map, windows or (None, None), picked[:3], picked.logits
+    sizes = rows, weight.shape[0], hidden_size, x.stride(0), weight.stride(0)
+    tile = _tile_of(_LOGITS, hidden_size)
+    lce_forward_picked_logits.launch((rows,), *operands, *sizes, WINDOW=product.tile.entries, **tile)
+
+
+def write_picked(
+    gradient: torch.Tensor, first: int, picked: Picked, target: torch.Tensor | None, terms: GradientTerms
+) -> None:
+    """Add the picked entries' terms to ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on.
+    The entries of ``target [R]`` are not changed.
+
+    For a confident token, term and gradient are large and nearly cancel. So the entry is formed anew in fp32 from its
+    logit, added to the term, and rounded once.
+    """
+    (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
+    of_entries = picked[:3], picked.gradient, picked.logits
+    lce_backward_write_picked.launch((rows,), gradient, *of_entries, target, terms, rows, slice_entries, stride, first)
+
+
+def picked_rows(picked: Picked, source: torch.Tensor, out: torch.Tensor) -> None:
+    """As :meth:`parallel_lce.backends.interface.Backend.picked_rows`."""
+    (rows, hidden_size), strides = out.shape, (source.stride(0), out.stride(0))
+    tile = _tile_of(_ROWS if len(picked.ids) >= rows else _ROWS_OF_FEW, hidden_size)
+    grid, sizes = (rows, -(-hidden_size // tile["BLOCK_K"])), (len(source), hidden_size)
+    if rows:
+        lce_backward_picked_rows.launch(grid, picked[:3], picked.gradient, source, out, *sizes, *strides, **tile)
+
+
+def log_softmax_of_sets(logits: torch.Tensor, picked: Picked, vocab_size: torch.Tensor | int) -> torch.Tensor:
+    log_probs = torch.empty_like(logits)
+    size = (vocab_size, None) if isinstance(vocab_size, int) else (0, vocab_size)
+    if len(picked.begin):
+        arguments = logits, picked[:3], log_probs, *size
+        lce_forward_log_softmax_of_sets.launch((len(picked.begin),), *arguments, num_warps=1)
+    return log_probs
+
+
+def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, picked: Picked) -> torch.Tensor:
+    gradient = torch.full_like(log_probs, torch.nan)  # for entries without a token
+    if len(picked.begin):
+        arguments = log_probs, upstream, picked[:3], gradient
+        lce_backward_log_softmax_of_sets.launch((len(picked.begin),), *arguments, num_warps=1)
     return gradient

@@ -52,10 +52,8 @@ class Fused(torch.autograd.Function):
             given = _NO_COEFFICIENTS if coefficients is None else coefficients[: len(_NO_COEFFICIENTS)]
             ctx.save_for_backward(*kept, *given, *call.tensors, *saved)
             ctx.call, ctx.consumed = call, False
-            for feature in call.features:
-                feature.forget()
-            if call.picked is not None:
-                call.picked.forget()
+            for feature in call.features:  # autograd keeps these, and saved-tensor hooks may move them
+                feature.saved = None
         if call.kind == "loss":
             return outputs[0]
         ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])

@@ -110,7 +110,7 @@ class Residuals(NamedTuple):
 def present(options: Options, tensors: Tensors) -> list[str]:
     """The fields of :class:`TokenStatistics` that are not None."""
     columns = {*options.columns.requested, None} | ({"target"} if tensors.target is not None else set())
-    filled = [name for feature in features_of(options, tensors) for name in feature.results]
+    filled = [name for feature in features_of(options, tensors) for name in feature.shapes(options, tensors, 0)]
     return [name for name, column in zip(NAMES, _COLUMNS) if column in columns or name in filled]
 
 
@@ -118,10 +118,7 @@ def outputs(call: Call, merged: Merged, found: Any) -> tuple[list[Tensor | None]
     """The call's loss, of each token ``[N]`` or 0-dimensional, or its statistics in the order of ``NAMES``; and the
     residuals of the backward. ``found``: what the backend made of the ``merged`` partial."""
     if call.kind == "statistics":
-        partial, vocab_size = merged.partial, found["vocab_size"]
-        for feature in call.features:
-            found = found | dict(feature.outputs(call, Merged(partial, vocab_size), found))
-        return [found.get(name) for name in NAMES], Residuals(vocab_size=vocab_size)
+        return [found.get(name) for name in NAMES], Residuals(vocab_size=found["vocab_size"])
     losses, coefficients, metrics = of_tokens(call, merged, found)
     finish(call, losses, metrics)
     reduction = call.options.reduction

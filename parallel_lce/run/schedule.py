@@ -93,7 +93,7 @@ def forward(
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if single else None
         for feature, message in zip(features, partials.extra.split(sizes) if features and partials else ()):
-            feature.begin(call, message)
+            feature.message = message.zero_()
         gathered: Tensor | None = None
         merged = None if partials is None else Merged(partials.local, projection.real_rows)
         saved: Saved | tuple[()] = ()
@@ -106,11 +106,9 @@ def forward(
             saves = block.saved if save else 0
             task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=wanted)
             for feature in features:
-                task = feature.before_block(call, task, block, save)
+                task = feature.before_block(call, task, block)
             partial, of_this, found = backend.block_forward(task)
             saved = saved or of_this
-            for feature in features:
-                feature.after_block(call, task, block)
             if save and call.plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
@@ -121,15 +119,16 @@ def forward(
                 layout.put(merged.partial, block, partial)
         assert merged is not None
         if partials is not None and layout.ranks > 1:
-            partials.start(0 if call.picked is None else checksum_of(*call.picked.tensors))
+            partials.start(0 if call.picked is None else checksum_of(*call.picked[:3]))
             partial, vocab_size, found = partials.finish(backend.merge_ranks, call.wanted)
             merged = Merged(partial, vocab_size)
         elif wanted is None:
             found = backend.results_of(*merged, call.wanted)
         if features and partials is not None:
-            messages = partials.extras.split(sizes, 1)
-            for feature, of_ranks in zip(features, messages):
-                feature.merged(of_ranks)
+            for feature, messages in zip(features, partials.extras.split(sizes, 1)):
+                feature.message = None
+                if call.kind == "statistics":
+                    found = found | feature.outputs(call, merged, messages, found)
         return merged, gathered, saved, found
 
 

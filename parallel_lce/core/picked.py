@@ -1,0 +1,73 @@
+"""Vocabulary entries picked for each token, K for each or sets of any size, in compressed sparse rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import as_int64
+from parallel_lce.core.plan import Block
+
+
+class Picked(NamedTuple):
+    """Token r has the picked entries ``ids[begin[r]:end[r]]``."""
+
+    # [E] int64, of all tokens of the call: ids in the whole vocabulary, or relative to a shard.
+    ids: Tensor
+    # [R] int64, not decreasing
+    begin: Tensor
+    end: Tensor
+    # Shape of the ids as they were given: [N, K], or [E] with offsets.
+    shape: torch.Size = torch.Size()
+    # Whether the given offsets are invalid, 0-dimensional bool; None: there are none.
+    invalid: Tensor | None = None
+    # [E] in the statistics' dtype: the entries' logits.
+    logits: Any = None
+    # [E] in the statistics' dtype: the entries' terms of the gradient of ``x @ weight.T + bias``.
+    gradient: Any = None
+
+    @classmethod
+    def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Picked:
+        """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, of any integer dtype. With offsets that do not
+        begin with 0, do not end with E, or decrease, no token has an entry."""
+        ids = as_int64(ids).contiguous()
+        if offsets is None:
+            count = ids.shape[-1]
+            begin = torch.arange(tokens, device=ids.device) * count
+            return cls(ids.view(-1), begin, begin + count, torch.Size((tokens, count)))
+        offsets = as_int64(offsets)
+        invalid = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
+        offsets = offsets.masked_fill(invalid, 0)
+        return cls(ids, offsets[:-1], offsets[1:], ids.shape, invalid)
+
+    def of_rows(self, rows: slice) -> Picked:
+        return self._replace(begin=self.begin[rows], end=self.end[rows])
+
+    def of_block(self, layout: Layout, block: Block, start: int) -> Picked:
+        """Those of a block's tokens, relative to the shard that begins with the id ``start``."""
+        begin, end = layout.take(self.begin, block), layout.take(self.end, block)
+        return self._replace(ids=self.ids - start, begin=begin, end=end)
+
+    @property
+    def owner(self) -> Tensor:
+        """The token of each entry ``[E]``; any token for an entry without one."""
+        entry = torch.arange(len(self.ids), device=self.ids.device)
+        # The first token that ends after the entry.
+        return torch.searchsorted(self.end, entry, right=True).clamp_(max=len(self.end) - 1)
+
+    def inside(self, start: int, stop: int | Tensor) -> Tensor:
+        """Which ids lie in ``[start, stop)``, ``[E]``."""
+        return (self.ids >= start) & (self.ids < stop)
+
+    def located(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The :attr:`owner` of each entry, and which entries have one and an id in ``[start, stop)``, ``[E]``."""
+        entry, owner = torch.arange(len(self.ids), device=self.ids.device), self.owner
+        owned = (entry >= self.begin[owner]) & (entry < self.end[owner])
+        return owner, owned & self.inside(start, stop)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sum of each token's entries of ``values [E]``, ``[R]``, in a fixed order."""
+        return torch.segment_reduce(values, "sum", lengths=self.end - self.begin, unsafe=True)

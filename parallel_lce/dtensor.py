@@ -41,6 +41,9 @@ def adapted(
     ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
     ``ValueError`` for a group, placements or shapes that are not supported."""
     group, tensors = group and as_group(group), tensors.with_int64_ids()
+    for name in ("logit_scale", "temperature"):
+        if isinstance(value := getattr(options, name), Tensor):  # one number per token
+            options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})
     sequence_dim = options.sequence_dim
     if type(sequence_dim) is not int or sequence_dim != 0:
         check_option("sequence_dim", sequence_dim)

@@ -96,7 +96,7 @@ TENSORS = [
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
     ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5\]", ZEROS[1:]),
     ("temperature", r"must be .*, got one of shape \[\]$", ZEROS[0]),
-    ("weight", "=.* is not supported: use token_weight", torch.ones(V)),
+    ("weight", "of torch.* is not supported: use token_weight", torch.ones(V)),
 ]
 for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
     TENSORS.append((name, "must be a dense tensor, got one of layout torch.sparse_coo", value.to_sparse()))

@@ -47,11 +47,11 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    # 1.0 if Tensors.logit_scale holds one scale per token.
-    logit_scale: float = 1.0
+    # A tensor only as a public function gets it: a call has it in Tensors.logit_scale, and 1.0 here.
+    logit_scale: float | Tensor = 1.0
     logit_softcap: float | None = None
-    # 1.0 if Tensors.temperature holds one per token.
-    temperature: float = 1.0
+    # As logit_scale.
+    temperature: float | Tensor = 1.0
     gradient_filter: float | None = None
     sequence_parallel: bool = False
     # The dimension of the tokens that sequence parallelism splits. The call's own tensors are always split along 0.

@@ -114,8 +114,8 @@ def linear_cross_entropy(
     and reduces its dX after the next block's gather; backward has no collective. A second backward repeats those of
     forward.
 
-    **DTensors** of one mesh are taken, with the placements of docs/pytorch.md, and redistributed before the call where
-    they are values per token, or hidden states in unequal parts. The loss is a DTensor if ``input`` is one.
+    **DTensors** of one mesh are taken, with the placements of docs/pytorch.md, and those of values per token are
+    redistributed before the call. The loss is a DTensor if ``input`` is one.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective. For a target

@@ -150,11 +150,6 @@ def version(tensor: Tensor) -> int:
 group_of_name: Callable[[Any], dist.ProcessGroup] = _distributed._resolve_process_group
 
 
-def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
-    """The device through which the group gathers Python objects."""
-    return torch.device(_distributed._get_object_coll_device(group))
-
-
 # --- modules ---
 
 

@@ -18,7 +18,7 @@ from parallel_lce.call.prepare import needs_of, prepare
 from parallel_lce.call.seam import Shapes, features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
 from parallel_lce.run.autograd import FIRST_ORDER, function_of
@@ -26,12 +26,9 @@ from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 
 # An operator's numbers have 64 bits.
 _LARGEST_BUDGET = 1 << 60
-# The options that may change from call to call within one graph.
-_TYPES = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
-_FLOATS = [name for name, kind in _TYPES.items() if kind.startswith("float")]
-_COUNTS = [name for name, kind in _TYPES.items() if kind == "int | None"]
-# A call as an operator's arguments: its tensors that are not None; the floats that are neither None nor 0, fp64 on the
-# CPU, since torch.compile would make constants of Python numbers; the counts; and all else as JSON.
+# A call as an operator's arguments: its tensors that are not None; the options that may change from call to call
+# within one graph, floats that are neither None nor 0 in fp64 on the CPU, since torch.compile would make constants of
+# Python numbers, and counts that are not None; and all else as JSON.
 _CALL = "Tensor[] tensors, Tensor floats, SymInt[] counts, str others"
 # torch.compile's CUDA graphs refuse CPU tensors (the floats) and do not track the memory behind a handle.
 # torch.cuda.graph over forward and backward has neither problem.
@@ -44,8 +41,8 @@ def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Te
         options = options._replace(logits_budget=min(options.logits_budget, _LARGEST_BUDGET))
     values = {name: getattr(options, name) for name in Options._fields}
     zero = tensors.linear_weight.new_zeros((), dtype=torch.float64, device="cpu")
-    floats = {name: zero + values[name] for name in _FLOATS if values[name]}
-    counts = {name: values[name] for name in _COUNTS if values[name] is not None}
+    floats = {name: zero + values[name] for name in FLOAT_OPTIONS if values[name]}
+    counts = {name: values[name] for name in COUNT_OPTIONS if values[name] is not None}
     constants = {name: value for name, value in values.items() if name not in floats and name not in counts}
     given = {name: tensor for name, tensor in zip(Tensors._fields, tensors) if tensor is not None}
     group = "" if layout.group is None else layout.group.group_name

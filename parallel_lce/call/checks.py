@@ -19,16 +19,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.memory import in_memory, out_of_inference
-from parallel_lce.core.options import (
-    FLOATS,
-    INTEGERS,
-    LARGEST_VOCABULARY,
-    SPOKEN,
-    Options,
-    Tensors,
-    as_int64,
-    shortened,
-)
+from parallel_lce.core.options import FLOATS, INTEGERS, SPOKEN, Options, Tensors, as_int64, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
@@ -279,9 +270,6 @@ def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:
     rows, start, size = weight.shape[0], options.vocab_start, options.vocab_size
     if rows == 0 and (start is None or layout.ranks == 1):
         raise ValueError(f"linear_weight {list(weight.shape)} has no rows: the vocabulary is empty")
-    first = layout.rank * rows if start is None else start
-    if first + rows > LARGEST_VOCABULARY:
-        raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
     if layout.ranks == 1 and start:
         raise ValueError(
             f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"

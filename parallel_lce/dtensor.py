@@ -5,9 +5,8 @@ them from the user's tensors, and puts the results back. The call does not depen
 states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``, the order in which
 an all-gather returns the tokens.
 
-DTensors follow the rules of PyTorch's ``loss_parallel``. One mesh dimension, here TP, shards the weight with
-``Shard(0)``. The input is ``Replicate`` on it, or ``Shard`` of the first or second dimension, in equal parts, which is
-sequence parallelism. Other mesh dimensions may shard tokens; there the gradient of the weight is ``Partial``.
+DTensors follow the rules of PyTorch's ``loss_parallel``; docs/pytorch.md has the placements. TP is the mesh dimension
+that shards the weight.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ def linear_cross_entropy(
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
         linear_weight: this rank's shard ``[V/P, D]``, in the input's dtype or cast by autocast. Shards may be uneven,
-            or empty. It is copied if its rows are not contiguous; on a GPU, if it has 16 bits, D is a multiple of 8 and
-            rows do not begin at multiples of 16 bytes, in forward and again in backward.
+            or empty. Copied if its rows are not contiguous, or are misaligned (docs/usage.md, "Memory").
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. One outside ``[0, V)`` that is not ``ignore_index`` has loss and gradients NaN, whatever its
             ``token_weight``; on a CPU it is refused.

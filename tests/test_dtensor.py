@@ -78,7 +78,6 @@ CASES: dict[str, tuple] = {
     "sharded target": ((2,), None, [ROWS], [SECOND], [SECOND], {}, [SECOND], [ROWS]),
     "uneven vocabulary": ((2,), None, [ROWS], [SECOND], None, dict(v=41), [WHOLE], [ROWS]),
     "an empty shard": ((4,), TP, [ROWS], [ROWS], [WHOLE], dict(v=9), [WHOLE], [ROWS]),
-    "four ranks": ((4,), TP, [ROWS], [SECOND], [WHOLE], {}, [WHOLE], [ROWS]),
     "data and tensor": ((2, 2), ("dp", "tp"), [WHOLE, ROWS], [ROWS, SECOND], [ROWS, WHOLE], {}, [ROWS, WHOLE],
                         [Partial(), ROWS]),
     "context and tensor": ((2, 2), None, [WHOLE, ROWS], [SECOND, WHOLE], [SECOND, WHOLE], {}, [SECOND, WHOLE],

@@ -67,7 +67,7 @@ class DTensorAdapter:
 
     def enter(self, tensors: Tensors) -> Tensors:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
-        input, weight, target, bias, *_ = tensors
+        input, weight, _, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
         check_option("sequence_parallel", sequence_parallel)
@@ -89,8 +89,6 @@ class DTensorAdapter:
             raise ValueError(
                 f"{SPOKEN['picked']} must be ids [..., K], without offsets, for DTensors and sequence_dim=1"
             )
-        placed = [ids for ids in (target, tensors.picked) if is_dtensor(ids)]
-        self._result = list(placed[0].placements) if placed else None
         others = {
             name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
             for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
@@ -278,10 +276,7 @@ class DTensorAdapter:
         if not self._gives_dtensors:
             return value
         tokens = self._input.shape[:-1]
-        value = self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
-        if self._result not in (None, self._tokens):
-            value = value.redistribute(placements=self._result)
-        return value
+        return self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
 
     def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor

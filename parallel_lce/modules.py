@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import as_group, described, public
 from parallel_lce.call.seam import features_of
-from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction
+from parallel_lce.core.options import Options, Tensors, check_options, check_reduction
 from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.run.token_count import TokenCount
 
@@ -77,8 +77,6 @@ class LinearCrossEntropy(nn.Module):
         check_options(options)
         for feature in features_of(options, no_tensors):
             feature.check(options, no_tensors, None)
-        if reduce_dtype not in (None, *FLOATS):
-            raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
         self.options = {name: given[name] for name in Options._fields if name in given}
         self.process_group = process_group
 

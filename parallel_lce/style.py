@@ -23,8 +23,7 @@ class LinearCrossEntropyParallel(ParallelStyle):
     Args:
         input_layouts: placement on the mesh of hidden states ``[b, S, D]`` that are a plain tensor: ``Replicate()``,
             the default; or ``Shard(1)`` or ``Shard(0)``, in equal parts (sequence parallelism).
-        use_local_output: True: the loss is a plain tensor; with ``reduction="none"`` this rank's part of the target's
-            tokens, if that is a DTensor. False: a DTensor.
+        use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
         ValueError: for another placement, another module, a mesh of several dimensions, and a weight that no style has

@@ -87,11 +87,10 @@ class _Forward:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
-    def set_materialize_grads(self, value: bool) -> None:
-        """Ignored: the operator makes no zeros for missing gradients."""
+    def _ignore(self, *given: Any) -> None:
+        """The operator makes no zeros for missing gradients, and :func:`_save` marks results."""
 
-    def mark_non_differentiable(self, *results: Tensor) -> None:
-        """Ignored: :func:`_save` marks them."""
+    set_materialize_grads = mark_non_differentiable = _ignore
 
 
 @torch.library.custom_op(

@@ -22,7 +22,7 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import SPOKEN, Options, Tensors, check_option, is_count
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_int64, check_option, is_count
 from parallel_lce.run.results import NAMES, TokenStatistics
 
 _SHARDED_PARAMETER = (
@@ -38,7 +38,8 @@ def adapted(
     results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
     ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
     ``ValueError`` for a group, placements or shapes that are not supported."""
-    group, tensors = group and as_group(group), tensors.with_int64_ids()
+    ids = {name: as_int64(getattr(tensors, name)) for name in ("target", "picked", "picked_offsets")}
+    group, tensors = group and as_group(group), tensors._replace(**ids)
     for name in ("logit_scale", "temperature"):
         if isinstance(value := getattr(options, name), Tensor):  # one number per token
             options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})

@@ -103,14 +103,6 @@ class Tensors(NamedTuple):
         """The fields that hold tensors, by name."""
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
-    def with_int64_ids(self) -> Tensors:
-        changed = {}
-        for name in ("target", "picked", "picked_offsets"):
-            ids = getattr(self, name)
-            if ids is not None and getattr(ids, "dtype", None) is not torch.int64:
-                changed[name] = as_int64(ids)
-        return self._replace(**changed) if changed else self
-
 
 class Wanted(NamedTuple):
     """What is made of the merged partials of some tokens: "loss" or "statistics"."""

@@ -5,14 +5,14 @@ them from the user's tensors, and puts the results back. The call does not depen
 states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``, the order in which
 an all-gather returns the tokens.
 
-DTensors follow the rules of PyTorch's ``loss_parallel``. One mesh dimension, here TP, shards the weight with
-``Shard(0)``. The input is ``Replicate`` on it, or ``Shard`` of the first or second token dimension, which is sequence
-parallelism. Other mesh dimensions may shard tokens; there the gradient of the weight is ``Partial``.
+DTensors follow the rules of PyTorch's ``loss_parallel``; docs/pytorch.md has the placements. TP is the mesh dimension
+that shards the weight.
 """
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,11 +22,9 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import SPOKEN, Options, Tensors, check_option, is_count
+from parallel_lce.core.options import SPOKEN, Options, Tensors, as_int64, check_option, is_count
 from parallel_lce.run.results import NAMES, TokenStatistics
 
-# The ranks of a mesh dimension have the same tokens if its name has these words alone, among them tp or tensor.
-_TENSOR_PARALLEL = {"tp", "tensor", "model", "parallel"}
 _SHARDED_PARAMETER = (
     "If fully_shard (FSDP2) sharded it, call the loss inside the forward of the module that fully_shard wraps, where "
     "its parameters are whole, or call that module's unshard() before"
@@ -40,7 +38,11 @@ def adapted(
     results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
     ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
     ``ValueError`` for a group, placements or shapes that are not supported."""
-    group, tensors = group and as_group(group), tensors.with_int64_ids()
+    ids = {name: as_int64(getattr(tensors, name)) for name in ("target", "picked", "picked_offsets")}
+    group, tensors = group and as_group(group), tensors._replace(**ids)
+    for name in ("logit_scale", "temperature"):
+        if isinstance(value := getattr(options, name), Tensor):  # one number per token
+            options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})
     sequence_dim = options.sequence_dim
     if type(sequence_dim) is not int or sequence_dim != 0:
         check_option("sequence_dim", sequence_dim)
@@ -52,39 +54,30 @@ def adapted(
 
 
 class DTensorAdapter:
-    """How a call's tokens and results are placed, from the placements of its tensors.
-
-    Attributes, complete after :meth:`enter`:
-        options: the call's, with ``sequence_parallel`` and, for uneven shards, ``vocab_start`` and ``vocab_size`` of
-            the placements.
-        group: the given process group, or the one of the mesh dimension that shards the weight.
-        mesh: of the DTensors; None for plain tensors.
-        parts: P if the sequence is sharded along the second dimension, else 1.
-    """
+    """How a call's tokens and results are placed, from the placements of its tensors."""
 
     def __init__(self, options: Options, group: dist.ProcessGroup | None, reduction: str | None) -> None:
-        self.options, self.group, self._given_group, self.parts = options, group, group, 1
+        # Later the options and the group of the call, from the placements.
+        self.options, self.group = options, group
+        self._group_given, self._reduction, self._gives_dtensors = group is not None, reduction, False
+        # The DTensors' mesh, and its dimension of tensor parallelism.
         self.mesh: Any = None
-        self._reduction, self._gives_dtensors = reduction, False
-        # The mesh dimension of tensor parallelism.
         self._tp: int | None = None
-        self._result: list | None = None
+        # P if the sequence is sharded along the second dimension, else 1.
+        self.parts = 1
 
     def enter(self, tensors: Tensors) -> Tensors:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
-        input, weight, target, bias, *_ = tensors
+        input, weight, _, bias, *_ = tensors
         self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
         check_option("sequence_parallel", sequence_parallel)
         if is_dtensor(weight):
             self.mesh = weight.device_mesh
-            self._find_group(weight)
-            for name, value in tensors.named().items():
-                self._check_mesh(name, value)
-            split = self._find_tokens(input)
+            self._place_weight()
+            split = self._place_tokens()
             if self._gives_dtensors:
-                self._check_split(split, sequence_parallel, sequence_dim)
-                sequence_parallel, sequence_dim = split is not None and not self._gathers, split or 0
+                sequence_parallel, sequence_dim = split is not None, split or 0
         elif self._gives_dtensors:
             raise ValueError(f"{_placed('input', input)}, and linear_weight is a plain tensor: pass input.to_local()")
         self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
@@ -97,9 +90,6 @@ class DTensorAdapter:
             raise ValueError(
                 f"{SPOKEN['picked']} must be ids [..., K], without offsets, for DTensors and sequence_dim=1"
             )
-        for ids in (target, tensors.picked):
-            if is_dtensor(ids) and self._result is None:
-                self._result = list(ids.placements)
         others = {
             name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
             for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
@@ -109,8 +99,9 @@ class DTensorAdapter:
 
     # --- the placements ---
 
-    def _find_group(self, weight: Any) -> None:
+    def _place_weight(self) -> None:
         """Find the mesh dimension that shards the weight, its group, and this rank's first id."""
+        weight, mesh = self._weight, self.mesh
         sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
         if len(sharded) > 1 or any([not _shards(weight.placements[dim], (0,)) for dim in sharded]):
             raise ValueError(
@@ -118,187 +109,147 @@ class DTensorAdapter:
                 f"Replicate on all others. {_SHARDED_PARAMETER}"
             )
         self._shards = list(weight.placements)
-        given, entries, size = self.group, weight.shape[0], self.options.vocab_size
+        entries, size, start = weight.shape[0], self.options.vocab_size, self.options.vocab_start
         if is_count(size) and size > entries:
             raise ValueError(f"vocab_size={size} exceeds the {entries} rows of linear_weight")
-        if not sharded:
-            if given is not None and dist.get_world_size(given) > 1:
-                ranks = dist.get_process_group_ranks(given)
-                raise ValueError(f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)}")
-            return
-        (tp,) = sharded
-        self._tp, group = tp, self.mesh.get_group(tp)
-        if given is None:
+        self._tp = tp = sharded[0] if sharded else None
+        group = None if tp is None else mesh.get_group(tp)
+        own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        if self.group is None:
             self.group = group
-        elif (ranks := dist.get_process_group_ranks(given)) != (own := dist.get_process_group_ranks(group)):
+        elif (ranks := dist.get_process_group_ranks(self.group)) != own:
             raise ValueError(
-                f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)} is sharded over the "
-                f"ranks {own}. {_SHARDED_PARAMETER}"
+                f"process_group has the ranks {ranks}, and {_placed('linear_weight', weight)}, with all its rows on "
+                f"the ranks {own}. {_SHARDED_PARAMETER}"
             )
-        ranks, given = self.mesh.size(tp), self.options.vocab_start
-        start = min(self.mesh.get_local_rank(tp) * -(-entries // ranks), entries)
-        if given not in (None, start):
-            raise ValueError(f"vocab_start={given!r}, and {_placed('linear_weight', weight)} starts at {start}")
-        if entries % ranks or size is not None:
-            self.options = self.options._replace(vocab_start=start, vocab_size=entries if size is None else size)
+        if tp is not None:
+            ranks = mesh.size(tp)
+            first = min(mesh.get_local_rank(tp) * -(-entries // ranks), entries)
+            if start not in (None, first):
+                raise ValueError(f"vocab_start={start!r}, and {_placed('linear_weight', weight)} starts at {first}")
+            if entries % ranks or size is not None:
+                self.options = self.options._replace(vocab_start=first, vocab_size=entries if size is None else size)
 
-    def _find_tokens(self, input: Any) -> int | None:
+    def _place_tokens(self) -> int | None:
         """Find the placements of tokens and gradients. Returns the dimension of the input that tensor parallelism
         splits; None: every rank has all tokens."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        mesh, tp = self.mesh, self._tp
-        if not self._gives_dtensors:
-            self._check_plain_input()
-        placements = list(input.placements) if self._gives_dtensors else [Replicate()] * mesh.ndim
-        token_dims = tuple(range(input.dim() - 1)) if isinstance(input, Tensor) else ()
-        for dim, placement in enumerate(placements):
-            wanted = token_dims[:2] if dim == tp else token_dims
-            if not placement.is_replicate() and not _shards(placement, wanted):
-                first = "the first or second dimension" if dim == tp else "a dimension of the tokens"
-                raise ValueError(
-                    f"{_placed('input', input)}: on mesh dimension {dim} it must be Replicate, or Shard of {first}"
-                )
-        split = None
-        self._input_placements, self._tokens = placements, list(placements)
+        mesh, tp, x = self.mesh, self._tp, self._input
+        placements, split = [Replicate()] * mesh.ndim, None
+        if self._gives_dtensors:
+            self._check_mesh("input", x)
+            placements = list(x.placements)
+            for dim, placement in enumerate(placements):
+                if not placement.is_replicate() and not _shards(placement, range(min(2, x.dim() - 1))):
+                    raise ValueError(
+                        f"{_placed('input', x)}: on mesh dimension {dim} it must be Replicate, or Shard of the first "
+                        "or second dimension of the tokens"
+                    )
+            split = None if tp is None or placements[tp].is_replicate() else placements[tp].dim
+            self._check_split(split)
+        elif tp is None or not self._group_given or any([dim != tp and mesh.size(dim) > 1 for dim in range(mesh.ndim)]):
+            # FSDP2 shards weights in the same way, over ranks with different tokens.
+            raise ValueError(
+                f"{_placed('linear_weight', self._weight)}, and input is a plain tensor: pass input as a DTensor, or "
+                "linear_weight.to_local(); or process_group, the mesh's only one, if its ranks have the same tokens "
+                f"(tensor parallelism). {_SHARDED_PARAMETER}"
+            )
+        self._input_placements, self._input_gradient, self._tokens = placements, list(placements), list(placements)
         if tp is not None:
             self._tokens[tp] = Replicate()
-            split = None if placements[tp].is_replicate() else placements[tp].dim
-        # Hidden states in unequal parts, or interleaved with those of another mesh dimension, are gathered by DTensor.
-        self._gathers = split is not None and not self._equal_parts(input, split)
         self._splits = [dim for dim, placement in enumerate(self._tokens) if not placement.is_replicate()]
         self._weight_gradient = [Partial() if dim in self._splits else Replicate() for dim in range(mesh.ndim)]
-        self._input_gradient = list(self._tokens if self._gathers else placements)
         if tp is not None:
             self._weight_gradient[tp] = Shard(0)
-            if self._is_partial():
+            if self.options.reduce_hidden_grad is False:
                 self._input_gradient[tp] = Partial()
-        return split
-
-    def _check_plain_input(self) -> None:
-        """Raise ``ValueError`` unless a plain input beside a DTensor weight can only be meant for tensor
-        parallelism. FSDP2 shards weights in the same way, over ranks with different tokens."""
-        mesh, tp, weight = self.mesh, self._tp, self._weight
-        if tp is None or any([dim != tp and mesh.size(dim) > 1 for dim in range(mesh.ndim)]):
-            raise ValueError(
-                f"{_placed('linear_weight', weight)}, and input is a plain tensor: pass linear_weight.to_local(), or "
-                "input as a DTensor"
-            )
-        words = {*re.findall("[a-z]+", mesh.mesh_dim_names[tp].lower())} if mesh.mesh_dim_names else set()
-        if self._given_group is None and not (words & {"tp", "tensor"} and words <= _TENSOR_PARALLEL):
-            raise ValueError(
-                f"{_placed('linear_weight', weight)}, and input is a plain tensor. If these ranks have the same tokens "
-                f"(tensor parallelism), pass process_group=linear_weight.device_mesh.get_group({tp}). "
-                f"{_SHARDED_PARAMETER}"
-            )
-
-    def _check_split(self, split: int | None, sequence_parallel: bool, sequence_dim: int) -> None:
-        """Raise ``ValueError`` for options that contradict the placements of a DTensor input."""
-        x = self._input
-        if split is None and sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel=True, and {_placed('input', x)}, whose tokens tensor parallelism does not split"
-            )
-        if split == 0 and sequence_dim == 1:
-            raise ValueError(f"sequence_dim=1, and {_placed('input', x)}, which is split along dimension 0")
-        if split is not None and self._is_partial():
-            raise ValueError(f"reduce_hidden_grad=False, and {_placed('input', x)}: there it must be Replicate")
         if self._splits and self._reduction == "mean":
             raise ValueError(
                 f"reduction='mean', and {_placed('input', x)}. Mesh dimension {self._splits[0]} splits its tokens and "
                 "does not shard linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
             )
+        return split
 
-    def _is_partial(self) -> bool:
-        """Whether dX stays this rank's part of the sum."""
-        reduced = self.options.reduce_hidden_grad
-        return reduced is not None and not reduced
+    def _check_split(self, split: int | None) -> None:
+        """Raise ``ValueError`` for options that contradict the placements of a DTensor input, and for a sequence that
+        tensor parallelism does not split last, in equal parts."""
+        x, sequence_parallel, sequence_dim = self._input, self.options.sequence_parallel, self.options.sequence_dim
+        if (split is None and sequence_parallel) or (split == 0 and sequence_dim == 1):
+            raise ValueError(f"{sequence_parallel=} and {sequence_dim=} contradict this: {_placed('input', x)}")
+        if split is None:
+            return
+        dims = [dim for dim, placement in enumerate(x.placements) if _shards(placement, (split,))]
+        if dims[-1] != self._tp or x.shape[split] % math.prod([self.mesh.size(dim) for dim in dims]):
+            raise ValueError(
+                f"{_placed('input', x)}: mesh dimension {self._tp} must be the last that splits its {x.shape[split]} "
+                "tokens, into equal parts; else redistribute it to Replicate there"
+            )
 
     def _check_mesh(self, name: str, value: Any) -> None:
-        if is_dtensor(value) and value.device_mesh != self.mesh:
+        if value.device_mesh != self.mesh:
             raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
 
-    def _equal_parts(self, input: Any, split: int) -> bool:
-        """Whether all ranks of TP have equal parts of the sequence, each of consecutive tokens."""
-        parts = 1
-        for dim, placement in enumerate(self._input_placements):
-            if _shards(placement, (split,)):
-                if self._tp is not None and dim > self._tp:
-                    return False
-                parts *= self.mesh.size(dim)
-        return input.shape[split] % parts == 0
-
-    # --- from the user's tensors to the call's ---
+    # --- from the user's tensors to the call's: global sizes are checked, since local ones may differ on one rank alone
 
     def hidden(self, name: str, value: Any) -> Any:
         """Hidden states ``[..., D]`` as this rank's plain tensor."""
         if not _alike(name, value, "input", self._input):
             return value
-        self._check_mesh(name, value)
-        if list(value.placements) != self._input_placements:
-            raise ValueError(f"{_placed(name, value)}, and {_placed('input', self._input)}: use the same placements")
-        if value.shape[:-1] != self._input.shape[:-1]:  # local sizes may differ on some ranks alone
+        if value.shape[:-1] != self._input.shape[:-1]:
             given, expected = list(value.shape), list(self._input.shape)
             raise ValueError(f"{name} {given} must have the tokens of input {expected}")
-        if self._gathers:
-            value = self._redistributed(name, value, self._tokens)
-        return value.to_local(grad_placements=self._input_gradient)
+        return self._local(name, value, self._input_placements, self._input_gradient)
 
     def weight(self, name: str, value: Any, of: Any = None) -> Any:
         """A weight ``[V, D]``, or the bias ``[V]`` ``of`` a weight, as this rank's plain shard."""
         if value is None or not _alike(name, value, "linear_weight", self._weight):
             return value
-        self._check_mesh(name, value)
-        # Checked here, since local sizes may differ on some ranks alone. With vocab_size rows of padding may differ.
+        # With vocab_size the rows of padding may differ.
         like, ranks = self._weight if of is None else of, 1 if self._tp is None else self.mesh.size(self._tp)
         entries, rows, size = value.shape[0], like.shape[0], self.options.vocab_size
         padded = of is None and size is not None and size <= entries and -(-entries // ranks) == -(-rows // ranks)
         if entries != rows and not padded:
             raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {rows} rows")
-        value = self._redistributed(name, value, self._shards)
-        return value.to_local(grad_placements=self._weight_gradient)
+        return self._local(name, value, self._shards, self._weight_gradient)
 
     def per_token(self, name: str, value: Any, trailing: bool = False) -> Any:
         """Values ``[...]`` of the tokens, or ``[..., K]`` with ``trailing``, in the order of the call's tokens. A plain
         tensor holds the tokens of this rank's input, of the whole sequence."""
         if not isinstance(value, Tensor):
             return value
-        shape = list(value.shape[:-1] if trailing else value.shape)
-        more = " and one dimension more" if trailing else ""
         if is_dtensor(value):
             if self.mesh is None:
                 raise ValueError(f"{_placed(name, value)}, and linear_weight is a plain tensor: pass {name}.to_local()")
-            self._check_mesh(name, value)
-            if self._gives_dtensors and shape != list(self._input.shape[:-1]):
-                expected, given = [*self._input.shape[:-1]], list(self._input.shape)
-                raise ValueError(f"{name} must have shape {expected}{more} for input {given}, got {list(value.shape)}")
-            value = self._redistributed(name, value, self._tokens)
-            value = value.to_local(grad_placements=self._tokens)
+            if self._gives_dtensors:
+                self._check_shape(name, value, list(self._input.shape), trailing)
+            value = self._local(name, value, self._tokens, self._tokens)
         if self.parts == 1:
             return value
-        shape = list(value.shape[:-1] if trailing else value.shape)
         batch, part, *rest = self._part
-        expected = [batch, self.parts * part, *rest]
-        if shape != expected:
-            raise ValueError(
-                f"{name} must have shape {expected}{more} for input {[*self._part, self._input.shape[-1]]} of each of "
-                f"{self.parts} sequence-parallel ranks, got {list(value.shape)}"
-            )
+        self._check_shape(name, value, [batch, self.parts * part, *rest, self._input.shape[-1]], trailing)
         parts = value.unflatten(1, (self.parts, part)).transpose(0, 1)
         return parts.reshape(self.parts * batch, *parts.shape[2:])
 
-    def _redistributed(self, name: str, value: Any, placements: list) -> Any:
-        """A DTensor with these placements. In debug mode it begins with an exchange, since DTensor's collectives come
-        before the call's exchange."""
-        if list(value.placements) == placements:
-            return value
-        layout = Layout.of(self.group, False)
-        if debug.enabled() and layout.ranks > 1:
-            given = {"shape": [*value.shape], "dtype": value.dtype, "placements": value.placements, "to": placements}
-            function = f"{self.options.function}, which redistributes {name}"
-            debug.agree(layout, function, {f"{what} of {name}": of_name for what, of_name in given.items()})
-            debug.state.awaited = True
-        return value.redistribute(placements=placements)
+    def _check_shape(self, name: str, value: Tensor, whole: list[int], trailing: bool) -> None:
+        """``whole``: shape of the hidden states of all sequence-parallel ranks."""
+        if list(value.shape[:-1] if trailing else value.shape) != whole[:-1]:
+            more = " and one dimension more" if trailing else ""
+            raise ValueError(f"{name} must have shape {whole[:-1]}{more} for input {whole}, got {list(value.shape)}")
+
+    def _local(self, name: str, value: Any, placements: list, gradient: list) -> Tensor:
+        """The local tensor of a DTensor with these placements. DTensor's redistribution comes before the call's
+        exchange, so in debug mode it has an exchange of its own."""
+        self._check_mesh(name, value)
+        if list(value.placements) != placements:
+            layout = Layout.of(self.group, False)
+            if debug.enabled() and layout.ranks > 1:
+                given = dict(shape=[*value.shape], dtype=value.dtype, placements=value.placements, to=placements)
+                function = f"{self.options.function}, which redistributes {name}"
+                debug.agree(layout, function, {f"{what} of {name}": of_name for what, of_name in given.items()})
+                debug.state.awaited = True
+            value = value.redistribute(placements=placements)
+        return value.to_local(grad_placements=gradient)
 
     # --- results ---
 
@@ -326,10 +277,7 @@ class DTensorAdapter:
         if not self._gives_dtensors:
             return value
         tokens = self._input.shape[:-1]
-        value = self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
-        if self._result is not None and self._result != self._tokens:
-            value = value.redistribute(placements=self._result)
-        return value
+        return self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
 
     def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor
@@ -349,7 +297,7 @@ def _alike(name: str, value: Any, other_name: str, other: Any) -> bool:
     return is_dtensor(value)
 
 
-def _shards(placement: Any, dims: tuple[int, ...]) -> bool:
+def _shards(placement: Any, dims: Iterable[int]) -> bool:
     """Whether the placement is a plain ``Shard`` of one of the ``dims``; not a strided one."""
     # By name: where torch 2.11 compiles a call, comparisons of a placement's type are wrong.
     return type(placement).__name__ == "Shard" and placement.dim in dims

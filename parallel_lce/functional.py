@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import check_values, public
-from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reduction, shortened, split_per_token
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_reduction
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
@@ -50,132 +50,93 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
-    There is no ``[N, V]`` tensor of logits. The same call of PyTorch 2.13's
-    ``torch.nn.functional.linear_cross_entropy`` gives the same answer, with four exceptions: the loss of bf16 and fp16
-    input is fp32; the mean of no tokens is 0 instead of NaN; class weights, class probabilities and ``options`` are
-    refused; on a GPU a target outside the vocabulary gives NaN.
+    There is no ``[N, V]`` tensor of logits. docs/usage.md has the differences from PyTorch's function of this name.
+    N is the number of tokens, V that of vocabulary entries, P that of ranks of ``process_group``.
 
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
-        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. Copied if its rows are not
-            contiguous; and on a GPU, in forward and again in backward, if it has 16 bits, D is a multiple of 8, and its
-            rows do not begin at multiples of 16 bytes. Shards may be uneven, or empty. Under autocast ``input``,
-            ``linear_weight`` and ``linear_bias`` are cast to autocast's dtype first, unless they are fp64.
+        linear_weight: this rank's shard ``[V/P, D]``, in the input's dtype or cast by autocast. Shards may be uneven,
+            or empty. Copied if its rows are not contiguous, or are misaligned (docs/usage.md, "Memory").
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
-            ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
-            if its ``token_weight`` is 0; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary").
+            ``[S, ...]``. One outside ``[0, V)`` that is not ``ignore_index`` has loss and gradients NaN, whatever its
+            ``token_weight``; on a CPU it is refused.
         linear_bias: ``[V/P]`` or None.
-        reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the sum of the weights of the
-            tokens that are not ignored, over the whole sequence. If the weights sum to 0, the loss and its gradients
-            are 0.
+        reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the weights of the tokens
+            that are not ignored, over the whole sequence; 0 with gradients of 0 if there is none.
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
-        label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
+        label_smoothing: in [0, 1], over the V entries of all ranks.
         z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
-        logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
-            token. No gradient flows to it. It must be the same on all ranks.
+        logit_scale, temperature: a Python number; or a floating-point tensor of the target's shape, one number per
+            token, the same on all ranks, without a gradient. Temperatures are > 0; those of a tensor are not checked,
+            and with a ``logit_softcap`` backward then recomputes every logit.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
-        temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
-            be > 0 and are not checked. With a tensor and a ``logit_softcap`` backward recomputes every logit.
-        process_group: the tensor-parallel group that shards the vocabulary, or a one-dimensional DeviceMesh. None, or a
-            group of one rank, means no parallelism. No other group is used.
+        process_group: the tensor-parallel group, or a one-dimensional DeviceMesh. None: no parallelism.
         sequence_parallel: ``input`` is split along ``sequence_dim`` over ``process_group``.
-        sequence_dim: 0; or 1 for ``input`` ``[b, S/P, ..., D]``, ``target`` ``[b, S, ...]`` and results in the same
-            order. Without sequence parallelism it has no effect.
-        token_weight: ``[...]`` of the target's shape and any real dtype; multiplies the loss of each token, in the
-            loss's dtype. If it needs a gradient, the losses are multiplied after the fused call. A token whose weight
-            is 0 has no gradient, whatever comes from above.
-        vocab_start: global id of this shard's first row, given on all ranks or on none. Default: ``rank * rows``, for
-            equal shards only.
-        vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
-            have zero gradient. Default: all rows of all ranks.
-        logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials saved from forward to
-            backward, and the working block (docs/usage.md, "Memory", which also has the errors of exponentials that are
-            saved in one byte). It must be equal on all ranks. A smaller one
-            allows 64 MiB, or 256 MiB where a ``gradient_filter`` recomputes logits. Without a reduction of dX,
-            recomputed logits may also use as many bytes as dX: dX is allocated later. None: that of the environment's
-            ``PARALLEL_LCE_LOGITS_BUDGET``, else a thirty-second of the GPU's memory (4.25 GiB on an H200), and 1 GiB on
-            a CPU. Logits beyond the budget are recomputed; or, for 'mean' and 'sum' except in fp16, the gradients are
-            formed in forward. A second backward through one graph recomputes everything.
-        reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
-            term is sent and added unrounded: for bf16 that is twice the bytes.
-        reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
-            input's dtype, without a reduction. This is for hidden states from a mapping that sums in its own backward,
-            such as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
-            Not with ``sequence_parallel``: if a mapping gathers the sequence, pass the gathered states without it.
-        counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks; or what
-            :func:`parallel_lce.count_tokens` has begun to count before the model's forward. The call then works on
-            these tokens alone, and the others cost nothing. A wrong number is refused on a CPU and in debug mode, and
-            makes the loss NaN on a GPU and in a compiled graph. Under sequence parallelism every rank gathers all
-            hidden states, and dX is all-reduced. Where the host cannot read the number, the call works on all tokens,
-            on a copy of ``input`` with 0 for those that do not count.
-        gradient_filter: None: nothing is estimated. A probability in (0, 1), such as 2**-13: backward is exact only in
-            the gradients of the targets' logits, and in tiles of 128 tokens by 128 vocabulary rows that contain a
-            larger probability. Every other tile gets a rank-one estimate (docs/gradient_filter.md). The loss is
-            unchanged, and no collective is added. Gradients are exact on the torch backend, in products below 1e12
-            flops, and where earlier calls had more than three quarters of the tiles to compute. Not with
-            ``label_smoothing``.
-        weight, options: only None: PyTorch's arguments that are not supported.
+        sequence_dim: 0; or 1 for ``input`` ``[b, S/P, ..., D]``, ``target`` ``[b, S, ...]`` and results in that order.
+        token_weight: of the target's shape and any real dtype; multiplies the loss of each token. If it needs a
+            gradient, after the fused call. A weight of 0 gives a gradient of 0, whatever comes from above.
+        vocab_start: id of this shard's first row, given on all ranks or on none. None: ``rank * rows``.
+        vocab_size: V; rows from id V on are padding, out of the softmax. None: all rows of all ranks.
+        logits_budget: bytes per rank and call for tensors of the logits' shape, equal on all ranks. None: that of
+            ``PARALLEL_LCE_LOGITS_BUDGET``, else 1/32 of the GPU's memory, or 1 GiB on a CPU (docs/usage.md, "Memory").
+        reduce_dtype: dtype in which dX is summed over the ranks; None: the input's. With torch.float32 each rank's term
+            is sent and added unrounded: for bf16 twice the bytes.
+        reduce_hidden_grad: False: each rank gets the term of its own shard in dX, in the input's dtype, for hidden
+            states from a mapping that sums in its own backward. Not with ``sequence_parallel``.
+        counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks, or what
+            :func:`parallel_lce.count_tokens` counts: the others then cost nothing. A wrong number is refused on a CPU
+            and in debug mode, and gives NaN on a GPU and in a compiled graph. Under sequence parallelism all hidden
+            states are gathered, and dX is all-reduced. A count that the host cannot read: the call works on all
+            tokens, on a copy of ``input`` with 0 for those that do not count.
+        gradient_filter: None; or a probability in (0, 1), such as 2**-13, below which gradients are estimated
+            (docs/gradient_filter.md). Not with ``label_smoothing``.
+        weight, options: PyTorch's arguments, refused.
 
     Returns:
-        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
+        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit. Its upstream gradient may be any tensor,
+        the same on all ranks.
 
-    Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
-    B blocks (1 unless the budget splits the tokens); C = 3, and 1 more for ``label_smoothing``; in the Triton backend,
-    whose sums take two numbers each, another 1, and 1 more for ``label_smoothing``; SP: ``sequence_parallel``.
+    Collectives run on ``process_group`` alone, on every rank in this order. N tokens are in B blocks, 1 unless the
+    budget splits them; sizes are elements per rank, of all blocks together:
 
-    ===========  ========================  ==============================  ===========================================
-    when         operation                 elements per rank, in all       overlaps
-    ===========  ========================  ==============================  ===========================================
-    forward, SP  all-gather of hidden      N/P * D                         projection of the previous block
-                 states
-    forward      all-gather of partials    C * N + 3, fp32                 nothing
-    backward,    B all-gathers of hidden   N/P * D; none if forward saved  the first: dX of its own block; the others:
-    SP           states                    them, within the budget         the previous block
-    backward     B all-reduces of dX       N * D of ``reduce_dtype``       dW of the block's last slice
-    backward,    B reduce-scatters of dX   N * D of ``reduce_dtype``       dW of the block's last slice
-    SP           instead
-    ===========  ========================  ==============================  ===========================================
+    - forward, sequence parallelism: all-gathers of hidden states, N/P * D, of at most 256 MiB each unless the block
+      saves exponentials, during the projection of the previous block;
+    - forward: an all-gather of partials, C * N + 3 of fp32, with C = 3, or 4 with ``label_smoothing``; in the Triton
+      backend, whose sums take two numbers each, 4 or 6;
+    - backward, sequence parallelism: B all-gathers of hidden states, N/P * D, unless forward saved them; the first
+      during dX of its own block, the others during the previous block;
+    - backward: B all-reduces, under sequence parallelism reduce-scatters, of dX, N * D of ``reduce_dtype``, during dW
+      of the block's last slice; none if ``input`` needs no gradient, or with ``reduce_hidden_grad=False``.
 
-    A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all others in blocks
-    of at most 256 MiB, each started a block ahead. The first gather of a backward overlaps dX only in the Triton
-    backend with all exponentials saved. There is no reduction if ``input`` needs no gradient, or with
-    ``reduce_hidden_grad=False``. If gradients are formed in forward, each block of R tokens gathers its hidden states
-    there (SP), gathers its partials (C * R + 3 elements), and reduces its dX after the next block's gather of partials.
-    Backward then has no collective; a second backward repeats those of forward.
+    If forward forms the gradients, each block of R tokens gathers its hidden states and its partials (C * R + 3) there,
+    and reduces its dX after the next block's gather; backward has no collective. A second backward repeats those of
+    forward.
 
-    **DTensors.** ``input``, ``linear_weight`` and the other tensors may be DTensors of one mesh. One mesh dimension,
-    tensor parallelism, shards the weight with ``Shard(0)``: its group and its ids are used. ``input`` is ``Replicate``
-    on it, or ``Shard`` of the first or second dimension, which is sequence parallelism. The result is a DTensor if
-    ``input`` is one. docs/pytorch.md has the placements of results and gradients. With ``reduce_hidden_grad=False`` the
-    gradient of ``input`` is ``Partial`` on the dimension that shards the weight. Before the call DTensor redistributes
-    values per token, and hidden states in unequal parts.
-
-    The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
-    NaN, and so do options that differ between ranks, and a vocabulary without any row. If shards have unequal rows and
-    no ``vocab_start``, a collective may fail or hang. ``PARALLEL_LCE_DEBUG=1`` on all ranks raises an error for these,
-    for equal shards, for targets out of range, and for arguments that one rank refuses; it synchronises the host with
-    the device.
+    **DTensors** of one mesh are taken, with the placements of docs/pytorch.md, and those of values per token are
+    redistributed before the call. The loss is a DTensor if ``input`` is one.
 
     Raises:
-        ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective; the message
-        has the given and the expected value. For a target outside the vocabulary it is an IndexError, too.
+        ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective. For a target
+            outside the vocabulary it is an IndexError, too. Ranks that differ give NaN, a failed or a hanging
+            collective; ``PARALLEL_LCE_DEBUG=1`` raises on all of them (docs/faults.md).
         TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, with ``create_graph=True``.
     """
-    if reduction is None or weight is not None or options is not None:
-        _refuse_unsupported(reduction, weight=weight, options=options)
-    one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
-    tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
+    if weight is not None or options is not None:
+        name, instead = ("options", "logits_budget") if weight is None else ("weight", "token_weight")
+        raise ValueError(f"{name} of torch.nn.functional.linear_cross_entropy is not supported: use {instead}")
+    check_reduction(reduction)
+    tensors = Tensors(input, linear_weight, target, linear_bias, token_weight)
     chosen = Options(
         "linear_cross_entropy",
         reduction=reduction,
         ignore_index=NO_LABEL if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        logit_scale=one_scale,
+        logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        temperature=one_temperature,
+        temperature=temperature,
         gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
         sequence_dim=sequence_dim,
@@ -220,47 +181,40 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
-    Arguments, layouts and errors as in :func:`linear_cross_entropy`. With ``target=None`` there are no statistics of a
-    target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, to which no gradient flows. Another one
-    outside ``[0, V)`` has NaN; on a CPU it is refused (docs/usage.md, "Ids outside the vocabulary"). ``mean_logit``
-    asks for the fields ``mean_logit`` and ``mean_log_prob``, ``entropy`` for ``entropy`` and ``expected_logit``,
-    ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these fields are None. For fp16 an
-    upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in backward, even saved ones.
+    Arguments, layouts, DTensors and errors are those of :func:`linear_cross_entropy`, and:
 
     Args:
+        target: None: no statistics of a target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, without
+            a gradient; another one outside ``[0, V)`` has NaN, and on a CPU is refused.
+        mean_logit, entropy, argmax, sum_p_squared: ask for the fields of these names; ``mean_logit`` also for
+            ``mean_log_prob``, ``entropy`` for ``expected_logit``. Fields that are not asked for are None.
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
-            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype. If they differ between ranks,
-            the statistics are NaN. An id may come twice. An id outside ``[0, V)`` has the log-probability -inf and no
-            gradient. Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
-        top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
+            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks, else the
+            statistics are NaN. An id may come twice; one outside ``[0, V)`` has log-probability -inf and no gradient.
+            Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
+        top_k: asks for ``top_logits`` and ``top_ids``, K of each token, without a gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         mask: bool, of the tokens' shape: true for a token that counts. The others have statistics of 0, ids of -1, and
-            no gradient. They cost nothing with ``counted_tokens``; without it ``input`` is copied, with 0 for them.
-        counted_tokens: how many tokens the mask counts, the same number on all ranks. On a GPU and in a compiled graph
-            a wrong number makes statistics NaN and ids -1. See :func:`linear_cross_entropy`.
-        gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``entropy``,
-            ``sum_p_squared`` and ``selected``: with them the gradient of a logit is not its probability times one
-            number per token.
+            no gradient. They cost nothing with ``counted_tokens``, their number; without it ``input`` is copied, with 0
+            for them. On a GPU and in a compiled graph a wrong number makes statistics NaN and ids -1.
+        gradient_filter: not with ``mean_logit``, ``entropy``, ``sum_p_squared`` and ``selected``.
 
     Returns:
-        :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
-        identical on every rank bit for bit.
+        :class:`TokenStatistics` of the tokens' shape, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
-    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 3
-    elements per rank: C = 3, plus 1 for each of ``entropy``, ``argmax`` and ``sum_p_squared``, plus 2 for
-    ``mean_logit``; in the Triton backend, whose sums take two numbers each, another 1, plus 1 for each of ``entropy``
-    and ``sum_p_squared``, plus 2 for ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for
-    ids ``[..., K]``), and 2 * N * K for ``top_k``.
+    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. C is 3, plus 1 for each of
+    ``entropy``, ``argmax`` and ``sum_p_squared``, and 2 for ``mean_logit``; in the Triton backend 1 more, and all but
+    ``argmax`` twice. The message also has E elements for ``selected`` (N * K for ids ``[..., K]``), and 2 * N * K for
+    ``top_k``.
     """
     ids, offsets = ids_and_offsets(selected)
-    one_scale, one_temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
-    tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
+    tensors = Tensors(input, linear_weight, target, linear_bias, picked=ids, picked_offsets=offsets)
     options = Options(
         "token_statistics",
         ignore_index=NO_LABEL,
-        logit_scale=one_scale,
+        logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        temperature=one_temperature,
+        temperature=temperature,
         gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
         sequence_dim=sequence_dim,
@@ -323,53 +277,41 @@ def token_loss(
     gradient_filter: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of the caller's own, a function of each token's statistics, with the gradients formed as those of
-    :func:`linear_cross_entropy`: in forward, where the logits exceed the budget.
+    :func:`linear_cross_entropy`: in forward, where the logits exceed the budget. docs/rl.md has PPO as an example.
 
-    Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd. Its derivatives by the
-    statistics give the gradient of the block's logits. docs/rl.md has PPO as an example.
+    Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd, or under ``torch.no_grad``
+    if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the gradients, and ``loss`` is
+    called once, with all tokens. A second backward, and a checkpoint around the call, call it again.
 
     Args:
-        loss: gets :class:`TokenStatistics` with ``[R]`` tensors, and the block's ``per_token`` values ``[R]``. It
-            returns losses ``[R]``, or losses and a dict of further tensors ``[R]``, the metrics, which need no
-            gradient. It must be elementwise over tokens: the loss of a token must not depend on other tokens of the
-            block, whose size depends on the budget. ``PARALLEL_LCE_DEBUG=1`` calls it again on halves of the block, and
-            raises if a loss differs. Pass means over a sequence, or weights that make them, as ``per_token`` values. It
-            must not write into its statistics, and must be the same on all ranks: debug mode compares the losses and
-            the metrics, but no gradients; without debug mode nobody notices. Gradients flow to ``input``,
-            ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has from elsewhere. A second
-            backward, and a checkpoint around the call, call it again.
-        per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks; under
-            sequence parallelism of the whole sequence. Those made in inference mode are copied, and so is ``target``.
+        loss: gets :class:`TokenStatistics` with ``[R]`` tensors, and the block's ``per_token`` values ``[R]``. Returns
+            losses ``[R]``, or losses and a dict of metrics ``[R]``, which need no gradient. Elementwise over tokens,
+            since R depends on the budget: pass means over a sequence as ``per_token`` values. The same on all ranks.
+            Debug mode checks both, but for the gradients. It must not write into its statistics. Gradients flow to
+            ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has from elsewhere.
+        per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks. Those made in
+            inference mode are copied, and so is ``target``.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
-            ``target_logit`` and ``target_log_prob``, as in :func:`token_statistics`. To read another one is refused.
+            ``target_logit`` and ``target_log_prob``. To read another one is refused.
         reduction: 'sum'; or 'mean', the sum divided by the number of tokens that are not ignored.
-        ignore_index: tokens with this target have loss, metrics and gradient 0, whatever ``loss`` gives for them. None
-            means -100.
-        Others: as in :func:`linear_cross_entropy`. With ``gradient_filter`` no statistics that
-            :func:`token_statistics` refuses beside it.
+        ignore_index: tokens with this target have loss, metrics and gradient 0, whatever ``loss`` gives for them.
+        Others: as in :func:`linear_cross_entropy`; ``gradient_filter`` as in :func:`token_statistics`.
 
     Returns:
         The loss, 0-dimensional, fp32 (fp64 for fp64), and the metrics by name, each of the target's shape, in its own
         dtype and detached. Both are identical on every rank bit for bit, if ``loss`` is the same function on all.
 
-    Without gradients ``loss`` runs under ``torch.no_grad``. In fp16, and where a ``main_grad`` gets dW (Megatron), the
-    gradients wait for the upstream gradient, the loss scale, as those of :func:`linear_cross_entropy` do: backward
-    forms them, from saved exponentials as far as the budget allows. ``loss`` is then called once, in forward, with all
-    tokens. A graph of torch.compile breaks at this call; for one graph take :func:`token_statistics`.
-
     Collectives: those of :func:`linear_cross_entropy`, with the C of :func:`token_statistics`. An exception in ``loss``
-    is raised after the collectives of forward, so that a rank which raises alone keeps no other rank waiting there;
-    with ``PARALLEL_LCE_DEBUG=1`` all ranks raise.
+    is raised after the collectives of forward, for which other ranks wait; in debug mode all ranks raise.
 
     Raises:
         ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
-        else than the above, writes into its statistics, or reads one that was not asked for. Whatever ``loss`` raises.
+            else than the above, writes into its statistics, or reads one that was not asked for. Whatever ``loss``
+            raises.
     """
-    scale, of_all, token_scale, token_temperature = split_per_token(logit_scale, temperature)
-    tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature)
-    changed = dict(logit_scale=scale, temperature=of_all, loss_function=True)
-    changed["ignore_index"] = NO_LABEL if ignore_index is None else ignore_index
-    options = Options.of("token_loss", locals() | changed)
+    ignore_index = NO_LABEL if ignore_index is None else ignore_index
+    tensors, options = Tensors(input, linear_weight, target, linear_bias), Options.of("token_loss", locals())
+    options = options._replace(loss_function=True)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     if adapter is not None:
         per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
@@ -379,19 +321,3 @@ def token_loss(
         total = adapter.loss(total)
         metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}
     return total, metrics
-
-
-# Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.
-_ONLY_TORCH = {
-    "weight": "use token_weight for a weight of each token",
-    "options": "use logits_budget to bound the memory",
-}
-
-
-def _refuse_unsupported(reduction: object, **only_torchs: object) -> None:
-    """Raise for arguments that only PyTorch's function takes, and for a reduction of None."""
-    for name, value in only_torchs.items():
-        if value is not None:
-            said = f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported"
-            raise ValueError(f"{said}: {_ONLY_TORCH[name]}")
-    check_reduction(reduction)

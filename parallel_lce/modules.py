@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import as_group, described, public
 from parallel_lce.call.seam import features_of
-from parallel_lce.core.options import FLOATS, Options, Tensors, check_options, check_reduction
+from parallel_lce.core.options import Options, Tensors, check_options, check_reduction
 from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.run.token_count import TokenCount
 
@@ -30,15 +30,12 @@ class _Held:
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`parallel_lce.linear_cross_entropy` with its options fixed.
+    """:func:`parallel_lce.linear_cross_entropy` with its options fixed. It owns no parameters.
 
-    It owns no parameters, so the weight may be tied, sharded or an ``nn.Linear``'s. A copy has the same
-    ``process_group``. A pickle has none, since a group belongs to its processes: an unpickled module refuses to run
-    until :attr:`process_group` is set again.
+    A copy has the same ``process_group``. A pickle has none: an unpickled module refuses to run until
+    :attr:`process_group` is set again.
 
-    Args:
-        reduction, ignore_index, ...: as in :func:`parallel_lce.linear_cross_entropy`, with the same defaults;
-            ``logit_scale`` and ``temperature`` must be numbers. ``counted_tokens`` is an argument of each call.
+    Args: as of the function. ``logit_scale`` and ``temperature`` must be numbers.
 
     Attributes:
         options: the keyword arguments of each call, without ``process_group``.
@@ -69,27 +66,22 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         given = locals()
         super().__init__()
-        group = as_group(process_group)
         for name in ("logit_scale", "temperature"):
             if isinstance(given[name], Tensor):
                 raise ValueError(
                     f"{name} must be one number in a LinearCrossEntropy, got {described(given[name])}: pass "
                     f"float({name}), or one number per token to parallel_lce.linear_cross_entropy at each call"
                 )
-        options = Options.of(type(self).__name__, given)
+        options, no_tensors = Options.of(type(self).__name__, given), Tensors(None, None)
         check_reduction(reduction)
         check_options(options)
-        for feature in features_of(options, Tensors(None, None)):
-            feature.check(options, Tensors(None, None), None)
-        if reduce_dtype not in (None, *FLOATS):
-            raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
-        known = inspect.signature(linear_cross_entropy).parameters
-        self.options = {name: value for name, value in options._asdict().items() if name in known}
-        self.process_group = group
+        for feature in features_of(options, no_tensors):
+            feature.check(options, no_tensors, None)
+        self.options = {name: given[name] for name in Options._fields if name in given}
+        self.process_group = process_group
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel group that shards the vocabulary; None for one process."""
         return self._held.group
 
     @process_group.setter
@@ -106,23 +98,14 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         counted_tokens: int | TokenCount | None = None,
     ) -> Tensor:
-        """As :func:`parallel_lce.linear_cross_entropy`. An unpickled module that has lost its process group raises
-        ``ValueError``."""
-        if self._held.lost_ranks:
+        if lost := self._held.lost_ranks:
             raise ValueError(
-                f"this LinearCrossEntropy was pickled with a process_group of {self._held.lost_ranks} rank(s), which a "
-                "pickle does not hold: set its process_group"
+                f"this LinearCrossEntropy was pickled with a process_group of {lost} rank(s), which a pickle does not "
+                "hold: set its process_group"
             )
-        return linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            token_weight=token_weight,
-            counted_tokens=counted_tokens,
-            process_group=self._held.group,
-            **self.options,
-        )
+        tokens = dict(linear_bias=linear_bias, token_weight=token_weight, counted_tokens=counted_tokens)
+        options: dict[str, Any] = self.options | tokens
+        return linear_cross_entropy(input, linear_weight, target, process_group=self.process_group, **options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

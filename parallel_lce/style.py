@@ -21,15 +21,13 @@ class LinearCrossEntropyParallel(ParallelStyle):
     ``Shard(0)`` (``ColwiseParallel``), and with the whole sequence's targets.
 
     Args:
-        input_layouts: placement on the mesh of hidden states ``[b, S, D]`` that are passed as a plain tensor:
-            ``Replicate()``, the default; or ``Shard(1)`` or ``Shard(0)``, in equal parts, for a sequence that is split
-            over the ranks (sequence parallelism). Hidden states that are DTensors keep their placements.
-        use_local_output: True: the loss is a plain tensor, the same on every rank; of ``reduction="none"`` and a target
-            that is a DTensor, this rank's part of that. False: a DTensor.
+        input_layouts: placement on the mesh of hidden states ``[b, S, D]`` that are a plain tensor: ``Replicate()``,
+            the default; or ``Shard(1)`` or ``Shard(0)``, in equal parts (sequence parallelism).
+        use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: for another placement; when it is applied, for another module or a mesh of several dimensions; and
-        when the module is called with a weight that no style has sharded.
+        ValueError: for another placement, another module, a mesh of several dimensions, and a weight that no style has
+            sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:

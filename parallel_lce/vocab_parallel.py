@@ -14,7 +14,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import as_int64, is_number, shortened
+from parallel_lce.core.options import INTEGERS, as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
@@ -35,47 +35,40 @@ def vocab_parallel_cross_entropy(
 
     It replaces ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``, with the same values and gradients.
     Ranks hold equal shards in rank order. A target outside every shard has loss ``lse - max`` and the gradient of lse.
-    ``label_smoothing`` in [0, 1) spreads ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard. As in
-    Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
+    ``label_smoothing`` in [0, 1) spreads ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard, as
+    Megatron does, so the loss then depends on the rank. ``tp_group=None``: Megatron's tensor-parallel group, or a
+    single process where torch.distributed is not initialised.
 
-    Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once, with
-    ``label_smoothing`` twice. Beside the logits it saves an id and three fp32 (fp64) numbers per token. Backward reads
-    the logits again and writes their gradient, in their dtype. As in Megatron, the layer that made the logits sums the
-    gradient of its input over the ranks. Triton kernels are used for bf16, fp16 and fp32 on NVIDIA GPUs of compute
-    capability 8.0 and later, and torch elsewhere. ``PARALLEL_LCE_BACKEND`` overrides the choice.
-
-    ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
-    single process.
+    Unlike Megatron's it does not change the logits and saves no softmax, but an id and three fp32 (fp64) numbers per
+    token. Forward reads the logits once, with ``label_smoothing`` twice; backward reads them and writes their gradient,
+    in their dtype. The layer that made the logits sums the gradient of its input over the ranks.
 
     Collectives: forward, one all-gather of 3 N + 3 fp32 (fp64) elements per rank; backward, none. The upstream gradient
     must be the same on all ranks.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every
-            rank, also where targets or settings differ between ranks.
-        NotImplementedError: a tensor with a forward-mode tangent.
+        ValueError: shapes or dtypes that do not fit, an unknown group; in debug mode on every rank, also where targets
+            or settings differ. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, with ``create_graph=True``.
     """
     debugging = debug.enabled()
-    group = _megatron_group() if tp_group is None else tp_group
     with renamed(process_group="tp_group"):
-        debug.state.group = group = as_group(group)
-    layout = Layout.of(group, False)
-    _check(vocab_parallel_logits, target, label_smoothing, group)
-    entries = vocab_parallel_logits.shape[-1]
-    logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
-    backend = backend_of(logits, _SUITABLE)
-    if layout.ranks > 1 and debugging:
-        values = {
-            "target": target,
-            "tokens": tuple(target.shape),
-            "entries per rank": entries,
-            "dtype": vocab_parallel_logits.dtype,
-            "label_smoothing": label_smoothing,
-            "backend": backend.NAME,
-        }
-        shard = layout.rank * entries, entries, debug.fingerprint(logits)
-        with renamed(process_group="tp_group"):
+        debug.state.group = group = as_group(_megatron_group() if tp_group is None else tp_group)
+        layout = Layout.of(group, False)
+        _check(vocab_parallel_logits, target, label_smoothing)
+        entries = vocab_parallel_logits.shape[-1]
+        logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
+        backend = backend_of(logits, _SUITABLE)
+        if layout.ranks > 1 and debugging:
+            values = {
+                "target": target,
+                "tokens": tuple(target.shape),
+                "entries per rank": entries,
+                "dtype": logits.dtype,
+                "label_smoothing": label_smoothing,
+                "backend": backend.NAME,
+            }
+            shard = layout.rank * entries, entries, debug.fingerprint(logits)
             debug.agree(layout, "vocab_parallel_cross_entropy", values, shard)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
@@ -84,28 +77,27 @@ def vocab_parallel_cross_entropy(
     return loss.view(target.shape)
 
 
-def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.ProcessGroup | None) -> None:
+def _check(logits: Tensor, target: Tensor, label_smoothing: object) -> None:
     for name, value in (("vocab_parallel_logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
         check_kind(name, value)
-    if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}")
-    if logits.shape[:-1] != target.shape:
-        raise ValueError(
-            f"target must have shape {list(logits.shape[:-1])} for vocab_parallel_logits "
-            f"{list(logits.shape)}, got {list(target.shape)}"
-        )
+    shape, entries = list(logits.shape), logits.shape[-1] if logits.dim() else 0
+    if entries < 1:
+        raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {shape}")
+    if shape[:-1] != list(target.shape):
+        expected = f"{shape[:-1]} for vocab_parallel_logits {shape}"
+        raise ValueError(f"target must have shape {expected}, got {list(target.shape)}")
     if not logits.is_floating_point():
         raise ValueError(f"vocab_parallel_logits must be floating point, got {logits.dtype}")
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+    if target.dtype not in INTEGERS:
         raise ValueError(f"target must hold class indices, got {target.dtype}")
     if target.device != logits.device:
         raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
     if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
-    if label_smoothing and logits.shape[-1] < 2:
-        raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
+    if label_smoothing and entries < 2:
+        raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {entries}")
 
 
 def _megatron_group() -> dist.ProcessGroup | None:
@@ -115,8 +107,8 @@ def _megatron_group() -> dist.ProcessGroup | None:
     group = state and state.get_tensor_model_parallel_group(check_initialized=False)
     if group is None:
         raise ValueError(
-            "tp_group is None, torch.distributed is initialised and Megatron-core has no "
-            "tensor-parallel group: pass tp_group (each rank alone would act as rank 0)"
+            "tp_group is None, torch.distributed is initialised and Megatron-core has no tensor-parallel group: pass "
+            "tp_group (each rank alone would act as rank 0)"
         )
     return group
 

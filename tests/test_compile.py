@@ -21,6 +21,7 @@ from parallel_lce.call import prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run import ops
+from parallel_lce.run import results as results_module
 from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, given, on_ranks, shrunk, small, statistics
 
 V, D = 150, 16
@@ -357,9 +358,10 @@ def test_contracts_of_the_operators(options, needs, device):
         torch.library.opcheck(library.forward.default, detached)
         if needs:
             results, handle = library.forward(*detached)
-            name = "loss" if "reduction" in options else "lse"
+            others = [] if "reduction" in options else [None] * (len(results_module.DIFFERENTIABLE) - 1)
             for wanted in ([True, True, False, True], [False, True, False, False]):
-                backward = *detached, handle, [torch.rand_like(results[0])], name, wanted
+                upstream = [torch.rand_like(results[0]), *others]
+                backward = *detached, handle, upstream, wanted
                 torch.library.opcheck(library.backward.default, backward)
 
 

@@ -19,16 +19,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.memory import in_memory, out_of_inference
-from parallel_lce.core.options import (
-    FLOATS,
-    INTEGERS,
-    LARGEST_VOCABULARY,
-    SPOKEN,
-    Options,
-    Tensors,
-    as_int64,
-    shortened,
-)
+from parallel_lce.core.options import FLOATS, INTEGERS, SPOKEN, Options, Tensors, as_int64, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
@@ -92,18 +83,15 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
     """The layout of a refused call over the group that it has noted, or that its arguments give. None if there is
     none."""
     names = ("process_group", "tp_group", "dist_process_group", "group")
-    given = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
+    groups = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
-        for group in given:
+        for name, value in arguments.items():
+            if "weight" in name and is_dtensor(value):  # its placements name the dimension of tensor parallelism
+                dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+                groups += [value.device_mesh.get_group(dims[0])] if len(dims) == 1 else []
+        for group in groups:
             if group is not None:
                 return Layout.of(as_group(group), False)
-        # The weight's come first: its placements name the dimension of tensor parallelism.
-        for name in sorted(arguments, key=lambda name: "weight" not in name):
-            if is_dtensor(value := arguments[name]):
-                sharded = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
-                dims = sharded if "weight" in name and sharded else [*range(value.device_mesh.ndim)]
-                if len(dims) == 1:
-                    return Layout.of(value.device_mesh.get_group(dims[0]), False)
     except Exception:  # the group itself is refused, or destroyed
         pass
     return None
@@ -114,15 +102,12 @@ def as_group(group: Any) -> dist.ProcessGroup | None:
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     given = type(group).__name__
-    if type(group) is type(_NO_MEMBER) and group == _NO_MEMBER:
-        rank = dist.get_rank() if dist.is_initialized() else "unknown"
-        given = f"GroupMember.NON_GROUP_MEMBER: this process (global rank {rank}) is not one of the group's"
-    elif isinstance(group, DeviceMesh) and group.ndim > 1:
-        given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp']"
-    elif isinstance(group, DeviceMesh):
-        if group.get_coordinate() is not None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim == 1 and group.get_coordinate() is not None:
             return group.get_group()
-        given += f" without this process (global rank {dist.get_rank()})"
+        given += f" of {group.ndim} dimensions: pass one of them, as mesh['tp'], in its own processes"
+    elif type(group) is int and group == _NO_MEMBER:
+        given = "GroupMember.NON_GROUP_MEMBER: this process is not one of the group's"
     raise ValueError(
         f"process_group must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh or None, got {given}"
     )
@@ -143,36 +128,37 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
     shape."""
     input, weight, _, bias, *_ = tensors
     _check_each(options, tensors)
+    if options.reduce_dtype not in (None, input.dtype, accumulation_dtype(input.dtype)):
+        given = f"{accumulation_dtype(input.dtype)} or the input's {input.dtype}, got {options.reduce_dtype!r}"
+        raise ValueError(f"reduce_dtype must be None, {given}")
     if input.dim() < 1 + layout.sequence_parallel:
         needed = "[S/P, ..., D] under sequence parallelism" if layout.sequence_parallel else "[..., D]"
         raise ValueError(f"input must be {needed}, got {list(input.shape)}")
     if weight.dim() != 2:
-        flat = ". A parameter that FSDP1 has flattened is whole only in the forward of the module that it wraps"
         raise ValueError(
-            f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}{flat * (weight.dim() == 1)}"
+            f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}. A parameter that FSDP1 has "
+            "flattened is whole only in the forward of the module that it wraps"
         )
     if input.shape[-1] != weight.shape[1]:
-        turned = ". Is linear_weight transposed? It has one row per entry of the vocabulary"
         raise ValueError(
-            f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}"
-            f"{turned * (input.shape[-1] == weight.shape[0])}"
+            f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}: it "
+            "must have one row per entry of the vocabulary. Is it transposed?"
         )
-    _check_dtypes(options, tensors)
     if bias is not None and bias.shape != weight.shape[:1]:
         rows = f"[{weight.shape[0]}], one entry per row of linear_weight {list(weight.shape)}"
         raise ValueError(f"linear_bias must have shape {rows}, got {list(bias.shape)}")
     leading = input.shape[:-1]
     tokens = torch.Size((leading[0] * layout.sp_size, *leading[1:]) if leading else ())
     for name in ("target", "token_weight", "logit_scale", "temperature"):
-        value = getattr(tensors, name)
-        if value is not None and value.shape != tokens:
-            size, given = list(tokens), list(value.shape)
+        value, size = getattr(tensors, name), list(tokens)
+        if value is None or value.shape == tokens:
+            continue
+        if name in ("logit_scale", "temperature"):
+            expected = f"be one Python number, or a tensor of target's shape {size}, got one of shape"
+        else:
             where = f" of each of {layout.ranks} sequence-parallel ranks" if layout.sequence_parallel else ""
-            expected = {
-                "target": f"have shape {size} for input {list(input.shape)}{where}, got {given}",
-                "token_weight": f"have target's shape {size}, got {given}",
-            }.get(name, f"be one Python number, or a tensor of target's shape {size}, got one of shape {given}")
-            raise ValueError(f"{name} must {expected}")
+            expected = f"have shape {size} for input {list(input.shape)}{where}, got"
+        raise ValueError(f"{name} must {expected} {list(value.shape)}")
     _check_picks(tensors, tokens)
     _check_shard(options, weight, layout)
     vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
@@ -207,40 +193,37 @@ def dispatches(kind: type[Tensor]) -> bool:
 
 
 def _check_each(options: Options, tensors: Tensors) -> None:
-    """Raise unless each is a plain tensor on the input's device, or None if it is optional."""
+    """Raise unless each is a plain tensor on the input's device, of a dtype that fits, or None if it is optional."""
     required = ("input", "linear_weight") + ("target",) * (options.reduction is not None)
     for field, value in zip(Tensors._fields, tensors):
         name = SPOKEN.get(field, field)
-        if not isinstance(value, Tensor) and (field in required or value is not None):
+        if value is None and field not in required:
+            continue
+        if not isinstance(value, Tensor):
             expected = "a tensor" if field in required else "a tensor or None"
             layer = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
             raise ValueError(f"{name} must be {expected}, got {type(value).__name__}{layer}")
-        if value is not None:
-            check_kind(name, value)
-            if value.device != tensors.input.device:
-                raise ValueError(f"{name} is on {value.device} and input is on {tensors.input.device}")
+        check_kind(name, value)
+        if value.device != tensors.input.device:
+            raise ValueError(f"{name} is on {value.device} and input is on {tensors.input.device}")
+        _check_dtype(field, name, value, tensors.input.dtype)
 
 
-def _check_dtypes(options: Options, tensors: Tensors) -> None:
-    dtype = tensors.input.dtype
-    if dtype not in FLOATS:
+def _check_dtype(field: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """``dtype``: of the input."""
+    if field == "input" and dtype not in FLOATS:
         raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {dtype}")
-    if options.reduce_dtype not in (None, dtype, accumulation_dtype(dtype)):
-        given = f"{accumulation_dtype(dtype)} or the input's {dtype}, got {options.reduce_dtype!r}"
-        raise ValueError(f"reduce_dtype must be None, {given}")
-    for field, value in tensors.named().items():
-        name = SPOKEN.get(field, field)
-        if field in ("linear_weight", "linear_bias") and value.dtype != dtype:
-            raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
-        if field in ("target", "picked", "picked_offsets") and value.dtype not in INTEGERS:
-            classes = " (class probabilities are not supported)" if field == "target" else ""
-            raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
-        if field == "token_weight" and value.is_complex():
-            raise ValueError(f"token_weight must be real, got {value.dtype}")
-        if field in ("logit_scale", "temperature"):
-            if not value.is_floating_point():
-                raise ValueError(f"{name} must be floating-point, got {value.dtype}")
-            check_no_gradient(name, value)
+    if field in ("linear_weight", "linear_bias") and value.dtype != dtype:
+        raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
+    if field in ("target", "picked", "picked_offsets") and value.dtype not in INTEGERS:
+        classes = " (class probabilities are not supported)" if field == "target" else ""
+        raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
+    if field == "token_weight" and value.is_complex():
+        raise ValueError(f"token_weight must be real, got {value.dtype}")
+    if field in ("logit_scale", "temperature"):
+        if not value.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+        check_no_gradient(name, value)
 
 
 def check_no_gradient(name: str, value: Tensor) -> None:
@@ -287,9 +270,6 @@ def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:
     rows, start, size = weight.shape[0], options.vocab_start, options.vocab_size
     if rows == 0 and (start is None or layout.ranks == 1):
         raise ValueError(f"linear_weight {list(weight.shape)} has no rows: the vocabulary is empty")
-    first = layout.rank * rows if start is None else start
-    if first + rows > LARGEST_VOCABULARY:
-        raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
     if layout.ranks == 1 and start:
         raise ValueError(
             f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"

@@ -1,10 +1,10 @@
 """Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode a call begins
-with an exchange. Each rank sends the function that it runs and the values that must be equal on all ranks; or, if it
-refuses its arguments, its reason. Every rank raises if a rank refused, or if anything differs. A message names its
-values, so that ranks in different functions understand each other. There are further exchanges after the function of a
-``token_loss``, before each DTensor is redistributed, and before each backward that reduces dX.
+with an exchange. Each rank sends the function that it runs and, by name, the values that must be equal on all ranks;
+or, if it refuses its arguments, its reason. Every rank raises if a rank refused, or if anything differs. There are
+further exchanges after the function of a ``token_loss``, before each DTensor is redistributed, and before each backward
+that reduces dX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.core.collectives import Layout, all_gather
-from parallel_lce.core.private import device_of_objects
 
 # Calls in debug mode so far, by the group. Names of groups are used again.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -31,21 +30,16 @@ _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # Largest allowed difference of a token's hidden states between ranks, relative to their norm: an all-reduce may round
 # them differently on each rank.
 _SAME_HIDDEN = 0.05
-_OF_DIGEST = "values of digest"
 
 
 def enabled() -> bool:
     """Whether debug mode is on. Not while torch.compile traces: the operator of the graph makes the checks."""
     if torch.compiler.is_compiling():
         return False
-    value = _given()
+    value = os.environ.get("PARALLEL_LCE_DEBUG", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"PARALLEL_LCE_DEBUG must be 0 or 1, got {value!r}")
     return value == "1"
-
-
-def _given() -> str:
-    return os.environ.get("PARALLEL_LCE_DEBUG", "")
 
 
 class _State(threading.local):
@@ -74,15 +68,13 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
     reason. Otherwise its message gets a note that the other ranks may wait."""
     if layout.ranks == 1:
         return
-    if _given() not in ("", "0"):  # also a malformed value, which may be this rank's alone, and the refusal
+    if os.environ.get("PARALLEL_LCE_DEBUG", "") not in ("", "0"):  # a malformed value may be this rank's, and refused
         _gathered(layout, {"refusal": str(refusal)})
     elif isinstance(refusal, (TypeError, ValueError)):
-        note = (
-            f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
-            "rank(s) of process_group wait in their collective until its timeout; "
-            "PARALLEL_LCE_DEBUG=1 raises on every rank)"
+        refusal.args = (
+            f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} rank(s) of "
+            "process_group wait in their collective until its timeout; PARALLEL_LCE_DEBUG=1 raises on every rank)",
         )
-        refusal.args = (note,)
 
 
 def compare_later(values: Mapping[str, object]) -> None:
@@ -101,8 +93,7 @@ def agree(
     """The exchange. Raises ``ValueError`` on every rank unless all run the same ``function`` with the same ``values``,
     of tensors the same elements, and the same ``hidden`` states ``[..., D]`` up to rounding.
 
-    Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of the longest message's bytes; if one
-    tensor alone differs, and has as many elements on all ranks, two others with its elements.
+    Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of the longest message's bytes.
     """
     values, state.others = {"function": function, **values, **state.others}, {}
     texts = {name: _text(value) for name, value in values.items()}
@@ -112,20 +103,15 @@ def agree(
     if refusing:
         reason = f"rank {refusing[0]} because: {messages[refusing[0]]['refusal']}"
         raise ValueError(f"rank(s) {refusing} of process_group refused their arguments, {reason}")
-    names = dict.fromkeys(name for message in messages for name in message["texts"])
-    by_rank = {name: [message["texts"].get(name, "nothing") for message in messages] for name in names}
-    differing = {name: texts for name, texts in by_rank.items() if len({*texts}) > 1}
-    if "function" in differing:  # of others the values differ, too
-        differing = {"function": differing["function"]}
-    if len(differing) == 1:
-        ((name, texts),) = differing.items()
-        sizes = {text.rpartition(" ")[0] for text in texts}
-        if len(sizes) == 1 and sizes.pop().endswith(_OF_DIGEST):
-            differing = _first_difference(layout, name, values[name])
+    differing = []
+    for name in dict.fromkeys(name for message in messages for name in message["texts"]):
+        of_ranks = [message["texts"].get(name, "nothing") for message in messages]
+        if len({*of_ranks}) > 1:
+            differing.append(f"{name}: " + ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(of_ranks)))
+            if name == "function":  # of others the values differ, too
+                break
     if differing:
-        told = {n: ", ".join(f"rank {r} has {text}" for r, text in enumerate(texts)) for n, texts in differing.items()}
-        text = "; ".join(f"{name}: {of_ranks}" for name, of_ranks in told.items())
-        raise ValueError(f"the ranks of process_group disagree about {text}")
+        raise ValueError(f"the ranks of process_group disagree about {'; '.join(differing)}")
     if hidden is not None:
         _check_hidden([message["hidden"] for message in messages])
     if shard is None:
@@ -157,16 +143,7 @@ def _text(value: object) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     numbers = value.detach().flatten().double().nan_to_num(torch.finfo(torch.float64).max, torch.inf, -torch.inf) + 0.0
-    return f"{len(numbers)} {_OF_DIGEST} {sha256(array('d', numbers.tolist())).hexdigest()[:12]}"
-
-
-def _first_difference(layout: Layout, name: str, tensor: Any) -> dict[str, list[str]]:
-    """The ranks' elements at the first position at which they differ."""
-    elements = zip(*_gathered(layout, tensor.detach().flatten().tolist()))
-    for position, of_ranks in enumerate(elements):
-        if len({repr(element + 0.0) for element in of_ranks}) > 1:  # -0.0 + 0.0 is 0.0
-            return {f"{name} at position {position}": [*map(repr, of_ranks)]}
-    raise AssertionError(f"{name} has other digests")
+    return f"{len(numbers)} values of digest {sha256(array('d', numbers.tolist())).hexdigest()[:12]}"
 
 
 def _projected(hidden: Tensor) -> list[list[float]]:
@@ -206,7 +183,8 @@ def _gathered(layout: Layout, message: Any) -> list[Any]:
     """Every rank's message, in rank order, as JSON: torch's collectives of objects need NumPy. Collectives: an
     all-gather of the lengths, 1 int64, and one of the bytes of the longest."""
     state.awaited = False
-    device, text = device_of_objects(layout.group), json.dumps(message).encode()
+    device = "cuda" if dist.get_backend(layout.group) == "nccl" else "cpu"
+    text = json.dumps(message).encode()
 
     def gathered(row: list[int], dtype: torch.dtype) -> list[list[int]]:
         sent = torch.tensor(row, dtype=dtype, device=device)

@@ -8,6 +8,7 @@ values.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ from parallel_lce.core.plan import (
     plan,
     shared_shard_rows,
 )
-from parallel_lce.core.private import environment, in_forward_mode
+from parallel_lce.core.private import in_forward_mode
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -48,7 +49,7 @@ _MOST_KNOWN = 1024
 _ONE_RANK = Layout()
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
-_VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
+_VARIABLES = VARIABLE, BUDGET_VARIABLE
 
 
 @public
@@ -128,14 +129,13 @@ def _signature(
 ) -> tuple | None:
     """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
     with an argument that is neither a plain tensor nor a number or string of Python's own types."""
-    debugging = environment.get(b"PARALLEL_LCE_DEBUG")
-    if in_forward_mode() or not (debugging is None or debugging in (b"", b"0")):
+    if in_forward_mode() or os.environ.get("PARALLEL_LCE_DEBUG") not in (None, "", "0"):
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
-    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(environment.get, _VARIABLES)]
+    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(os.environ.get, _VARIABLES)]
     for tensor in tensors:
         if tensor is None:
             key.append(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -30,12 +30,13 @@ class LogitMap(NamedTuple):
         cls, options: Options, token_scale: Tensor | None = None, token_temperature: Tensor | None = None
     ) -> LogitMap:
         """``token_scale``, ``token_temperature``: ``[R]`` in the statistics' dtype."""
-        temperature, softcap, token_softcap = options.temperature, options.logit_softcap, None
+        scale, temperature = cast(float, options.logit_scale), cast(float, options.temperature)
+        softcap, token_softcap = options.logit_softcap, None
         if token_temperature is not None:
             token_scale = (1.0 if token_scale is None else token_scale) / token_temperature
             token_softcap = None if softcap is None else softcap / token_temperature
         softcap = None if softcap is None else softcap / temperature
-        return cls(options.logit_scale / temperature, token_scale, softcap, token_softcap)
+        return cls(scale / temperature, token_scale, softcap, token_softcap)
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.core.private import AsyncCollectiveTensor, current_cuda_device
+from parallel_lce.core.private import AsyncCollectiveTensor
 
 _NOTHING = nullcontext()
 
@@ -63,7 +63,7 @@ def with_aligned_rows(tensor: Tensor) -> Tensor:
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """A context in which the tensor's device is the current one, as Triton's launches need. If it is already, the
     context is empty: entering a device takes the host microseconds."""
-    if not tensor.is_cuda or tensor.get_device() == current_cuda_device():
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)
 

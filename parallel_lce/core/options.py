@@ -1,7 +1,7 @@
-"""The options of a call. Each field has a check, and a value on which all ranks must agree.
+"""The options of a call, and what each may be.
 
 Checks and plan of a call are cached by its :class:`Options` (:mod:`parallel_lce.call.prepare`), debug mode compares
-them between ranks, and an operator's arguments are made from them (:mod:`parallel_lce.run.ops`).
+them between ranks, and a compiled graph carries them (:mod:`parallel_lce.run.ops`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Options(NamedTuple):
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    # 1.0 if Tensors.logit_scale holds one scale per token.
-    logit_scale: float = 1.0
+    # A tensor only as a public function gets it: a call has it in Tensors.logit_scale, and 1.0 here.
+    logit_scale: float | Tensor = 1.0
     logit_softcap: float | None = None
-    # 1.0 if Tensors.temperature holds one per token.
-    temperature: float = 1.0
+    # As logit_scale.
+    temperature: float | Tensor = 1.0
     gradient_filter: float | None = None
     sequence_parallel: bool = False
     # The dimension of the tokens that sequence parallelism splits. The call's own tensors are always split along 0.
@@ -103,14 +103,6 @@ class Tensors(NamedTuple):
         """The fields that hold tensors, by name."""
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
-    def with_int64_ids(self) -> Tensors:
-        changed = {}
-        for name in ("target", "picked", "picked_offsets"):
-            ids = getattr(self, name)
-            if ids is not None and getattr(ids, "dtype", None) is not torch.int64:
-                changed[name] = as_int64(ids)
-        return self._replace(**changed) if changed else self
-
 
 class Wanted(NamedTuple):
     """What is made of the merged partials of some tokens: "loss" or "statistics"."""
@@ -161,87 +153,70 @@ def shortened(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-class _Rule(NamedTuple):
-    """How one field is converted, checked and compared between ranks."""
-
-    # In the refusal: "NAME must be ..."
-    expected: str
-    # Whether a converted value is allowed.
-    allowed: Callable[[Any], bool] = lambda value: True
-    # Makes floats of integers.
-    convert: Callable[[Any], Any] = lambda value: value
-    # The value that is compared between ranks, from the option's value.
-    agreed: Callable[[Any], Any] = lambda value: value
+def _number(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: is_number(value) and fits(value)
 
 
-def _number(expected: str, fits: Callable[[float], bool] = lambda value: True) -> _Rule:
-    return _Rule(expected, lambda value: is_number(value) and fits(value), as_float)
+def _number_or_none(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or (is_number(value) and fits(value))
 
 
-def _number_or_none(expected: str, fits: Callable[[float], bool]) -> _Rule:
-    return _Rule(expected, lambda value: value is None or (is_number(value) and fits(value)), as_float)
+def _count_or_none(first: int, end: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: value is None or (is_count(value) and first <= value < end)
 
 
-def _count_or_none(expected: str, first: int, end: float = math.inf) -> _Rule:
-    return _Rule(expected, lambda value: value is None or (is_count(value) and first <= value < end))
-
-
-_FLAG = _Rule("True or False", lambda value: type(value) is bool)
-# A rule in the place of each value.
-_RULES = cast(Any, Options)(
-    function=_Rule("a name"),
-    reduction=_Rule("'none', 'mean' or 'sum'", lambda name: name in (None, "none", "mean", "sum")),
-    ignore_index=_count_or_none("an integer of 64 bits or None", -(2**63), 2**63),
-    outside_is_nan=_FLAG,
-    loss_function=_FLAG,
-    token_weight_gradient=_FLAG,
-    label_smoothing=_number("a Python number in [0, 1]", lambda eps: 0 <= eps <= 1),
-    z_loss=_number("a finite Python number >= 0", lambda factor: factor >= 0),
-    logit_scale=_number("a finite Python number"),
-    logit_softcap=_number_or_none("None or a positive Python number", lambda cap: cap >= _SMALLEST),
-    temperature=_number("a number > 0, or one per token", lambda t: t >= 1 / LARGEST),
-    gradient_filter=_number_or_none("None or a number between 0 and 1, such as 2**-13", lambda eps: 0 < eps < 1),
-    sequence_parallel=_FLAG,
-    sequence_dim=_Rule("0 or 1", lambda dim: is_count(dim) and dim in (0, 1)),
-    reduce_hidden_grad=_FLAG,
-    # Its allowed values depend on the input's dtype: call.checks.
-    reduce_dtype=_Rule("None, torch.float32 or the input's dtype"),
-    vocab_start=_count_or_none("None or an id >= 0 and < 2^31", 0, LARGEST_VOCABULARY + 1)._replace(
-        agreed=lambda start: "not given" if start is None else "given"
-    ),
-    vocab_size=_count_or_none("None or a number of entries >= 1 and < 2^31", 1, LARGEST_VOCABULARY + 1),
-    logits_budget=_count_or_none("None or a number of bytes >= 0", 0),
-    mean_logit=_FLAG,
-    entropy=_FLAG,
-    argmax=_FLAG,
-    sum_p_squared=_FLAG,
-    top_k=_count_or_none("None or a number of entries >= 1", 1),
-)
+_FLAG = "True or False", lambda value: type(value) is bool
+# Of each option: what a refusal says that it must be, and whether a value is allowed, with floats for integers.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "reduction": ("'none', 'mean' or 'sum'", lambda name: name in (None, "none", "mean", "sum")),
+    "ignore_index": ("an integer of 64 bits or None", _count_or_none(-(2**63), 2**63)),
+    "label_smoothing": ("a Python number in [0, 1]", _number(lambda eps: 0 <= eps <= 1)),
+    "z_loss": ("a finite Python number >= 0", _number(lambda factor: factor >= 0)),
+    "logit_scale": ("a finite Python number", is_number),
+    "logit_softcap": ("None or a positive Python number", _number_or_none(lambda cap: cap >= _SMALLEST)),
+    "temperature": ("a number > 0, or one per token", _number(lambda t: t >= 1 / LARGEST)),
+    "gradient_filter": ("None or a number between 0 and 1, such as 2**-13", _number_or_none(lambda eps: 0 < eps < 1)),
+    "sequence_dim": ("0 or 1", lambda dim: is_count(dim) and dim in (0, 1)),
+    # Together with the input's dtype: call.checks.
+    "reduce_dtype": ("None, torch.float32 or the input's dtype", lambda dtype: dtype is None or dtype in FLOATS),
+    "vocab_start": ("None or an id >= 0 and < 2^31", _count_or_none(0, LARGEST_VOCABULARY + 1)),
+    "vocab_size": ("None or a number of entries >= 1 and < 2^31", _count_or_none(1, LARGEST_VOCABULARY + 1)),
+    "logits_budget": ("None or a number of bytes >= 0", _count_or_none(0)),
+    "top_k": ("None or a number of entries >= 1", _count_or_none(1)),
+    "sequence_parallel": _FLAG,
+    "reduce_hidden_grad": _FLAG,
+    "mean_logit": _FLAG,
+    "entropy": _FLAG,
+    "argmax": _FLAG,
+    "sum_p_squared": _FLAG,
+}
+FLOAT_OPTIONS = ("label_smoothing", "z_loss", "logit_scale", "logit_softcap", "temperature", "gradient_filter")
+COUNT_OPTIONS = ("ignore_index", "vocab_start", "vocab_size", "logits_budget", "top_k")
 
 
 def with_floats(options: Options) -> Options:
     """The same options, with floats for integers where an option is a float."""
-    return Options(*[rule.convert(value) for rule, value in zip(_RULES, options)])
+    return options._replace(**{name: as_float(getattr(options, name)) for name in FLOAT_OPTIONS})
 
 
 def check_option(name: str, value: object) -> None:
     """Raise ``ValueError`` unless the option of this name may have this value."""
-    rule = getattr(_RULES, name)
-    if not rule.allowed(value):
-        raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}")
+    expected, allowed = _RULES[name]
+    if not allowed(value):
+        raise ValueError(f"{name} must be {expected}, got {shortened(value)}")
 
 
 def check_reduction(reduction: object) -> None:
     """Raise ``ValueError`` unless this is a loss's reduction. None is refused: in ``Options`` it means statistics."""
     if reduction is None:
-        raise ValueError(f"reduction must be {_RULES.reduction.expected}, got None")
+        raise ValueError(f"reduction must be {_RULES['reduction'][0]}, got None")
     check_option("reduction", reduction)
 
 
 def check_options(options: Options) -> None:
     """Raise ``ValueError`` for an option that is invalid, alone or in combination with the others."""
-    for name, value in zip(Options._fields, options):
-        check_option(name, value)
+    for name in _RULES:
+        check_option(name, getattr(options, name))
     if options.logits_budget is None:
         budget_of_environment()  # raises
     if options.sequence_parallel and not options.reduce_hidden_grad:
@@ -258,7 +233,8 @@ def check_options(options: Options) -> None:
 
 def agreed(options: Options) -> dict[str, object]:
     """The values that must be equal on all ranks, by the options' names."""
-    return {name: rule.agreed(value) for name, rule, value in zip(Options._fields, _RULES, options)}
+    start = "not given" if options.vocab_start is None else "given"
+    return options._asdict() | {"vocab_start": start}
 
 
 def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:

@@ -1,9 +1,9 @@
 """How one call spends its memory: which logits are saved or recomputed, and whether gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
-how many collectives a call makes. Each candidate's function states when it is possible. :func:`plan` takes the fastest
-possible one, by an estimate from its products and from what it adds to sums in memory (:func:`_time`). "Exponentials"
-are what a call may save for backward: exp of the logits or, under a soft-cap, what it is applied to.
+how many collectives a call makes. A candidate's function returns None where it is not possible. :func:`plan` takes the
+fastest, by an estimate from its products and from what it adds to sums in memory (:func:`_time`). "Exponentials" are
+what a call may save for backward: exp of the logits or, under a soft-cap, what it is applied to.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ _SHARE, _STEP = 32, 256 << 20
 BUDGET_VARIABLE = "PARALLEL_LCE_LOGITS_BUDGET"
 
 LEAN_BUDGET = 128 << 20
-"""Default of ``logits_budget`` in :mod:`parallel_lce.transformers` and :mod:`parallel_lce.trl`, bytes. While the loss
-runs, the activations of all layers exist, so saved exponentials raise the peak of a step. Without them the loss takes
-30 to 40 % longer, and a step a few percent."""
+"""Default of ``logits_budget`` in doors whose loss runs while the activations of all layers exist, bytes: saved
+exponentials would raise the peak of a step. Without them the loss takes 30 to 40 % longer, a step a few percent."""
 
 
 @constant_in_graphs
@@ -61,15 +60,14 @@ def budget_of_environment() -> int | None:
 
 
 def lean_budget(given: int | None, lean: int = LEAN_BUDGET) -> int | None:
-    """``logits_budget`` for doors that have a default of their own: the ``given`` budget. If it is None: ``lean``, or
-    None if the environment sets a budget, which the call then uses."""
+    """``logits_budget`` of doors with a default of their own: the ``given`` one, else that of the environment (None),
+    else ``lean``."""
     return lean if given is None and budget_of_environment() is None else given
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes per rank and call for ``logits_budget=None``: the environment's budget, if it has one. Otherwise on a GPU a
-    thirty-second of its memory, in whole 256 MiB (4.25 GiB of an H200's 140 GiB, 2.25 GiB of an 80-GB GPU's 79), and on
-    a CPU 1 GiB."""
+    """Bytes per rank and call for ``logits_budget=None``: the environment's budget, if it has one; else on a GPU a
+    thirty-second of its memory, and on a CPU 1 GiB."""
     given = budget_of_environment()
     if given is not None:
         return given
@@ -181,7 +179,6 @@ class GradientTraits:
 @dataclass(frozen=True)
 class _Candidate:
     plan: Plan
-    possible: bool
     # From :func:`_time`
     time: float
     # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
@@ -290,19 +287,17 @@ def _time(
     return products + p.flops_per_byte * (of_dw + of_dx + decoded * (1 + p.itemsize))
 
 
-def _saving(p: Problem) -> Plan:
-    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - p.tokens * p.row_bytes else 0
-    rows = p.part_rows
-    return p.plan(first_rows=rows, block_rows=max(1, rows), saved=p.shard_rows, hidden_bytes=hidden_bytes)
-
-
-def _save(p: Problem, gradients: GradientTraits) -> _Candidate:
+def _save(p: Problem, gradients: GradientTraits) -> _Candidate | None:
     """Save every exponential; and the gathered hidden states, if they fit beside them."""
-    possible = p.savable and p.tokens * p.row_bytes <= p.budget
-    return _Candidate(_saving(p), possible, _time(p, gradients, 0, 1, 1))
+    rows, left = p.part_rows, p.budget - p.tokens * p.row_bytes
+    if not p.savable or left < 0:
+        return None
+    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= left else 0
+    planned = p.plan(first_rows=rows, block_rows=max(1, rows), saved=p.shard_rows, hidden_bytes=hidden_bytes)
+    return _Candidate(planned, _time(p, gradients, 0, 1, 1))
 
 
-def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
+def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate | None:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
     everything."""
     whole = p.tokens * p.row_bytes
@@ -313,6 +308,8 @@ def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
     block_tokens = p.sp_size * min(balanced(p.part_rows, block_rows), p.part_rows)
     dw_new = p.shard_rows * p.hidden_size * p.itemsize if gradients.weight and gradients.weight_new else 0
     fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
+    if not (p.accumulable and p.savable and fits):
+        return None
     planned = p.plan(
         first_rows=0,
         block_rows=block_rows,
@@ -321,11 +318,10 @@ def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
         block_bytes=block_bytes,
         scratch_bytes=SMALLEST_BLOCK,
     )
-    time = _time(p, gradients, 0, len(planned.blocks), 1)
-    return _Candidate(planned, p.accumulable and p.savable and fits, time, p.dw_sum)
+    return _Candidate(planned, _time(p, gradients, 0, len(planned.blocks), 1), p.dw_sum)
 
 
-def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False) -> _Candidate:
+def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False) -> _Candidate | None:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     ``long``: save nothing. Blocks have so many tokens that only :data:`LONG_SLICE` entries of them fit the working
@@ -335,12 +331,14 @@ def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False
     if long:
         block_rows = max(1, SMALLEST_BLOCK // (LONG_SLICE * p.itemsize * p.sp_size))
         slices = -(-p.shard_rows // LONG_SLICE)
+        if p.part_rows <= block_rows:
+            return None
     planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows else 0)
     sums = p.dw_sum if len(planned.blocks) > 1 and not gradients.weight_fp32 else 0
     if slices > 1 and gradients.hidden and not gradients.hidden_fp32:
         sums += min(p.tokens, p.sp_size * block_rows) * p.hidden_size * 4
     time = _time(p, gradients, 1 - first_rows / max(1, p.part_rows), len(planned.blocks), slices)
-    return _Candidate(planned, not long or p.part_rows > block_rows, time, sums)
+    return _Candidate(planned, time, sums)
 
 
 def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidate:
@@ -350,7 +348,7 @@ def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidat
     planned = p.plan(first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved)
     pieces, slices = _cut_by_vocabulary(p, max(saved * row, SMALLEST_BLOCK), whole=saved > 0)
     time = _time(p, gradients, 1 - min(1, saved / max(1, p.shard_rows)), pieces, slices)
-    return _Candidate(planned, True, time, _dx_sum(p, gradients))
+    return _Candidate(planned, time, _dx_sum(p, gradients))
 
 
 def _dx_sum(p: Problem, gradients: GradientTraits) -> int:
@@ -370,19 +368,21 @@ def _cut_by_vocabulary(p: Problem, scratch: int, whole: bool = False) -> tuple[i
     return pieces, -(-p.shard_rows // entries)
 
 
-def _code(p: Problem, gradients: GradientTraits) -> _Candidate:
+def _code(p: Problem, gradients: GradientTraits) -> _Candidate | None:
     """Save the exponentials of as many vocabulary rows as fit, in codes of one byte. Slices of all rows are decoded, or
     recomputed, into scratch memory, and add to an fp32 dX."""
     row = max(1, p.tokens * p.itemsize)
     left = p.budget - p.tokens * p.shard_rows
     scratch = max(SMALLEST_BLOCK, min(LONG_SLICE * row, max(left, p.budget // 8)))
-    saved = max(0, min(p.shard_rows, (p.budget - scratch) // max(1, p.tokens)))
+    saved = min(p.shard_rows, (p.budget - scratch) // max(1, p.tokens))
+    if not p.codable or saved <= 0:
+        return None
     planned = p.plan(
         first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved, scratch_bytes=scratch, codes=True
     )
     pieces, slices = _cut_by_vocabulary(p, scratch)
     time = _time(p, gradients, 1 - saved / max(1, p.shard_rows), pieces, slices, p.tokens * saved)
-    return _Candidate(planned, p.codable and saved > 0, time, _dx_sum(p, gradients))
+    return _Candidate(planned, time, _dx_sum(p, gradients))
 
 
 def plan(problem: Problem) -> Plan:
@@ -394,7 +394,7 @@ def plan(problem: Problem) -> Plan:
     if problem.ranks > 1:  # dX of one block of rows is reduced while the next is computed
         recomputed.reverse()
     recomputed += [_recompute_by_rows(problem, gradients, long=True), _code(problem, gradients)]
-    candidates = [c for c in (_save(problem, gradients), _accumulate(problem, gradients), *recomputed) if c.possible]
+    candidates = [c for c in (_save(problem, gradients), _accumulate(problem, gradients), *recomputed) if c is not None]
     fastest = min([c.time for c in candidates])
     return min([c for c in candidates if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan
 

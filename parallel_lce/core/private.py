@@ -1,4 +1,4 @@
-"""What the package uses of PyTorch's and Python's private interfaces. tests/test_private.py has a test of each use.
+"""What the package uses of PyTorch's private interfaces. tests/test_private.py has a test of each use.
 
 All were seen in torch 2.13; those marked 2.15 also in 2.14.1 and 2.15.0. Triton's launch of a compiled kernel is in
 kernels/relaunch.py, what the doors use of their neighbours in neighbours.py.
@@ -7,7 +7,6 @@ kernels/relaunch.py, what the doors use of their neighbours in neighbours.py.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,12 +30,6 @@ F = TypeVar("F", bound=Callable)
 # As Any, since type checkers do not know their private names.
 _torch: Any = torch
 _distributed: Any = distributed_c10d
-
-# --- Python ---
-
-# The environment as bytes: the methods of os.environ decode names and values, which takes the host some microseconds.
-# Python 3.11 to 3.13, on POSIX.
-environment: dict[bytes, bytes] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 
 # --- graphs of torch.compile; torch.compiler has public decorators, which import torch._dynamo, and that takes a second
 
@@ -111,8 +104,6 @@ def accumulates(leaf_node: Any) -> bool:
 
 # --- tensors ---
 
-# Number of the current device. torch.cuda.current_device without its check that CUDA is initialised.
-current_cuda_device: Callable[[], int] = getattr(_torch._C, "_cuda_getDevice", lambda: -1)
 # A tensor of a subclass, without memory.
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 # A context in which subclasses' __torch_function__ does not run.
@@ -150,11 +141,6 @@ def version(tensor: Tensor) -> int:
 group_of_name: Callable[[Any], dist.ProcessGroup] = _distributed._resolve_process_group
 
 
-def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
-    """The device through which the group gathers Python objects."""
-    return torch.device(_distributed._get_object_coll_device(group))
-
-
 # --- modules ---
 
 
@@ -173,10 +159,6 @@ def comes_from(hook: Any, *beginnings: str) -> bool:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own, without those of its submodules."""
     return module._parameters
-
-
-def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    return module._modules
 
 
 # Beginnings of the names of the modules whose functions are FSDP's hooks.

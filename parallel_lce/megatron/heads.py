@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from parallel_lce.call.checks import dispatches
-from parallel_lce.core.private import outside_graphs, parameters_of, submodules_of
+from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.heads import FusedHead, call_unit, fused_class, is_unit
 from parallel_lce.megatron.functions import why_projection_is_not_megatrons
@@ -63,7 +64,7 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
         asked_for = fusion is None or fusion.settings.cross_entropy == "logits" or not fusion.has_labels
         if asked_for and running.get() is None:
             return ""
-        if "parametrizations" in submodules_of(self):
+        if is_parametrized(self):
             return "the output layer's parametrizations may give another weight each time; fold them into the weight"
         if (reason := why_projection_is_not_megatrons(self)) is not None:
             return reason

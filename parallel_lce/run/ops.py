@@ -18,7 +18,7 @@ from parallel_lce.call.prepare import needs_of, prepare
 from parallel_lce.call.seam import Shapes, features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
 from parallel_lce.run.autograd import FIRST_ORDER, function_of
@@ -26,12 +26,9 @@ from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 
 # An operator's numbers have 64 bits.
 _LARGEST_BUDGET = 1 << 60
-# The options that may change from call to call within one graph.
-_TYPES = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
-_FLOATS = [name for name, kind in _TYPES.items() if kind.startswith("float")]
-_COUNTS = [name for name, kind in _TYPES.items() if kind == "int | None"]
-# A call as an operator's arguments: its tensors; the floats, fp64 on the CPU, since torch.compile would make constants
-# of Python numbers; the counts; and all else as JSON. Tensors and counts that are None are left out.
+# A call as an operator's arguments: its tensors that are not None; the options that may change from call to call
+# within one graph, floats that are neither None nor 0 in fp64 on the CPU, since torch.compile would make constants of
+# Python numbers, and counts that are not None; and all else as JSON.
 _CALL = "Tensor[] tensors, Tensor floats, SymInt[] counts, str others"
 # torch.compile's CUDA graphs refuse CPU tensors (the floats) and do not track the memory behind a handle.
 # torch.cuda.graph over forward and backward has neither problem.
@@ -44,19 +41,18 @@ def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Te
         options = options._replace(logits_budget=min(options.logits_budget, _LARGEST_BUDGET))
     values = {name: getattr(options, name) for name in Options._fields}
     zero = tensors.linear_weight.new_zeros((), dtype=torch.float64, device="cpu")
-    floats = torch.stack([zero + (values[name] or 0.0) for name in _FLOATS])
-    counts = {name: values[name] for name in _COUNTS if values[name] is not None}
+    floats = {name: zero + values[name] for name in FLOAT_OPTIONS if values[name]}
+    counts = {name: values[name] for name in COUNT_OPTIONS if values[name] is not None}
+    constants = {name: value for name, value in values.items() if name not in floats and name not in counts}
     given = {name: tensor for name, tensor in zip(Tensors._fields, tensors) if tensor is not None}
-    nonzero = [name for name in _FLOATS if values[name]]
-    plain = {name: values[name] for name in values if name not in (*_FLOATS, *_COUNTS, "reduce_dtype")}
     group = "" if layout.group is None else layout.group.group_name
-    others = _json([*given], nonzero, [*counts], plain, str(options.reduce_dtype), [*needs_of(tensors)], group)
-    return [*given.values()], floats, [*counts.values()], others
+    others = _json([*given], [*floats], [*counts], constants, [*needs_of(tensors)], group)
+    return [*given.values()], torch.stack([*floats.values()]), [*counts.values()], others
 
 
 @constant_in_graphs
 def _json(*values: object) -> str:
-    return json.dumps(values)
+    return json.dumps(values, default=str)  # of a dtype
 
 
 def _decoded(
@@ -64,13 +60,11 @@ def _decoded(
 ) -> tuple[Options, Tensors, Needs, Any]:
     """The options, tensors, needs and process group. ``floats``: None while a graph is traced, where they are unknown;
     results' shapes do not depend on them, so any number will do."""
-    given, nonzero, counted, plain, reduce_dtype, needs, group = json.loads(others)
-    numbers = dict(zip(_FLOATS, [0.5] * len(_FLOATS) if floats is None else floats.tolist()))
-    for name in _FLOATS:
-        if name not in nonzero:
-            numbers[name] = None if "None" in _TYPES[name] else 0.0
-    dtype = None if reduce_dtype == "None" else getattr(torch, reduce_dtype.removeprefix("torch."))
-    options = Options(**numbers, **dict(zip(counted, counts)), **plain, reduce_dtype=dtype)
+    given, names, counted, constants, needs, group = json.loads(others)
+    numbers = [0.5] * len(names) if floats is None else floats.tolist()
+    if (dtype := constants["reduce_dtype"]) is not None:
+        constants["reduce_dtype"] = getattr(torch, dtype.removeprefix("torch."))
+    options = Options(**constants, **dict(zip(names, numbers)), **dict(zip(counted, counts)))
     return options, Tensors(**dict(zip(given, tensors))), Needs(*needs), group_of_name(group) if group else None
 
 
@@ -93,11 +87,10 @@ class _Forward:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
-    def set_materialize_grads(self, value: bool) -> None:
-        """Ignored: the operator makes no zeros for missing gradients."""
+    def _ignore(self, *given: Any) -> None:
+        """The operator makes no zeros for missing gradients, and :func:`_save` marks results."""
 
-    def mark_non_differentiable(self, *results: Tensor) -> None:
-        """Ignored: :func:`_save` marks them."""
+    set_materialize_grads = mark_non_differentiable = _ignore
 
 
 @torch.library.custom_op(
@@ -140,12 +133,11 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, upstream, _):
     *tensors, floats, handle = ctx.saved_tensors
-    given = {name: gradient for name, gradient in zip(ctx.names, upstream) if gradient is not None}
-    wanted = ctx.needs_input_grad[0]
-    if not given:
+    by_name, wanted = dict(zip(ctx.names, upstream)), ctx.needs_input_grad[0]
+    upstream = [by_name.get(name) for name in (["loss"] if "loss" in by_name else DIFFERENTIABLE)]
+    if all(gradient is None for gradient in upstream):
         return [None] * len(tensors), None, None, None
-    call = tensors, floats, *ctx.others
-    gradients = iter(torch.ops.parallel_lce.backward(*call, handle, [*given.values()], ",".join(given), [*wanted]))
+    gradients = iter(torch.ops.parallel_lce.backward(tensors, floats, *ctx.others, handle, upstream, [*wanted]))
     return [next(gradients) if each else None for each in wanted], None, None, None
 
 
@@ -155,12 +147,12 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 @torch.library.custom_op(
     "parallel_lce::backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor handle, Tensor[] upstream, str names, bool[] wanted) -> Tensor[]",
+    schema=f"({_CALL}, Tensor handle, Tensor?[] upstream, bool[] wanted) -> Tensor[]",
     tags=_OUTSIDE_GRAPHS,
 )
-def _backward(tensors, floats, counts, others, handle, upstream, names, wanted):
-    """The gradients of the ``wanted`` tensors. ``names``: of the results whose gradients are ``upstream``. The forward
-    runs again if the handle is a copy, or if an earlier backward has used it."""
+def _backward(tensors, floats, counts, others, handle, upstream, wanted):
+    """The gradients of the ``wanted`` tensors. ``upstream``: of the loss, or of the differentiable statistics. The
+    forward runs again if the handle is a copy, or if an earlier backward has used it."""
     options, given, _, group = _decoded(tensors, floats, counts, others)
     wanted_of = dict(zip(given.named(), wanted))
     needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
@@ -169,14 +161,12 @@ def _backward(tensors, floats, counts, others, handle, upstream, names, wanted):
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.input.device.type, enabled=False):
             forward = _Forward(options, given, needs, group)
-    by_name = dict(zip(names.split(","), upstream))
-    results = ["loss"] if options.reduction is not None else DIFFERENTIABLE
-    gradients = forward.backward([by_name.get(name) for name in results], needs)
+    gradients = forward.backward(upstream, needs)
     return [gradient for gradient, each in zip(gradients, needs) if each]
 
 
 @_backward.register_fake
-def _(tensors, floats, counts, others, handle, upstream, names, wanted):
+def _(tensors, floats, counts, others, handle, upstream, wanted):
     return [tensor.new_empty(tensor.shape) for tensor, each in zip(tensors, wanted) if each]
 
 

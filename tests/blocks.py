@@ -1,24 +1,8 @@
-"""The work of a backend on one block, as the schedule drives it, without collectives."""
+"""Watches the blocks that the schedule gives a backend, and the kernels that these launch."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from unittest import mock
-
-from parallel_lce.backends.interface import BackwardTask, ForwardTask
-
-
-def block_forward(backend, projection, x, target, columns, save, **others):
-    """The block's partial and what it saves."""
-    return backend.block_forward(ForwardTask(projection, x, target, columns, save, **others))
-
-
-def block_backward(backend, *given, announce=lambda: None, **others):
-    """Gradients of the block; ``announce()`` when dX is complete."""
-    work = backend.block_backward(BackwardTask(*given, **others))
-    work.hidden_grad()
-    announce()
-    work.weight_grad()
 
 
 @contextmanager
@@ -42,35 +26,16 @@ def counted_forwards(backend):
         yield rows
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch of a Triton kernel: its grid, and its arguments and constants by name."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    given: dict[str, object]
-
-    @property
-    def projects(self) -> bool:
-        return self.kernel.endswith("projection")
-
-    @property
-    def of_gradient(self) -> bool:
-        """Whether it projects in order to have the logits' gradient, in backward."""
-        return self.projects and self.given["KIND"] == "backward"
-
-
 @contextmanager
 def launches():
-    """Yields a list of the launches of kernels, in order."""
+    """Yields a list of the launches of kernels, in order: a name, and arguments and constants by name."""
     from parallel_lce.kernels.relaunch import Relaunched
 
-    found: list[Launch] = []
+    found: list[tuple[str, dict[str, object]]] = []
     launch = Relaunched.launch
 
     def noted(kernel, grid, *arguments, **constants) -> None:
-        named = dict(zip(kernel.arg_names, arguments)) | constants
-        found.append(Launch(kernel.__name__, tuple(grid), named))
+        found.append((kernel.__name__, dict(zip(kernel.arg_names, arguments)) | constants))
         launch(kernel, grid, *arguments, **constants)
 
     with mock.patch.object(Relaunched, "launch", noted):

@@ -1,17 +1,14 @@
-"""Which backend a weight gets, and what both backends have."""
+"""Which backend a weight gets."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of
-from parallel_lce.backends.interface import Backend
 
 
 @pytest.fixture
@@ -73,22 +70,6 @@ def test_a_choice_is_refused_in_words(value, installed, words, choose):
         parallel_lce.vocab_parallel_cross_entropy(x, target)
 
 
-class _LargeOperations(TorchDispatchMode):
-    """Names operations on tensors of at least ``size`` elements, but for views and allocations."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.found = size, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        touched = [t.numel() for t in (*args, *(kwargs or {}).values(), result) if isinstance(t, torch.Tensor)]
-        works = not func.is_view and "empty" not in str(func) and "detach" not in str(func)
-        if works and max(touched, default=0) >= self.size:
-            self.found.append(str(func))
-        return result
-
-
 def test_rocm_has_no_kernels(choose, monkeypatch):
     """Its devices are named cuda, too."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
@@ -97,33 +78,3 @@ def test_rocm_has_no_kernels(choose, monkeypatch):
     choose("triton")
     with pytest.raises(ValueError, match="triton on cuda: kernels run on CUDA devices"):
         backends._name(torch.device("cuda"), torch.bfloat16, (torch.bfloat16,))
-
-
-@pytest.mark.parametrize(("budget", "reduction", "most"), [(None, "mean", 12), (None, "none", 12), (0, "none", 17)])
-def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
-    """On a CPU each waits for the slowest thread, which beside a busy process may not be running: many small ones took
-    ten times as long there. 32768 elements are shared among threads."""
-    choose("torch")
-    # No token is sure of an entry: of such ones a recomputed tile finds the largest, too.
-    x, weight = torch.randn(512, 4, requires_grad=True), (torch.randn(20000, 4) / 10).requires_grad_()
-    options = dict(reduction=reduction, logits_budget=budget)
-    with _LargeOperations(32768 + 4 * 20000) as mode:
-        loss = parallel_lce.linear_cross_entropy(x, weight, torch.arange(512), **options)
-        torch.autograd.grad(loss.sum(), [x, weight])
-    assert len(mode.found) <= most, mode.found
-
-
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_backend_has_the_names_of_the_protocol(name):
-    if name == "triton":
-        pytest.importorskip("triton", reason="needs triton")
-    backend = backends.named(name)
-    functions = {name: function for name, function in vars(Backend).items() if inspect.isfunction(function)}
-    functions = {name: function for name, function in functions.items() if not name.startswith("_")}
-    assert {*backend.__all__} == {*functions, *Backend.__annotations__} and len(functions) > 10
-    for name, function in functions.items():
-        assert (
-            list(inspect.signature(getattr(backend, name)).parameters)
-            == list(inspect.signature(function).parameters)[1:]
-        )
-    assert all(hasattr(backend, name) for name in Backend.__annotations__)

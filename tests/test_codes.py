@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from cases import Tensors, dense_loss, normal
-from measures import assert_no_worse
+from cases import normal
 from parallel_lce import linear_cross_entropy, token_statistics
 from tools import chosen_backend, everywhere, planned, shrunk
 
@@ -50,16 +49,10 @@ def allowed_errors(z, target):
     return p, 0.02 * hidden**0.75 * largest**0.25 + 1e-9 * largest
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("budget", [ALL, MOST])
-def test_a_loss(worlds, device, kernels, ranks, budget):
+@pytest.mark.parametrize(("ranks", "budget", "parallel"), [(1, ALL, 0), (1, MOST, 0), (2, MOST, 0), (2, ALL, 1)])
+def test_a_loss(worlds, device, kernels, ranks, budget, parallel):
     with chosen_backend("triton"):
-        everywhere(worlds, device, ranks, _loss, budget, False)
-
-
-def test_under_sequence_parallelism(worlds, device, kernels):
-    with chosen_backend("triton"):
-        everywhere(worlds, device, 2, _loss, ALL, True)
+        everywhere(worlds, device, ranks, _loss, budget, bool(parallel))
 
 
 def _loss(member, budget, parallel):
@@ -94,38 +87,21 @@ def _loss(member, budget, parallel):
         assert (found <= rows[tokens]).all(), (found / rows[tokens]).max()
 
 
-def test_without_a_gradient_of_the_target(device, kernels):
-    """The target has no code, and its entry is formed even so."""
+@pytest.mark.parametrize("targets", [False, True])
+def test_without_a_gradient_of_the_target(targets, device, kernels):
+    """The target has no code, and its entry is formed even so. Without targets every entry has one, the largest too."""
     x, weight, target, z = problem(device)
     target = target.clamp(min=0)
     weight.requires_grad_()
     with chosen_backend("triton"), shrunk(BLOCK):
-        token_statistics(x, weight, target, logits_budget=ALL).lse.sum().backward()
+        token_statistics(x, weight, target if targets else None, logits_budget=ALL).lse.sum().backward()
         assert planned().codes
-    p, _ = allowed_errors(z, target)
-    torch.testing.assert_close(weight.grad.double(), p.t(), atol=1e-6, rtol=0.2)
-    at = target, torch.arange(R, device=device)
-    torch.testing.assert_close(weight.grad.double()[at], p.t()[at], atol=1e-7, rtol=0.005)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_scales_and_reductions(device, kernels, reduction):
-    x, weight, target, z = problem(device)
-    scale = torch.linspace(0.5, 1.5, R, device=device)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
-    truth = [t.detach().double().requires_grad_() for t in leaves]
-    with chosen_backend("triton"), shrunk(BLOCK):
-        given = dict(logit_scale=scale, reduction=reduction, logits_budget=ALL)
-        loss = linear_cross_entropy(x, weight, target, token_weight=scale, **given)
-        loss.backward()
-        assert planned().codes
-    logits = torch.nn.functional.linear(*truth) * scale.double()[:, None]
-    each = torch.nn.functional.cross_entropy(logits, target, reduction="none") * scale.double()
-    true = each.sum() / ((target >= 0) * scale.double()).sum() if reduction == "mean" else each.sum()
-    true.backward()
-    torch.testing.assert_close(loss.double(), true, rtol=1e-6, atol=0)
-    for found, exact in zip(leaves, truth):
-        assert (found.grad.double() - exact.grad).norm() <= 0.006 * exact.grad.norm()
+    found = weight.grad.double().t()
+    p, allowed = allowed_errors(z, target if targets else torch.full_like(target, -100))
+    if targets:
+        rows = torch.arange(R, device=device)
+        torch.testing.assert_close(found[rows, target], p[rows, target], atol=1e-7, rtol=0.005)
+    assert ((found - p).abs() <= allowed + 2.0**-8 * p).all()
 
 
 def gradient_of_weight(x, weight, target, upstream):
@@ -187,33 +163,6 @@ def test_a_bias_has_no_codes(device, kernels):
         assert not planned().codes
 
 
-@pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.parametrize("apart", [0.0, 4.0, 100.0])
-def test_rows_of_a_weight_that_share_a_mean(apart, codes, device, kernels):
-    """The logits of a token are nearly equal, but for one of the window. If all exponentials were rounded up, so would
-    be the part of dX along the mean, of which nothing should be left. PyTorch rounds probabilities near a power of two,
-    some up and some down."""
-    tokens, entries, sizes = 64, 256, 48
-    x, weight = normal(tokens, sizes, seed=1), normal(entries, sizes, seed=2) * 0.05 / sizes**0.5
-    mean = torch.nn.functional.normalize(normal(1, sizes, seed=3))
-    x, weight = x - (x @ mean.t()) * mean, weight + 4 * mean
-    # One more feature puts the entry apart.
-    x, weight = torch.cat([x, torch.ones(tokens, 1)], 1), torch.cat([weight, torch.zeros(entries, 1)], 1)
-    weight[0, -1] = -apart
-    target = torch.arange(tokens) * 3 + 1
-    leaves = [t.bfloat16().to(device).requires_grad_() for t in (x, weight)]
-    block = tokens * entries // 2 if codes else None
-    budget = 3 * block if codes else 1 << 30
-    with chosen_backend("triton"), shrunk(block):
-        options = dict(reduction="sum", logits_budget=budget)
-        found = torch.autograd.grad(linear_cross_entropy(*leaves, target.to(device), **options), leaves)
-        assert not codes or planned().codes
-    t = Tensors(*[leaf.detach().cpu() for leaf in leaves], target)
-    truth, yardstick = (dense_loss(t, dtype, "sum") for dtype in (torch.float64, torch.bfloat16))
-    for name, gradient in zip(("dx", "dweight"), found):
-        assert_no_worse(gradient, truth[name], yardstick[name], 2.0, name=name)
-
-
 def test_logits_that_are_not_finite(device, kernels):
     """NaN stays in its token. A window far below the others has no gradient, and one whose target alone is not."""
     x, weight, target, _ = problem(device)
@@ -247,14 +196,3 @@ def test_only_one_byte_is_saved(device, kernels):
     with chosen_backend("triton"), shrunk(BLOCK), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         linear_cross_entropy(x, weight, target, reduction="none", logits_budget=ALL)
     assert R * V <= sum(saved.values()) <= 1.25 * R * V
-
-
-def test_without_targets(device, kernels):
-    """Every entry has a code, the largest too."""
-    x, weight, _, z = problem(device)
-    weight.requires_grad_()
-    with chosen_backend("triton"), shrunk(BLOCK):
-        token_statistics(x, weight, None, logits_budget=ALL).lse.sum().backward()
-        assert planned().codes
-    p, allowed = allowed_errors(z, torch.full((R,), -100, device=z.device))
-    assert ((weight.grad.double() - p.t()).abs() <= (allowed + 2.0**-8 * p).t()).all()

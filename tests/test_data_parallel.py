@@ -138,23 +138,6 @@ def test_sharded_weights_outside_the_module(member):
     check(member, lambda *_: inner.of(hidden, target), inner, model)
 
 
-@on_ranks(2)
-def test_an_output_layer_wrapped_on_its_own(member):
-    """FSDP2: it is refused as long as nobody makes the weight whole, which its own forward would do."""
-    inner = built(member.device)
-    mesh = mesh_of(member.device.type, (member.ranks,))
-    fully_shard(inner.head, mesh=mesh)
-    model = fully_shard(inner, mesh=mesh)
-    with pytest.raises(ValueError, match=r"or call that module's unshard\(\) before"):
-        model(*batch(member.rank, 0, member.device))
-
-    def step(*given):
-        inner.head.unshard()
-        return model(*given)
-
-    check(member, step, inner, model, 2)
-
-
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
 @on_ranks(2)
 def test_mixed_precision(member, how):

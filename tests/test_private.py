@@ -36,22 +36,17 @@ def test_a_constant_in_graphs_is_called_while_torch_compile_traces():
     assert compiled(torch.ones(2)).tolist() == [3, 3]
 
 
-def test_graphs_break_at_a_function_outside_of_them_and_give_its_reason():
-    outside = private.outside_graphs(lambda x: x + 1, "it is the reason")
+def test_graphs_break_at_a_function_outside_of_them_and_none_is_made_within():
+    graphs, compiling = [], []
+    within = lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1  # noqa: E731
+    outside = private.outside_graphs(lambda x: within(x), "it is the reason")
     called = lambda x: outside(x * 2)  # noqa: E731
-    assert torch.compile(called, backend="eager")(torch.ones(1)).item() == 3
+    compiled = torch.compile(called, backend=lambda graph, given: graphs.append(graph) or graph)
+    assert compiled(torch.ones(1)).item() == 3
+    assert compiling == [False] and len(graphs) == 1
     torch.compiler.reset()  # it has code of the first call
     with pytest.raises(torch._dynamo.exc.Unsupported, match="it is the reason"):
         torch.compile(called, backend="eager", fullgraph=True)(torch.ones(1))
-
-
-def test_no_graph_is_made_within_a_function_outside_of_them():
-    graphs, compiling = [], []
-    within = lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1  # noqa: E731
-    outside = private.outside_graphs(lambda x: within(x))
-    compiled = torch.compile(lambda x: outside(x * 2), backend=lambda graph, given: graphs.append(graph) or graph)
-    assert compiled(torch.ones(1)).item() == 3
-    assert compiling == [False] and len(graphs) == 1
 
 
 @torch.compiler.assume_constant_result
@@ -93,17 +88,19 @@ def test_tensors_of_tracing_are_of_one_package():
 # --- autograd and torch.func ------------------------------------------------------------------------
 
 
-def test_transforms_are_seen():
+def test_transforms_and_forward_mode_are_seen():
     seen = []
 
     def look(x):
-        seen.append(private.transforming())
+        seen.append((private.transforming(), private.in_forward_mode()))
         return x.sum()
 
     look(torch.ones(2))
     torch.func.grad(look)(torch.ones(2))
     torch.func.vmap(look)(torch.ones(2, 2))
-    assert seen == [False, True, True]
+    with forward_ad.dual_level():
+        look(torch.ones(2))
+    assert seen == [(False, False), (True, False), (True, False), (False, True)]
 
 
 def test_forward_gradients_are_off_within_functions_and_in_inference_mode():
@@ -119,12 +116,6 @@ def test_forward_gradients_are_off_within_functions_and_in_inference_mode():
     with torch.inference_mode():
         seen.append(private.forward_gradients_enabled())
     assert seen == [False, False] and private.forward_gradients_enabled()
-
-
-def test_forward_mode_is_seen():
-    assert not private.in_forward_mode()
-    with forward_ad.dual_level():
-        assert private.in_forward_mode()
 
 
 def test_a_backward_knows_whether_it_accumulates():
@@ -157,10 +148,6 @@ def test_tensors_without_memory_whose_torch_function_can_be_turned_off():
         assert tensor.size() == (2, 3) and tensor.dtype == torch.bfloat16 and tensor.data_ptr() == 0
 
 
-def test_linear_is_the_one_of_torch_nn_functional():
-    assert private.linear is nn.functional.linear
-
-
 def test_a_value_is_kept_as_long_as_memory(device):
     class Value:
         pass
@@ -182,11 +169,17 @@ def test_a_value_is_kept_as_long_as_memory(device):
     assert watched() is None
 
 
-def test_versions_count_changes_in_place_of_all_aliases():
+def test_small_things_of_tensors():
     x = torch.ones(4)
     before = private.version(x)
     x.view(2, 2).mul_(2)
     assert private.version(x) == before + 1 and private.version(x.clone()) == 0
+    assert private.linear is nn.functional.linear
+    assert private.pytree.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
+    assert private.pytree.tree_map_only(int, str, [1, 2.0, (3,)]) == ["1", 2.0, ("3",)]
+    assert private.function_modes() == []
+    with torch.device("cpu"):
+        assert [type(mode) for mode in private.function_modes()] == [private.DeviceContext]
 
 
 def test_hooks_of_a_tensor():
@@ -195,17 +188,6 @@ def test_hooks_of_a_tensor():
         assert not private.has_hooks(x)
         getattr(x, register)(lambda g: None)
         assert private.has_hooks(x)
-
-
-def test_trees_of_tensors():
-    assert private.pytree.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
-    assert private.pytree.tree_map_only(int, str, [1, 2.0, (3,)]) == ["1", 2.0, ("3",)]
-
-
-def test_the_mode_of_a_default_device_is_known():
-    assert private.function_modes() == []
-    with torch.device("cpu"):
-        assert [type(mode) for mode in private.function_modes()] == [private.DeviceContext]
 
 
 # --- torch.distributed ------------------------------------------------------------------------------
@@ -287,23 +269,3 @@ def test_triton_launches_a_compiled_kernel_with_the_arguments_of_a_relaunch():
     ]
     assert [name.rpartition(".")[2] for name in arguments[7:9]] == ["launch_enter_hook", "launch_exit_hook"]
     assert arguments[9:] == ["*bound_args.values()"]
-
-
-@pytest.mark.gpu
-def test_a_relaunch_computes_what_the_first_launch_did():
-    triton = pytest.importorskip("triton", reason="needs triton")
-    import triton.language as tl
-
-    from parallel_lce.kernels.relaunch import Relaunched
-
-    @Relaunched
-    @triton.jit
-    def scaled(x, out, factor, count, BLOCK: tl.constexpr):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(out + at, tl.load(x + at, mask=at < count) * factor, mask=at < count)
-
-    for factor in (2.0, 3.0):  # the second goes past Triton
-        x, out = torch.arange(100.0, device="cuda"), torch.zeros(100, device="cuda")
-        scaled.launch((4,), x, out, factor, 100, BLOCK=32)
-        assert torch.equal(out, x * factor)
-    assert len(scaled._compiled) == 1

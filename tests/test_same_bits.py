@@ -11,11 +11,7 @@ import triton.language as tl
 
 from cases import normal
 from parallel_lce import linear_cross_entropy, token_statistics
-from parallel_lce.core.partials import TRAILER, Columns, integer_view
 from parallel_lce.kernels.arithmetic import split_sum
-from parallel_lce.kernels.epilogue import ForwardEpilogue
-from parallel_lce.kernels.partials import merge_ranks, merge_windows
-from parallel_lce.kernels.product import Product, new_window_partials
 from tools import chosen_backend, on_ranks, shrunk
 
 EVERY = dict(mean_logit=True, sum_p_squared=True, argmax=True, top_k=2)
@@ -149,27 +145,3 @@ def test_a_sum_in_another_order_is_the_same_to_far_below_fp32(peaked, device, ke
     assert ((found[0] - found[1]).abs() <= 2.0**-36 * exact).all()
     # Pairs of columns are added in fp32.
     assert ((found[0] - exact).abs() <= 2.0**-24 * exact).all()
-
-
-@pytest.mark.parametrize("ends", [[1000, 2000], [512, 2000], [1998, 2000], [2, 700, 1300, 2000]], ids=str)
-def test_partials_of_shards_merge_into_those_of_one(ends, device, kernels):
-    """On one device: what ranks would send."""
-    x, weight, _, _ = problem(torch.device(device), 128, 2000)
-    columns = Columns(total=True, squared=True, argmax=True)
-
-    def shard(start, stop, columns, partial):
-        product = Product(x, weight[start:stop].contiguous())
-        windows = new_window_partials(product.x, product.windows, columns)
-        product.launch(None, ForwardEpilogue(windows))
-        merge_windows(windows, partial, columns, entries=stop - start, start=start)
-        partial[2].zero_()
-        return partial
-
-    one = shard(0, 2000, columns, torch.empty(columns.count, len(x), device=device))
-    of_ranks = Columns(total=True, squared=True, argmax=True, low=True)
-    packed = torch.empty(len(ends), of_ranks.count * len(x) + TRAILER, device=device)
-    for message, start, stop in zip(packed, [0, *ends], ends):
-        shard(start, stop, of_ranks, message[:-TRAILER].view(of_ranks.count, len(x)))
-        integer_view(message[-TRAILER:]).copy_(torch.tensor([start, stop - start, 0]))
-    merged, _ = merge_ranks(packed, of_ranks, len(x), None)
-    assert torch.equal(integer_view(merged), integer_view(one))

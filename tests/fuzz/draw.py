@@ -44,8 +44,9 @@ class Configuration:
     ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
     along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
 
-    ``edge``: '', or what numbers lie at: 'cap' (logits saturate a soft-cap), 'mean' (nearly equal logits, and rows of
-    the weight that share a mean), 'window' (the same, where the bias excludes one entry of each window), 'nan' (beside
+    ``edge``: '', or what numbers lie at: 'cap' (logits saturate a soft-cap), 'flat' (nearly equal logits), 'mean'
+    (such, and rows of the weight that share a mean), 'window' (the same, where the bias excludes one entry of each
+    window), 'nan' (beside
     an infinite logit, of every token), 'cold' (some temperatures are infinite) or 'close' (student and teacher).
 
     Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's; its last shard has
@@ -153,68 +154,50 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     sure = random.random() < 0.25
     kind = random.choices([*_OF_KIND], (20, 50, 5, 10, 15) if sure else (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
-    # Decided by a number that is drawn anyway: all other configurations stay what they are.
-    flat = not sure and kind in ("loss", "statistics") and d["values"] % 13 == 0
     if sure:
         d |= _sure(random, d, small)
-    elif flat:
-        d |= _flat(random, d, small)
     if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
     for part in _OF_KIND[kind]:
         d |= part(random, d)
     d |= _walk(random, d)
-    d |= _in_reach(random, d) if sure else _of_differences(random, d) if flat else _edge(d)
+    d |= _in_reach(random, d) if sure else _edge(d)
     return Configuration(**d)
 
 
 def _edge(d: dict) -> dict:
-    """Of some calls, the changes that bring the numbers to an edge. Decided as whether they are flat."""
+    """Of some calls, the changes that bring the numbers to an edge. Decided by a number that is drawn anyway."""
     number, rest = d["values"] % 17, d["values"] // 17
-    edge = ("", "cap", "mean", "window", "nan", "cold", "close", *[""] * 10)[number]
+    edge = ("", "cap", "mean", "window", "nan", "cold", "close", "flat", *[""] * 9)[number]
     kinds = {"": (), "close": ("divergence",), "nan": ("statistics",)}.get(edge, ("loss", "statistics"))
     if d["kind"] not in kinds or d["D"] == 0 or not math.prod(d["shape"]):
         return {}
-    plain = {"edge": edge, "scale": 1.0, "scale_dtype": "", "autocast": "", "offset": 0.0, "upstream": "random"}
-    plain |= {"temperature": 1.0, "temperature_dtype": "", "softcap": None, "bias": "", "token_weight": ""}
-    plain |= {"layouts": tuple(layout if layout == "offset" else "plain" for layout in d["layouts"])}
+    layouts = tuple(layout if layout == "offset" else "plain" for layout in d["layouts"])
     if edge == "close":
-        return {"edge": edge, "E": d["D"], "teacher_dtype": d["dtype"], "teacher_equal": True, "bias": ""} | {
-            "teacher_bias": "",
-            "autocast": "",
-            "softcap": None,
-            "layouts": plain["layouts"],
-        }
+        like_student = dict(E=d["D"], teacher_dtype=d["dtype"], teacher_equal=True)
+        return dict(edge=edge, bias="", teacher_bias="", autocast="", softcap=None, layouts=layouts, **like_student)
     if edge == "cold":
         masked = d["bias"] in ("masked", "low")
-        return {} if masked or d["softcap"] is not None else {"edge": edge, "temperature_dtype": "float32"}
+        return {} if masked or d["softcap"] is not None else dict(edge=edge, temperature_dtype="float32")
+    plain = dict(edge=edge, scale=1.0, scale_dtype="", autocast="", offset=0.0, upstream="random", filtered=False)
+    plain |= dict(temperature=1.0, temperature_dtype="", softcap=None, bias="", token_weight="", layouts=layouts)
+    plain |= dict(targets="inside", selected="")
     if edge == "nan":
-        few = {
-            "mixture": ("lse",),
-            "selected": "",
-            "counted": "",
-            "ignored": "none",
-            "targets": "inside",
-            "debug": False,
-        }
-        return plain | few | {"bias": "plain", "filtered": False}
-    tokens = d["ranks"] * (24 + rest % 16)
-    group = {"D": max(32, d["D"]), "shape": (tokens,), "dtype": "bf16", "filtered": False, "weight_learns": False}
-    group |= {
-        "mixture": ("target_log_prob",),
-        "no_target": False,
-        "selected": "",
-        "label_smoothing": 0.0,
-        "z_loss": 0.0,
-    }
-    group |= {"top_k": None, "K": 0}
-    if edge == "cap":
-        cap = (1.0, 3.0, 30.0)[rest % 3]
-        few = {"dtype": ("bf16", "fp16")[rest % 2]} if d["V"] >= 48 else {}
-        return plain | group | few | {"softcap": cap, "sharpness": 6 * cap} if few else {}
+        return plain | dict(mixture=("lse",), counted="", ignored="none", debug=False, bias="plain")
     if d["V"] < 48:
         return {}
-    return plain | group | {"sharpness": (0.02, 0.1)[rest % 2], "bias": "masked" if edge == "window" else ""}
+    # So many tokens are a group.
+    group = dict(D=max(32, d["D"]), shape=(d["ranks"] * (24 + rest % 16),), dtype="bf16", weight_learns=False)
+    group |= dict(mixture=("target_log_prob",), no_target=False, label_smoothing=0.0, z_loss=0.0, top_k=None, K=0)
+    if edge == "cap":
+        cap = (1.0, 3.0, 30.0)[rest % 3]
+        return plain | group | dict(dtype=("bf16", "fp16")[rest % 2], softcap=cap, sharpness=6 * cap)
+    group["sharpness"] = (0.02, 0.1)[rest % 2]
+    if edge == "flat":  # a gradient that is 0 where all logits are equal, alone
+        name = ("entropy", "sum_p_squared", "mean_log_prob")[rest % 3]
+        asked = (*dict.fromkeys((*d.get("asked", ()), _ASKED_BY[name])),)
+        return plain | group | dict(mixture=(name,), asked=asked, label_smoothing=1.0)
+    return plain | group | dict(bias="masked" if edge == "window" else "")
 
 
 def _each(random: Random, **choices: tuple) -> dict:
@@ -282,30 +265,6 @@ def _sure(random: Random, d: dict, small: bool) -> dict:
         dtype=("fp32", "bf16", "bf16", "bf16", "fp16", "fp16"),
         sharpness=(0.3, 1.0, 1.0, 3.0),
     )
-
-
-def _flat(random: Random, d: dict, small: bool) -> dict:
-    """Nearly equal logits, of so many tokens that they are a group."""
-    tokens = random.randint(24, 40 if small else 100)
-    return {"D": max(16, d["D"]), "V": max(random.randint(48, 200), d["V"]), "offset": 0.0} | _each(
-        random,
-        shape=((d["ranks"] * tokens,), (d["ranks"], tokens)),
-        dtype=("bf16", "bf16", "fp16"),
-        sharpness=(0.01, 0.03, 0.1, 0.2),
-    )
-
-
-def _of_differences(random: Random, d: dict) -> dict:
-    """A gradient that is 0 where all logits are equal, alone; and little that hides it."""
-    changes: dict = _each(random, upstream=("random", "ones"), targets=("inside",), budget=(None, None, 0))
-    changes |= {"scale": 1.0, "temperature": 1.0, "softcap": random.choice((None, None, 2.0)), "bias": ""}
-    changes |= {"scale_dtype": "", "temperature_dtype": ""}
-    changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
-    if d["kind"] == "loss":
-        return changes | {"label_smoothing": random.choice((1.0, 0.9)), "z_loss": 0.0, "filtered": False}
-    name = random.choice(("entropy", "sum_p_squared", "mean_log_prob"))
-    asked = (*dict.fromkeys((*d["asked"], _ASKED_BY[name])),)
-    return changes | {"mixture": (name,), "asked": asked, "filtered": False}
 
 
 def _in_reach(random: Random, d: dict) -> dict:

@@ -183,7 +183,7 @@ def _of_groups(
     groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
     if not c.sure:
         groups = {"flat": counts & (truth["log_p"].amax(1) - truth["log_p"].amin(1) < _FLAT)}
-    if c.edge in ("cap", "mean", "window"):
+    if c.edge in ("cap", "flat", "mean", "window"):
         groups = {"all": counts}
     for name, value in found.items():
         base = name.removesuffix(" again")

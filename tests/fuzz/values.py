@@ -385,7 +385,7 @@ def _token_weight(c: Configuration, normal: Tensor) -> Tensor:
 
 def _upstream(c: Configuration, r: _Random, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     names = {"statistics": c.mixture, "selected": ("log_probs",)}.get(c.kind, ("loss",))
-    large, tiny = (100.0, 1e-3) if c.computed == "fp16" else (1e5, 1e-9)
+    large, tiny = (100.0, 1e-3) if c.computed == "fp16" else (1e5, 1e-25)
     factor = {"zero": 0.0, "large": large, "tiny": tiny}.get(c.upstream, 1.0)
     found = {}
     for name in names:

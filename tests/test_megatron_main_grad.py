@@ -12,7 +12,8 @@ from tools import on_ranks, words_of_error
 
 
 def _weight(model):
-    return model.shared_embedding_or_output_weight()  # of a model whose weights are not tied, the output layer's
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
 def _masked(gradient):

@@ -181,9 +181,10 @@ def test_fuse_and_explain(member):
     with ThreadPoolExecutor(2) as threads:
         for _ in range(20):
             assert all(map(torch.equal, threads.map(loss_of, (first, second)), expected))
-    layer, stock = first.output_layer, build(member, Model(), {}).output_layer
+    unfused = build(member, Model(), {})
+    layer, stock = first.output_layer, unfused.output_layer
     assert type(layer).__name__ == type(stock).__name__
-    assert [*layer.sharded_state_dict()] == [*stock.sharded_state_dict()]
+    assert [*first.sharded_state_dict()] == [*unfused.sharded_state_dict()]
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
     first.output_layer = stock
     second.output_layer = None

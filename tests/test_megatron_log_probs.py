@@ -47,30 +47,11 @@ def scored(ours: bool, model: torch.nn.Module, data: Batch, temperature: float |
     return TokenLogProbs(of_labels + 0.0 * output, -(log_p.exp() * log_p).sum(-1))
 
 
-def policy_loss(found: TokenLogProbs) -> torch.Tensor:
-    """Of both, with another factor for each token. One has no label."""
-    log_probs = found.log_probs
-    factors = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(4)).to(log_probs.device)
-    loss = (factors[0] * log_probs.exp() + 0.1 * log_probs).sum()
-    return loss - 0.3 * (factors[1] * found.entropy).sum()
-
-
-@on_ranks(2)
-def test_without_gradients(member):
-    """Nothing is saved; and losses of other heads are computed where the model records them, in training, alone."""
-    spec = Model(ranks=member.ranks, sequence_parallel=True, mtp=2)
-
-    def values(model, data, ours):
-        found = []
-        for training in (True, False):
-            model.train(training)
-            with torch.no_grad(), arguments_to(loss, "fused_loss") as others:
-                found += scored(ours, model, data, 0.7)
-            assert len(others) == (spec.mtp if training and ours else 0)
-        assert not any(value.requires_grad for value in found)
-        return found
-
-    side_by_side(member, spec, values, options={})
+def policy_loss(statistics, old, advantage):
+    """Of each token, and metrics."""
+    ratio = (statistics.target_log_prob - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
 
 
 def _half(member: Member, model):
@@ -105,7 +86,7 @@ WRAPPED = {
 }
 
 
-def _compare(member: Member, how: str, switch: bool = False) -> None:
+def _compare(member: Member, how: str, by: str = "token_log_probs", switch: bool = False) -> None:
     wrap, changes = WRAPPED[how]
     spec = Model(**dict(ranks=member.ranks) | changes)
 
@@ -113,12 +94,22 @@ def _compare(member: Member, how: str, switch: bool = False) -> None:
         # Of a stock model that is compiled the logits could not be caught.
         wrapped = model if how == "compiled" and not ours else wrap(member, model)
         mask = {"loss_mask": (data.labels >= 0).float()} if spec.mtp else {}
+        per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
+        per_token[0] -= 4
         for temperature in (0.7, of_each_token(data.labels)):
             model.zero_grad()
-            output = scored(ours, wrapped, data, temperature, **mask)
-            policy_loss(output).backward()
-        assert not ours or all(value.dtype is torch.float32 for value in output)
-        return *output, *gradients(model)
+            if ours and by == "token_loss":
+                given = data.tokens, data.positions, data.mask, data.labels, policy_loss, *per_token
+                total, metrics = token_loss(wrapped, *given, temperature=temperature, entropy=True, **mask)
+            else:
+                found = scored(ours, wrapped, data, temperature, **mask)
+                assert not ours or all(value.dtype is torch.float32 for value in found)
+                statistics = SimpleNamespace(target_log_prob=found.log_probs, entropy=found.entropy)
+                losses, metrics = policy_loss(statistics, *per_token)
+                total = losses.where(data.labels != -100, 0.0).sum()
+                metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
+            (0.5 * total).backward()
+        return total, metrics["ratio"], metrics["clipped"].float(), *gradients(model)
 
     side_by_side(member, spec, values, tolerance_of(spec), options=None if switch else {})
     if how == "compiled":
@@ -131,11 +122,30 @@ def gradients(model) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("by", ["token_log_probs", "token_loss"])
 @pytest.mark.parametrize(("ranks", "how"), [(spec.get("ranks", 2), how) for how, (_, spec) in WRAPPED.items()])
 @pytest.mark.thinned
 @on_ranks()
-def test_equal_to_stock_logits(member, how, switch):
-    _compare(member, how, switch)
+def test_log_probs_losses_and_gradients_are_those_of_stock_logits(member, how, by, switch):
+    _compare(member, how, by, switch)
+
+
+@on_ranks(2)
+def test_without_gradients(member):
+    """Nothing is saved; and losses of other heads are computed where the model records them, in training, alone."""
+    spec = Model(ranks=member.ranks, sequence_parallel=True, mtp=2)
+
+    def values(model, data, ours):
+        found = []
+        for training in (True, False):
+            model.train(training)
+            with torch.no_grad(), arguments_to(loss, "fused_loss") as others:
+                found += scored(ours, model, data, 0.7)
+            assert len(others) == (spec.mtp if training and ours else 0)
+        assert not any(value.requires_grad for value in found)
+        return found
+
+    side_by_side(member, spec, values, options={})
 
 
 @pytest.mark.parametrize(("release", "how"), of_other_releases([("tied",), ("mamba",), ("half",), ("context",)]))
@@ -143,43 +153,12 @@ def test_other_releases(release, how, worlds):
     worlds(2, path_of(release)).run(_compare, how)
 
 
-def _ppo(statistics, old, advantage):
-    ratio = (statistics.target_log_prob - old).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
-
-
-@pytest.mark.parametrize("how", ["half", "plain", "sharded layer"])
-@on_ranks(2)
-def test_a_loss_of_ones_own(member, how):
-    """Of Megatron's DistributedDataParallel the gradients are those in main_grad."""
-    wrap, changes = WRAPPED[how]
-    spec = Model(ranks=member.ranks, **changes)
-
-    def values(model, data, ours):
-        wrapped, temperature = wrap(member, model), of_each_token(data.labels)
-        per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
-        per_token[0] -= 4
-        if ours:
-            given = data.tokens, data.positions, data.mask, data.labels, _ppo, *per_token
-            total, metrics = token_loss(wrapped, *given, temperature=temperature, entropy=True)
-        else:
-            found = scored(False, wrapped, data, temperature)
-            losses, metrics = _ppo(SimpleNamespace(target_log_prob=found.log_probs, entropy=found.entropy), *per_token)
-            total = losses.where(data.labels != -100, 0.0).sum()
-            metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
-        (0.5 * total).backward()
-        return total, metrics["ratio"], metrics["clipped"].float(), *gradients(model)
-
-    side_by_side(member, spec, values, tolerance_of(spec), options={})
-
-
 @on_ranks(1)
 def test_another_pipeline_stage_gives_the_models_output(member):
     model, data = build(member, Model(), {}), batch(0, Model(), member.device)
     model.post_process = False
     with mock.patch.object(type(model), "__call__", return_value="hidden states"):
-        assert token_loss(model, data.tokens, data.positions, data.mask, None, _ppo) == "hidden states"
+        assert token_loss(model, data.tokens, data.positions, data.mask, None, policy_loss) == "hidden states"
 
 
 # What changes of a call with labels [b, s], and what its refusal says.

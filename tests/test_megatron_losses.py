@@ -16,7 +16,6 @@ from megatron_models import VOCAB, Model, batch, build
 from megatron_training import in_ddp, switched
 from parallel_lce.megatron import patch, token_log_probs, token_loss, token_metrics
 from tools import on_ranks
-from world import Member
 
 OPTIONS = {
     "z-loss": dict(z_loss=1e-2),
@@ -24,8 +23,8 @@ OPTIONS = {
     "vocabulary": dict(vocab_size=VOCAB - 7),
     "all": dict(z_loss=1e-2, label_smoothing=0.1, vocab_size=VOCAB - 57, skip_masked=True),
 }
-# How the loss is computed: alone, with metrics, and with these beside a hook that looks at the logits.
-HOW = "fused", "metrics", "hook"
+# What computes the loss: alone, with metrics, and with these beside a hook that looks at the logits.
+CASES = [("z-loss", "alone"), ("smoothing", "metrics"), ("vocabulary", "hook"), ("all", "alone"), ("all", "metrics")]
 
 
 def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoothing=0.0, vocab_size=VOCAB):
@@ -40,14 +39,11 @@ def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoo
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
-@pytest.mark.thinned
-@on_ranks()
-def test_losses_of_the_settings(member: Member, sequence_parallel, options, how, training):
+@pytest.mark.parametrize(("options", "how"), CASES)
+@on_ranks(2)
+def test_losses_of_the_settings(member, options, how, training):
     given = OPTIONS[options]
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    spec = Model(ranks=member.ranks, sequence_parallel=True)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     with torch.no_grad():  # the losses differ clearly
         model.output_layer.weight.mul_(20)
@@ -59,14 +55,14 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     truth = _truth(logits, labels, training, given.get("skip_masked", False), **formula)
     weights = torch.linspace(-1.0, 2.0, labels.numel(), device=member.device).view(labels.shape)
     expected = torch.autograd.grad((truth[0] * weights).sum(), [*model.parameters()])
-    patch(token_metrics=how != "fused", **given)
+    patch(token_metrics=how != "alone", **given)
     if how == "hook":
         model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].sum(), None)[1])
     losses = model(*inputs, labels=labels)
     assert_close(losses, truth[0], 1e-5)
     for found, value in zip(torch.autograd.grad((losses * weights).sum(), [*model.parameters()]), expected):
         assert_close(found, value, 2e-5, 1e-7)
-    if how == "fused":
+    if how == "alone":
         with pytest.raises(ValueError, match="model has no token metrics: call patch"):
             token_metrics(model)
         return

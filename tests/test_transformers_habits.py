@@ -44,9 +44,8 @@ def after(change):
     return lambda model, given, patch: (change(patch(model)), trained(model, given))[1]
 
 
-def hooked(hook):
-    """A forward hook of the output layer, which may give another result."""
-    return after(lambda model: model.lm_head.register_forward_hook(lambda layer, given, z: hook(z)))
+def in_place(model):
+    model.lm_head.register_forward_hook(lambda layer, given, z: z.mul_(2))
 
 
 def a_loss(logits, labels, vocab_size, **_):
@@ -66,11 +65,6 @@ def around(model):
     """A user's loss around the model's own."""
     own = model.loss_function
     model.loss_function = lambda logits, *rest, **named: own(logits, *rest, **named) + logits.float().mean()
-
-
-def twice(out):
-    out["logits"].mean()
-    return out["logits"].float().logsumexp(-1).square().mean()
 
 
 def as_accelerate(model, given, patch):
@@ -193,12 +187,10 @@ def of_its_own(model, given, patch):
 # name: (habit, what is said of it). The last loss is fused if nothing is said, or that its logits are made beside it.
 HABITS = {
     "ids of a part": (uses(lambda out: out["logits"][:, :-1].detach().argmax(dim=-1)), None),
-    "z-loss on the logits, and a look": (uses(twice), AFTER + "'mean' wants"),
     "loss_function = f": (after(lambda model: setattr(model, "loss_function", a_loss)), BEFORE),
     "loss_function around": (after(around), AFTER),
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
-    "a hook of the head": (hooked(lambda z: 2 * z), None),
-    "the logits in place": (hooked(lambda z: z.mul_(2)), BETWEEN),
+    "the logits in place": (after(in_place), BETWEEN),
     "a derived head": (derive_head, None),
     "head replaced": (after(replace_head), "did not defer: call patch(model) again"),
     "as accelerate": (as_accelerate, None),

@@ -71,10 +71,9 @@ class Model:
     mtp: int | None = None
     ddp: str | None = None  # dtype of main_grad, fp32 or bf16; None: a plain loop without Megatron's DDP
     overlap: bool = False
-    optimizer: str | None = None  # of Megatron: plain or distributed; None: plain steps downhill
+    distributed_optimizer: bool = False  # Megatron's; else plain steps downhill
     fusion: bool = False  # gradient_accumulation_fusion, by a stand-in for Apex
     per_token: bool = False  # calculate_per_token_loss
-    deterministic: bool = False
     frozen: bool = False
     dtype: torch.dtype = torch.float32
     budget: int | None = None
@@ -111,9 +110,8 @@ def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
         Model(**one, ddp="fp32", tied=True, per_token=True),
         Model(**one, ddp="fp32", mtp=1, overlap=True, fusion=True, budget=0),
         Model(ranks=tp, ddp="fp32", frozen=True),
-        Model(**one, ddp="fp32", optimizer="plain", deterministic=True),
         Model(**one, ddp="bf16", dtype=torch.bfloat16),
-        Model(**two, data=2, ddp="fp32", overlap=True, optimizer="distributed"),
+        Model(**two, data=2, ddp="fp32", overlap=True, distributed_optimizer=True),
         Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
         Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
         Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
@@ -170,7 +168,6 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
         bf16=spec.dtype == torch.bfloat16,
         use_cpu_initialization=True,
         calculate_per_token_loss=spec.per_token,
-        deterministic_mode=spec.deterministic,
         mtp_num_layers=spec.mtp,
         mtp_loss_scaling_factor=0.3,
         **options,

@@ -25,7 +25,6 @@ class Trained:
     losses: list[torch.Tensor] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    sharded: list[list[tuple]] = field(default_factory=list)
 
 
 def train(member: Member, spec: Model, loss_options: dict, forward_step: Callable | None = None) -> Trained:
@@ -36,22 +35,20 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
     models = build_chunks(member, spec, loss_options)
     config, trained = models[0].config, models
     if spec.ddp:
-        late = _gathers_late(spec)
         options = dict(
             grad_reduce_in_fp32=spec.ddp == "fp32",
             overlap_grad_reduce=spec.overlap,
-            use_distributed_optimizer=spec.optimizer == "distributed",
+            use_distributed_optimizer=spec.distributed_optimizer,
             # Pre-hooks of the forwards, of the output layer's too, gather a step's parameters.
-            overlap_param_gather=late,
-            bucket_size=1 if late else None,
+            overlap_param_gather=spec.distributed_optimizer,
+            bucket_size=1 if spec.distributed_optimizer else None,
         )
         trained = [in_ddp(config, m, disable_bucketing=i > 0, **options) for i, m in enumerate(models)]
         config.finalize_model_grads_func = finalize_model_grads
         if spec.overlap:
             functions = [m.no_sync for m in trained]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
-    optimizer = _optimizer(spec, config, trained)
-    done = Trained(sharded=[_described(m) for m in models])
+    optimizer, done = _distributed_optimizer(spec, trained) if spec.distributed_optimizer else None, Trained()
     for step in range(spec.steps):
         if spec.ddp:
             for m in trained:
@@ -103,30 +100,14 @@ def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, mod
     return output, loss_function
 
 
-def _gathers_late(spec: Model) -> bool:
-    return spec.overlap and spec.optimizer == "distributed"
-
-
-def _optimizer(spec: Model, config, models: list):
-    if spec.optimizer is None:
-        return None
+def _distributed_optimizer(spec: Model, models: list):
     for model in models:
         if not next(model.parameters()).is_cuda:
             pass_as_cuda(model.parameters())
     # An eps far above the gradients' rounding: Adam would turn noise into steps of full size.
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=0.1,
-            adam_eps=0.1,
-            clip_grad=0.0,
-            bf16=spec.dtype == torch.bfloat16,
-            params_dtype=spec.dtype,
-            use_distributed_optimizer=spec.optimizer == "distributed",
-            overlap_param_gather=_gathers_late(spec),
-        ),
-        models,
-    )
+    adam = dict(optimizer="adam", lr=0.1, adam_eps=0.1, clip_grad=0.0, params_dtype=spec.dtype)
+    config = OptimizerConfig(**adam, use_distributed_optimizer=True, overlap_param_gather=True)
+    return get_megatron_optimizer(config, models)
 
 
 def _gradient(parameter: torch.nn.Parameter, spec: Model) -> torch.Tensor | None:
@@ -146,19 +127,6 @@ def _step_downhill(models: list[torch.nn.Module], spec: Model) -> None:
         parameter.grad = None
 
 
-def _described(model: torch.nn.Module) -> list[tuple]:
-    """Every entry of the sharded state dict: its key, and what of which whole it is."""
-    found = []
-    try:
-        entries = model.sharded_state_dict()
-    except AssertionError:  # 0.16's own, of tied weights with MTP on a pipeline's last stage
-        return [("refused by Megatron",)]
-    for name, entry in sorted(entries.items()):
-        facts = (getattr(entry, f, None) for f in ("key", "global_shape", "global_offset", "replica_id", "dtype"))
-        found.append((name, type(entry).__name__, *map(str, facts)))
-    return found
-
-
 def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
     """Install the switch; the options of a TransformerConfig that ask for it."""
     patch(logits_budget=spec.budget, cross_entropy=cross_entropy)
@@ -176,7 +144,6 @@ def compare(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="parallel_lce")  # no real logits may appear
         ours, tolerance = train(member, spec, switched(spec, cross_entropy), forward_step), tolerance_of(spec)
-    assert ours.sharded == stock.sharded
     for a, b in zip(ours.losses, stock.losses, strict=True):
         assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
     for found, truth in zip([*ours.gradients, ours.parameters], [*stock.gradients, stock.parameters], strict=True):
@@ -193,9 +160,9 @@ def tolerance_of(spec: Model) -> float:
 
 def side_by_side(
     member: Member, spec: Model, body: Callable, tolerance: float = 1e-5, options: dict | None = None
-) -> list[list[torch.Tensor]]:
+) -> None:
     """``body(model, batch, ours)`` gives the same tensors of a stock model and of ours: one with the switch, or one of
-    these ``options``. Both have the same weights. Returns them."""
+    these ``options``. Both have the same weights."""
     found = []
     for ours in (False, True):
         asked_for = (switched(spec) if options is None else options) if ours else {}
@@ -205,7 +172,6 @@ def side_by_side(
             found.append([v.detach() for v in body(model, batch(0, spec, member.device), ours)])
     for number, (truth, mine) in enumerate(zip(*found, strict=True)):
         assert_close(mine, truth, tolerance, name=number)
-    return found
 
 
 def words_of(run: Callable) -> list[str]:

@@ -1,5 +1,5 @@
-"""What programs do to Megatron's output layer and its loss: patches, wrappers, hooks, adapters, partial backwards. Each
-gives the stock answer with the switch, too."""
+"""What programs do to Megatron's output layer and its loss: patches, wrappers, hooks, adapters. Each gives the stock
+answer with the switch, too. What they do to logits anywhere is in test_deferred.py."""
 
 import copy
 import functools
@@ -14,17 +14,16 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers, vocab_parallel_cross_entropy
 
 import parallel_lce.megatron
 from measures import assert_close
-from megatron_models import HIDDEN, Model, batch, build, losses_of
-from megatron_training import in_ddp, side_by_side, switched, words_of
+from megatron_models import HIDDEN, Model, build, losses_of
+from megatron_training import side_by_side, words_of
 from parallel_lce.megatron import token_log_probs, unpatch
 from tools import on_ranks
 
-AUTOGRAD, STOCK = layers.LinearWithGradAccumulationAndAsyncCommunication, LanguageModule.compute_language_model_loss
+STOCK = LanguageModule.compute_language_model_loss
 
 
 def _twice(function):
@@ -36,10 +35,6 @@ def _twice(function):
         return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
 
     return doubled
-
-
-def _twice_last(function):
-    return lambda *given: (*(found := function(*given))[:-1], 2 * found[-1])
 
 
 def _with_z_loss(own):
@@ -63,7 +58,7 @@ def _smoothed(own):
     return functools.partial(own, label_smoothing=0.2)
 
 
-def _of_three(own):
+def _partial(own):
     return functools.partialmethod(lambda self, factor, *given: factor * own(self, *given), 3)
 
 
@@ -71,19 +66,14 @@ LOSS = LanguageModule, "compute_language_model_loss"
 # What is replaced on a class or in a module: the owner, the name, what makes the new of the old.
 PATCHES = {
     "forward": (ColumnParallelLinear, "forward", _twice),
-    "_forward_impl": (ColumnParallelLinear, "_forward_impl", _twice),
     "linear": (layers, "linear_with_grad_accumulation_and_async_allreduce", _twice),
-    "apply": (AUTOGRAD, "apply", _twice),
-    "Function.forward": (AUTOGRAD, "forward", _twice),
+    "apply": (layers.LinearWithGradAccumulationAndAsyncCommunication, "apply", _twice),
     "autocast": (ColumnParallelLinear, "forward", lambda own: torch.autocast("cpu", enabled=False)(own)),
     "cross-entropy": (cross_entropy._VocabParallelCrossEntropy, "forward", _twice),
-    "its apply": (cross_entropy._VocabParallelCrossEntropy, "apply", _twice),
-    "its loss": (cross_entropy.VocabParallelCrossEntropy, "calculate_cross_entropy_loss", _twice_last),
     "its function": (tensor_parallel, "vocab_parallel_cross_entropy", _smoothed),
     "a z-loss": (*LOSS, _with_z_loss),
-    "a z-loss of the subclass": (GPTModel, LOSS[1], _with_z_loss),
     "a keyword": (*LOSS, lambda own: lambda self, labels, logits, weight=3.0: weight * own(self, labels, logits)),
-    "a partialmethod": (*LOSS, _of_three),
+    "a partialmethod": (*LOSS, _partial),
     "a loss of before": (*LOSS, lambda own: lambda self, labels, logits: 2 * STOCK(self, labels, logits)),
     "a loss of its own": (*LOSS, _of_functions),
 }
@@ -141,19 +131,17 @@ def _around(kind):
     return lambda model: setattr(model, "output_layer", kind(model.output_layer))
 
 
-def _derived(change):
+class _SoftCap:
     """A mixin of the output layer, as Megatron-Bridge's."""
 
-    class Mixin:
-        def forward(self, *given, **named):
-            logits, bias = super().forward(*given, **named)
-            return change(logits), bias
+    def forward(self, *given, **named):
+        logits, bias = super().forward(*given, **named)
+        return 2.0 * torch.tanh(logits / 2.0), bias
 
-    def derive(model) -> None:
-        kind = type(model.output_layer)
-        model.output_layer.__class__ = type(kind.__name__, (Mixin, kind), {})
 
-    return derive
+def _soft_cap(model) -> None:
+    kind = type(model.output_layer)
+    model.output_layer.__class__ = type(kind.__name__, (_SoftCap, kind), {})
 
 
 def _double_weight(model) -> None:
@@ -166,7 +154,7 @@ def _replace_forward(model) -> None:
     model.output_layer.forward = _twice(functools.partial(ColumnParallelLinear.forward, model.output_layer))
 
 
-def _replace_projection(model) -> None:
+def _double_projection(model) -> None:
     model.output_layer._forward_impl = _twice(model.output_layer._forward_impl)
 
 
@@ -226,16 +214,13 @@ CHANGES = {
     "parametrization": (_double_weight, "parametrizations"),
     "pruning": (lambda model: prune.l1_unstructured(model.output_layer, "weight", 0.3), "no parameter named weight"),
     "forward": (_replace_forward, "the loss gets real logits: give the model labels, and fuse(model) again if"),
-    "_forward_impl": (_replace_projection, "_forward_impl is not Megatron's own"),
-    "soft-cap": (_derived(lambda z: 2.0 * torch.tanh(z / 2.0)), None),
-    "mixin in place": (_derived(lambda z: z.mul_(0.5)), "'mul_' of the output layer's result"),
+    "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
+    "soft-cap": (_soft_cap, None),
     "hook": (_hook(lambda module, inputs, output: (output[0] * 0.5, output[1])), None),
     "hook of rank 0": (_hook(_looks_on_rank_0), "'abs' of the output layer's result"),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
-    "backward hook": (lambda model: model.output_layer.register_full_backward_hook(lambda *given: None), "view_as"),
     "a loss of its own": (_own_loss(lambda z: z * 0.5), None),
     "a compiled loss": (_own_loss(lambda z: z, functools.partial(torch.compile, backend="eager")), None),
-    "a loss of probabilities": (_own_loss(lambda z: (torch.softmax(z, -1), z)[1]), "'softmax' of"),
     "a module around it": (_around(_Around), None),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
@@ -268,7 +253,7 @@ def test_changed_models(member, change):
             assert not first or reason in first[0], first
             model.eval()
             assert second == said() == []
-        if change in ("backward hook", "deferred"):  # whose backward stock does not run here
+        if change == "deferred":  # whose backward stock does not run here
             return [losses_of(model.train(), spec, data)]
         return _trained(model.train(), spec, data)
 
@@ -281,23 +266,11 @@ def test_gathered_logits_have_the_loss_of_shards(member):
 
     def gathered(model, data, ours):
         model.output_layer.gather_output = ours
-        assert model.output_layer(torch.zeros(3, 2, HIDDEN, device=member.device))[0].shape == (
-            3,
-            2,
-            96 if ours else 48,
-        )
+        logits, _ = model.output_layer(torch.zeros(3, 2, HIDDEN, device=member.device))
+        assert logits.shape == (3, 2, 96 if ours else 48)
         return _trained(model, Model(ranks=member.ranks), data)
 
     side_by_side(member, Model(ranks=member.ranks), gathered)
-
-
-@on_ranks(1)
-def test_a_weight_that_is_sharded_once_more_gets_no_mark(member):
-    """Generalized tensor parallelism, of 0.19, gathers it for the layer alone."""
-    model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
-    model.output_layer.gtp_remat_size, model.output_layer.weight.is_gtp_weight_remat = 2, True
-    _trained(model, Model(), data)
-    assert not hasattr(model.output_layer.weight, "zero_out_wgrad")
 
 
 @on_ranks(2)
@@ -318,75 +291,6 @@ def test_the_group_is_the_models(member):
         return [found]
 
     side_by_side(member, spec, values)
-
-
-# --- the weight's gradient --------------------------------------------------------------------------------
-
-
-def _masked(gradient):
-    return gradient * (torch.arange(len(gradient), device=gradient.device) >= 40)[:, None]
-
-
-def _mask_later(parameter):
-    parameter.grad.copy_(_masked(parameter.grad))
-
-
-# What is done to the output weight, and how the loss is differentiated: what is compared.
-GRADIENTS = {
-    "hook": (lambda w: w.register_hook(_masked), None),
-    "post-accumulate hook": (lambda w: w.register_post_accumulate_grad_hook(_mask_later), None),
-    "grad of the weight": (None, lambda loss, w, x: torch.autograd.grad(loss, [w])),
-    "grad of inputs": (None, lambda loss, w, x: torch.autograd.grad(loss, [x])),
-    "another use": (None, lambda loss, w, x: ((loss + w.square().sum()).backward(), w.main_grad)[1:]),
-    "inputs without it": (None, lambda loss, w, x: (loss.backward(inputs=[x]), x.main_grad)[1:]),
-    "inputs with it": (None, lambda loss, w, x: (loss.backward(inputs=[w]), w.main_grad)[1:]),
-}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("how", GRADIENTS)
-@pytest.mark.thinned
-@on_ranks(2)
-def test_main_grad_gets_what_autograd_gives(member, how, budget, tied):
-    """Under Megatron's DDP without gradient_accumulation_fusion, in three microbatches."""
-    spec = Model(ranks=member.ranks, tied=tied, budget=budget)
-    change, differentiate = GRADIENTS[how]
-
-    def gradients(model, data, ours):
-        ddp = in_ddp(model.config, model)
-        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        other = next(p for name, p in model.named_parameters() if "linear_qkv" in name)
-        found = []
-        for number in range(3):
-            if change is not None and number == 1:
-                change(weight)
-            loss = losses_of(model, spec, batch(number, spec, member.device)).mean()
-            if differentiate is None or number != 1:
-                loss.backward()
-            else:
-                found += [g.clone() for g in differentiate(loss, weight, other)]
-        ddp.finish_grad_sync()
-        return [*found, *(p.main_grad for p in model.parameters())]
-
-    side_by_side(member, spec, gradients)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@on_ranks(1)
-def test_a_main_grad_of_the_programs_own_with_fusion(member, tied):
-    """Stock's fusion asks for no attribute of DDP's."""
-    spec = Model(tied=tied, fusion=True)
-
-    def gradients(model, data, ours):
-        for parameter in model.parameters():
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        for number in range(2):
-            losses_of(model, spec, batch(number, spec, member.device)).mean().backward()
-        kept = [p.grad for p in model.parameters() if p.grad is not None]
-        return [*(p.main_grad for p in model.parameters()), *kept]
-
-    side_by_side(member, spec, gradients)
 
 
 @on_ranks(1)

@@ -17,7 +17,7 @@ from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases
 from megatron_training import in_ddp, side_by_side, tolerance_of
 from parallel_lce.deferred import Source
 from parallel_lce.megatron import TokenLogProbs, loss, token_log_probs, token_loss
-from test_megatron_habits import CHANGES, PATCHES, patched
+from test_megatron_habits import CHANGES
 from tools import arguments_to, debug_mode, on_ranks
 from world import Member
 
@@ -47,30 +47,11 @@ def scored(ours: bool, model: torch.nn.Module, data: Batch, temperature: float |
     return TokenLogProbs(of_labels + 0.0 * output, -(log_p.exp() * log_p).sum(-1))
 
 
-def policy_loss(found: TokenLogProbs) -> torch.Tensor:
-    """Of both, with another factor for each token. One has no label."""
-    log_probs = found.log_probs
-    factors = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(4)).to(log_probs.device)
-    loss = (factors[0] * log_probs.exp() + 0.1 * log_probs).sum()
-    return loss - 0.3 * (factors[1] * found.entropy).sum()
-
-
-@on_ranks(2)
-def test_without_gradients(member):
-    """Nothing is saved; and losses of other heads are computed where the model records them, in training, alone."""
-    spec = Model(ranks=member.ranks, sequence_parallel=True, mtp=2)
-
-    def values(model, data, ours):
-        found = []
-        for training in (True, False):
-            model.train(training)
-            with torch.no_grad(), arguments_to(loss, "fused_loss") as others:
-                found += scored(ours, model, data, 0.7)
-            assert len(others) == (spec.mtp if training and ours else 0)
-        assert not any(value.requires_grad for value in found)
-        return found
-
-    side_by_side(member, spec, values, options={})
+def policy_loss(statistics, old, advantage):
+    """Of each token, and metrics."""
+    ratio = (statistics.target_log_prob - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
 
 
 def _half(member: Member, model):
@@ -95,17 +76,17 @@ def _plain(member: Member, model):
 
 
 WRAPPED = {
+    "plain": (_plain, dict(sequence_parallel=True)),
     "tied": (_plain, dict(tied=True, mtp=1, sequence_parallel=True)),
     "mamba": (_plain, dict(family="mamba", sequence_parallel=True)),
     "context": (_plain, dict(context=2, mtp=1)),
-    "frozen": (_plain, dict(frozen=True)),
     "half": (_half, dict(dtype=torch.bfloat16)),
     "sharded layer": (_sharded_layer, dict(data=2)),
     "compiled": (_compiled, dict(ranks=1)),
 }
 
 
-def _compare(member: Member, how: str, switch: bool = False) -> None:
+def _compare(member: Member, how: str, by: str = "token_log_probs", switch: bool = False) -> None:
     wrap, changes = WRAPPED[how]
     spec = Model(**dict(ranks=member.ranks) | changes)
 
@@ -113,12 +94,22 @@ def _compare(member: Member, how: str, switch: bool = False) -> None:
         # Of a stock model that is compiled the logits could not be caught.
         wrapped = model if how == "compiled" and not ours else wrap(member, model)
         mask = {"loss_mask": (data.labels >= 0).float()} if spec.mtp else {}
+        per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
+        per_token[0] -= 4
         for temperature in (0.7, of_each_token(data.labels)):
             model.zero_grad()
-            output = scored(ours, wrapped, data, temperature, **mask)
-            policy_loss(output).backward()
-        assert not ours or all(value.dtype is torch.float32 for value in output)
-        return *output, *gradients(model)
+            if ours and by == "token_loss":
+                given = data.tokens, data.positions, data.mask, data.labels, policy_loss, *per_token
+                total, metrics = token_loss(wrapped, *given, temperature=temperature, entropy=True, **mask)
+            else:
+                found = scored(ours, wrapped, data, temperature, **mask)
+                assert not ours or all(value.dtype is torch.float32 for value in found)
+                statistics = SimpleNamespace(target_log_prob=found.log_probs, entropy=found.entropy)
+                losses, metrics = policy_loss(statistics, *per_token)
+                total = losses.where(data.labels != -100, 0.0).sum()
+                metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
+            (0.5 * total).backward()
+        return total, metrics["ratio"], metrics["clipped"].float(), *gradients(model)
 
     side_by_side(member, spec, values, tolerance_of(spec), options=None if switch else {})
     if how == "compiled":
@@ -131,11 +122,30 @@ def gradients(model) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("by", ["token_log_probs", "token_loss"])
 @pytest.mark.parametrize(("ranks", "how"), [(spec.get("ranks", 2), how) for how, (_, spec) in WRAPPED.items()])
 @pytest.mark.thinned
 @on_ranks()
-def test_equal_to_stock_logits(member, how, switch):
-    _compare(member, how, switch)
+def test_log_probs_losses_and_gradients_are_those_of_stock_logits(member, how, by, switch):
+    _compare(member, how, by, switch)
+
+
+@on_ranks(2)
+def test_without_gradients(member):
+    """Nothing is saved; and losses of other heads are computed where the model records them, in training, alone."""
+    spec = Model(ranks=member.ranks, sequence_parallel=True, mtp=2)
+
+    def values(model, data, ours):
+        found = []
+        for training in (True, False):
+            model.train(training)
+            with torch.no_grad(), arguments_to(loss, "fused_loss") as others:
+                found += scored(ours, model, data, 0.7)
+            assert len(others) == (spec.mtp if training and ours else 0)
+        assert not any(value.requires_grad for value in found)
+        return found
+
+    side_by_side(member, spec, values, options={})
 
 
 @pytest.mark.parametrize(("release", "how"), of_other_releases([("tied",), ("mamba",), ("half",), ("context",)]))
@@ -143,53 +153,19 @@ def test_other_releases(release, how, worlds):
     worlds(2, path_of(release)).run(_compare, how)
 
 
-def _ppo(statistics, old, advantage):
-    ratio = (statistics.target_log_prob - old).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
-
-
-@pytest.mark.parametrize("how", ["half", "plain", "sharded layer"])
-@on_ranks(2)
-def test_a_loss_of_ones_own(member, how):
-    """Of Megatron's DistributedDataParallel the gradients are those in main_grad."""
-    wrap, changes = WRAPPED.get(how, (_plain, dict(sequence_parallel=True)))
-    spec = Model(ranks=member.ranks, **changes)
-
-    def values(model, data, ours):
-        wrapped, temperature = wrap(member, model), of_each_token(data.labels)
-        per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
-        per_token[0] -= 4
-        if ours:
-            given = data.tokens, data.positions, data.mask, data.labels, _ppo, *per_token
-            total, metrics = token_loss(wrapped, *given, temperature=temperature, entropy=True)
-        else:
-            found = scored(False, wrapped, data, temperature)
-            losses, metrics = _ppo(SimpleNamespace(target_log_prob=found.log_probs, entropy=found.entropy), *per_token)
-            total = losses.where(data.labels != -100, 0.0).sum()
-            metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
-        (0.5 * total).backward()
-        return total, metrics["ratio"], metrics["clipped"].float(), *gradients(model)
-
-    side_by_side(member, spec, values, tolerance_of(spec), options={})
-
-
-@on_ranks(2)
+@on_ranks(1)
 def test_another_pipeline_stage_gives_the_models_output(member):
-    spec = Model(ranks=member.ranks)
-    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    model, data = build(member, Model(), {}), batch(0, Model(), member.device)
     model.post_process = False
     with mock.patch.object(type(model), "__call__", return_value="hidden states"):
-        assert token_loss(model, data.tokens, data.positions, data.mask, None, _ppo) == "hidden states"
+        assert token_loss(model, data.tokens, data.positions, data.mask, None, policy_loss) == "hidden states"
 
 
 # What changes of a call with labels [b, s], and what its refusal says.
 REFUSED = [
     (lambda y: dict(labels=None), "of an integer dtype, got NoneType$"),
     (lambda y: dict(labels=y[:, :3]), r"target must have shape \[16, 2\] .*, got \[3, 2\]"),
-    (lambda y: dict(temperature=0), "temperature must be a number > 0"),
     (lambda y: dict(temperature=torch.ones(16, 1)), r"target's shape \[16, 2\], got one of shape \[1, 16\]"),
-    (lambda y: dict(temperature=torch.ones(y.shape, requires_grad=True)), "none flows to it"),
     (lambda y: dict(entropy=1), "entropy must be True or False, got 1"),
 ]
 
@@ -200,16 +176,20 @@ def test_what_one_rank_refuses_every_rank_raises(member):
     spec = Model(ranks=member.ranks)
     model, data = build(member, spec, {}), batch(0, spec, member.device)
     given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
-    given["labels"] = data.labels
+    given |= dict(labels=data.labels)
     with debug_mode():
         for changes, message in REFUSED:
             said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
             with pytest.raises(ValueError, match=said):
                 token_log_probs(**given | (changes(data.labels) if member.rank else {}))
-    token_log_probs(**given)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
-        token_log_probs(**given, unknown=1)
-    bert = build(member, Model(ranks=member.ranks, family="bert"), {})
+
+
+@on_ranks(1)
+def test_models_that_cannot_be_scored_are_refused(member):
+    model, data = build(member, Model(), {}), batch(0, Model(), member.device)
+    given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
+    given |= dict(labels=data.labels)
+    bert = build(member, Model(family="bert"), {})
     for other, name in (bert, "HybridModel, got BertModel"), (torch.nn.Linear(2, 2), "of Megatron's, .* got Linear"):
         with pytest.raises(ValueError, match=name):
             token_log_probs(**given | dict(model=other))
@@ -218,35 +198,21 @@ def test_what_one_rank_refuses_every_rank_raises(member):
         token_log_probs(**given)
 
 
-def _hook(hook):
-    return lambda model: model.output_layer.register_forward_hook(hook)
-
-
-# Changes of test_megatron_habits.py and other hooks, and what the refusal says.
-MAKES = "token_log_probs makes no logits: "
-WOULD_MAKE_LOGITS = [
-    ("adapter", MAKES + "the output layer is a _Adapter"),
-    ("deferred", MAKES + "defer_embedding_wgrad_compute keeps"),
-    ("forward", MAKES + "something has replaced the output layer's result, by one of type Tensor"),
-    ("parametrization", MAKES + "the output layer's parametrizations"),
-    ("sharded", MAKES + "the output weight is fully sharded"),
-    (_hook(lambda module, inputs, output: (output[0].mean(), None)[1]), MAKES + "'mean' of the output layer's result"),
-    (_hook(lambda module, inputs, output: (output[0] + 1, None)), MAKES + "'add' of the output layer's result"),
-]
+# Changes of test_megatron_habits.py, and what the refusal says.
+WOULD_MAKE_LOGITS = {
+    "adapter": "the output layer is a _Adapter",
+    "forward": "something has replaced the output layer's result, by one of type Tensor",
+    "parametrization": "the output layer's parametrizations",
+    "hook of rank 0": "'abs' of the output layer's result",
+}
 
 
 @pytest.mark.parametrize("training", [True, False])
 @on_ranks(1)
-def test_what_would_make_logits_is_refused(member, training):
-    """And none are made."""
-    spec = Model(ranks=member.ranks)
-    for change, message in WOULD_MAKE_LOGITS:
-        model = build(member, spec, {}).train(training)
-        (CHANGES[change][0] if isinstance(change, str) else change)(model)
+def test_what_would_make_logits_is_refused_and_none_are_made(member, training):
+    for name, reason in WOULD_MAKE_LOGITS.items():
+        model, (change, _) = build(member, Model(), {}).train(training), CHANGES[name]
+        change(model)
         with mock.patch.object(Source, "make", side_effect=AssertionError("the logits were made"), create=True):
-            with pytest.raises((RuntimeError, ValueError), match=message):
-                scored(True, model, batch(0, spec, member.device))
-    model, data = build(member, spec, {}), batch(0, spec, member.device)
-    with patched(*PATCHES["forward"]), pytest.raises(RuntimeError, match="ColumnParallelLinear.forward is not Megatr"):
-        scored(True, model, data)
-    assert torch.isfinite(scored(True, model, data).log_probs).all()
+            with pytest.raises((RuntimeError, ValueError), match="token_log_probs makes no logits: " + reason):
+                scored(True, model, batch(0, Model(), member.device))

@@ -14,9 +14,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build
 from megatron_training import in_ddp, switched
-from parallel_lce.megatron import TokenMetrics, patch, token_log_probs, token_loss, token_metrics, unpatch
+from parallel_lce.megatron import patch, token_log_probs, token_loss, token_metrics
 from tools import on_ranks
-from world import Member
 
 OPTIONS = {
     "z-loss": dict(z_loss=1e-2),
@@ -24,14 +23,8 @@ OPTIONS = {
     "vocabulary": dict(vocab_size=VOCAB - 7),
     "all": dict(z_loss=1e-2, label_smoothing=0.1, vocab_size=VOCAB - 57, skip_masked=True),
 }
-# How the loss is computed: alone, with metrics, and with these beside a hook that looks at the logits.
-HOW = "fused", "metrics", "hook"
-
-
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    unpatch()
+# What computes the loss: alone, with metrics, and with these beside a hook that looks at the logits.
+CASES = [("z-loss", "alone"), ("smoothing", "metrics"), ("vocabulary", "hook"), ("all", "alone"), ("all", "metrics")]
 
 
 def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoothing=0.0, vocab_size=VOCAB):
@@ -46,14 +39,11 @@ def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoo
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
-@pytest.mark.thinned
-@on_ranks()
-def test_losses_of_the_settings(member: Member, sequence_parallel, options, how, training):
+@pytest.mark.parametrize(("options", "how"), CASES)
+@on_ranks(2)
+def test_losses_of_the_settings(member, options, how, training):
     given = OPTIONS[options]
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    spec = Model(ranks=member.ranks, sequence_parallel=True)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     with torch.no_grad():  # the losses differ clearly
         model.output_layer.weight.mul_(20)
@@ -65,19 +55,19 @@ def test_losses_of_the_settings(member: Member, sequence_parallel, options, how,
     truth = _truth(logits, labels, training, given.get("skip_masked", False), **formula)
     weights = torch.linspace(-1.0, 2.0, labels.numel(), device=member.device).view(labels.shape)
     expected = torch.autograd.grad((truth[0] * weights).sum(), [*model.parameters()])
-    patch(token_metrics=how != "fused", **given)
+    patch(token_metrics=how != "alone", **given)
     if how == "hook":
         model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].sum(), None)[1])
     losses = model(*inputs, labels=labels)
     assert_close(losses, truth[0], 1e-5)
     for found, value in zip(torch.autograd.grad((losses * weights).sum(), [*model.parameters()]), expected):
         assert_close(found, value, 2e-5, 1e-7)
-    if how == "fused":
+    if how == "alone":
         with pytest.raises(ValueError, match="model has no token metrics: call patch"):
             token_metrics(model)
         return
     metrics = token_metrics(torch.nn.Sequential(model))
-    assert isinstance(metrics, TokenMetrics) and not any(value.requires_grad for value in metrics)
+    assert not any(value.requires_grad for value in metrics)
     for found, value in zip(metrics[:2], truth[1:]):
         assert_close(found, value.detach(), 1e-5, 1e-7)
     assert torch.equal(metrics.correct, truth[3])
@@ -100,47 +90,34 @@ def test_metrics_are_those_of_the_main_head(member):
     assert token_metrics(model) is kept
 
 
-@pytest.mark.parametrize("options", [dict(z_loss=0.1), dict(label_smoothing=0.1), dict(vocab_size=VOCAB - 7)], ids=str)
 @on_ranks(1)
-def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member, options):
-    """Of changed logits, and of those of another layer. Without it the loss is Megatron's own."""
+def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
+    """Of real logits, and of deferred ones that are changed."""
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     given = data.tokens, data.positions, data.mask
-    hook = model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 1, None))
-    with pytest.warns(RuntimeWarning, match="'add' of the output layer's result"):
-        expected = model(*given, labels=data.labels)
-    assert expected.isfinite().all()
-    patch(**options)
-    (name,) = options
-    with pytest.raises(RuntimeError, match=f"{name}=.* needs a fused loss, and this one is not: the loss gets real"):
-        model(*given, labels=data.labels)
-    hook.remove()
-    model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].tanh().tanh(), None))
-    with pytest.raises(RuntimeError, match=f"{name}=.* needs a fused loss, and this one is not: it takes more than"):
-        model(*given, labels=data.labels)
+    patch(z_loss=0.1)
+    for change, reason in (lambda z: z + 1, "the loss gets real"), (lambda z: z.tanh().tanh(), "it takes more than"):
+        hook = model.output_layer.register_forward_hook(lambda layer, inputs, output: (change(output[0]), None))
+        with pytest.raises(RuntimeError, match=f"z_loss=0.1 needs a fused loss, and this one is not: {reason}"):
+            model(*given, labels=data.labels)
+        hook.remove()
 
 
-# What computes a loss of a model's labels.
-LOSSES = {
-    "losses": lambda model, *given, labels: model(*given, labels=labels).sum(),
-    "log-probabilities": lambda model, *given, labels: token_log_probs(model, *given, labels).log_probs.sum(),
-    "a loss of one's own": lambda model, *given, labels: token_loss(
-        model, *given, labels, lambda statistics: -statistics.target_log_prob
-    )[0],
-}
-
-
-@pytest.mark.parametrize("metrics", [False, True])
-@pytest.mark.parametrize("how", LOSSES)
+@pytest.mark.parametrize("how", ["losses", "metrics", "log-probabilities", "a loss of one's own"])
 @on_ranks(1)
-def test_logits_can_be_made_until_the_backward_of_their_loss(member, how, metrics):
+def test_logits_can_be_made_until_the_backward_of_their_loss(member, how):
     """DistributedDataParallel and its optimizers may change the weight from then on."""
-    patch(token_metrics=metrics)
+    patch(token_metrics=how == "metrics")
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
-    kept = []
+    given, kept = (data.tokens, data.positions, data.mask), []
     model.output_layer.register_forward_hook(lambda layer, inputs, output: kept.append(output[0]))
     for _ in range(2):
-        loss = LOSSES[how](model, data.tokens, data.positions, data.mask, labels=data.labels)
+        if how == "log-probabilities":
+            loss = token_log_probs(model, *given, data.labels).log_probs.sum()
+        elif how == "a loss of one's own":
+            loss, _ = token_loss(model, *given, data.labels, lambda statistics: -statistics.target_log_prob)
+        else:
+            loss = model(*given, labels=data.labels).sum()
     made = kept[0].sum()
     loss.backward()
     assert torch.equal(kept[0].sum(), made)  # of the call that has had no backward

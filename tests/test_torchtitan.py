@@ -42,10 +42,9 @@ def problem() -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
     return nn.Linear(D, V), normal(B, S, D).float().requires_grad_(), labels
 
 
-def sharded_over_tp(lm_head: nn.Linear, rank: int, ranks: int) -> nn.Linear:
+def sharded_over_tp(lm_head: nn.Linear, rank: int, ranks: int) -> None:
     for name, parameter in [*lm_head.named_parameters()]:
         setattr(lm_head, name, nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
-    return lm_head
 
 
 def distributed(model, x, labels, kind: str, rank: int, ranks: int):
@@ -136,7 +135,7 @@ def test_a_wrong_head_or_loss_is_refused_on_every_rank(member):
             loss_fn.set_lm_head(head)
             with pytest.raises(ValueError, match=match):
                 loss_fn(x, labels)
-        loss_fn.set_lm_head(sharded_over_tp(lm_head, member.rank, 2))
+        sharded_over_tp(lm_head, member.rank, 2)
         with pytest.raises(ValueError, match="target"):  # a part of the sequence
             loss_fn(x[:, :2], labels)
         loss_fn = ours.linear_cross_entropy(ChunkedLossWrapper.Config(), skip_masked=True).build()
@@ -184,7 +183,6 @@ Doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linea
 HABITS = {  # what else programs do to lm_head or to the loss: an expected word, if the logits are made
     "a hook of its input": (lambda head, _: head.register_forward_pre_hook(lambda m, x: (2 * x[0],)), None),
     "a hook of its weight": (lambda head, _: head.weight.register_hook(lambda dw: 2 * dw), None),
-    "compiled in place": (lambda head, _: head.compile(backend="eager"), None),
     "its forward": (lambda head, _: setattr(head, "forward", lambda x: Doubled.forward(head, x)), "a Linear, has"),
     "a derived class": (lambda head, _: setattr(head, "__class__", Doubled), "a Doubled, has a forward of its own"),
     "a hook": (lambda head, _: head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),

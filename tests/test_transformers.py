@@ -17,19 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.transformers as door
 from blocks import counted_forwards
-from measures import largest_error
 from parallel_lce.backends import torch_backend
 from parallel_lce.core.plan import BUDGET_VARIABLE
 from parallel_lce.transformers import explain, patch, unpatch
 from releases import ROOT
-from tools import on_ranks, started
+from tools import alone, on_ranks
 from transformers_models import (
     KINDS,
     ONLY_RELEASED,
     RELEASE_ALONE,
     RELEASED,
     RELEASES,
-    TRAINED,
     V,
     batch,
     fused,
@@ -41,18 +39,14 @@ from transformers_models import (
 )  # fmt: skip
 from transformers_standin import CausalLM, ModulesToSave, install_forward
 from world import Member, mesh_of
-from wrappers import gradients, parameters, wrapped
-from zero_standin import StandIn, installed
+from wrappers import parameters
+from zero_standin import ZeRO3, installed
 
-# Ranks, the kind of the model, what is around it, and whether it is patched before that.
-CASES = [
-    *((1, kind, "alone", True) for kind in KINDS),
-    *((2, kind, how, before) for kind in TRAINED for how in ("DDP", "FSDP1", "FSDP2") for before in (True, False)),
-    *((2, kind, "plan", False) for kind in ("plain", "capped", "biased")),
-    (1, "plain", "compiled", True),
-]
+# Ranks, the kind of the model, and how it runs.
+CASES = [(1, kind, "alone") for kind in KINDS] + [(1, "plain", "compiled")]
+CASES += [(2, kind, "plan") for kind in ("plain", "capped", "biased")]
 # A stand-in's plan shards the output layer alone, so its weight is not tied.
-MORE = [*((1, kind, "alone", True) for kind in ONLY_RELEASED), (2, "tied, biased", "plan", False)]
+MORE = [*((1, kind, "alone") for kind in ONLY_RELEASED), (2, "tied, biased", "plan")]
 TRAININGS = [("stand-in", *case) for case in CASES]
 TRAININGS += [pytest.param(*RELEASED.values, *case, marks=RELEASED.marks) for case in (*CASES, *MORE)]
 
@@ -73,24 +67,19 @@ def by_plan(release: str, model, member: Member):
     return AutoModelForCausalLM.from_pretrained(folder[0], **options)
 
 
-@pytest.mark.parametrize(("release", "ranks", "kind", "how", "before"), TRAININGS)
+@pytest.mark.parametrize(("release", "ranks", "kind", "how"), TRAININGS)
 @on_releases(ranks=None)
-def test_training(member, release, kind, how, before):
-    """Losses, gradients, accuracies and logits."""
+def test_training_equals_that_of_the_models_own_loss(member, release, kind, how):
+    """Losses, gradients, metrics and logits."""
     own = model_of(release, kind).train()
-    inner, replicas = copy.deepcopy(own), 1 if how == "plan" else member.ranks
-    options = {"token_accuracy": how != "DDP"}
+    inner = copy.deepcopy(own)
     inner = by_plan(release, inner, member) if how == "plan" else inner
-    model = patch(inner, **options) if before else inner
-    if how == "compiled":
-        torch._dynamo.reset()
-        model = torch.compile(model, backend="aot_eager")
-    elif how not in ("alone", "plan"):
-        model = wrapped(how, model, member)
-    patch(inner, **options) if not before else None
+    patch(inner, token_accuracy=True, token_metrics=kind != "plain")
+    torch._dynamo.reset()
+    model = torch.compile(inner, backend="aot_eager") if how == "compiled" else inner
     model.train()
     for step in range(3):
-        given = batch(10 * step + (member.rank if replicas > 1 else 0))
+        given = batch(step)
         if step:
             given["num_items_in_batch"] = torch.tensor(40) if step == 1 else 7
         if step == 2:
@@ -100,24 +89,32 @@ def test_training(member, release, kind, how, before):
         assert fused(found) and found.loss.dtype == torch.float32
         (3 * found.loss).backward(), (3 * expected.loss).backward()
         near(found.loss.detach(), expected.loss.detach())
-        if how != "DDP":
-            top, labels = expected.logits[:, :-1].argmax(-1), given["labels"][:, 1:]
-            near(found["token_accuracy"], (top == labels)[labels != -100].float().mean())
-        compared = gradients(inner, model)
+        assert_metrics(found, expected, given["labels"])
         for name, p in own.named_parameters():
-            if replicas > 1:
-                dist.all_reduce(p.grad.div_(replicas))
-            near(compared[name], p.grad)
+            near(inner.get_parameter(name).grad, p.grad)
         assert found.logits.shape == expected.logits.shape and found.logits.dtype == expected.logits.dtype
-        if "FSDP" in how:
-            with pytest.raises(RuntimeError, match="FSDP or ZeRO has taken back the output layer's weight"):
-                found.logits.sum()
-        elif how != "plan":
+        if how != "plan":
             near(found.logits.argmax(-1), expected.logits.argmax(-1))
     assert explain(inner) == "fused"  # nothing was said
     model.eval(), own.eval()
     with torch.no_grad():
-        near(model(**batch(1)).logits, own(**batch(1)).logits)
+        found, expected = model(**batch(1)), own(**batch(1))
+        assert fused(found)
+        near(found.loss, expected.loss)
+        assert_metrics(found, expected, batch(1)["labels"])
+        near(found.logits[...], expected.logits)
+
+
+def assert_metrics(found, expected, labels) -> None:
+    """Those that there are, of each next token."""
+    target = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    counted, log_p = target >= 0, torch.log_softmax(expected.logits.detach().double(), -1)
+    near(found["token_accuracy"], (log_p.argmax(-1) == target)[counted].float().mean())
+    if "log_probs" in found:
+        near(found["predicted_ids"], log_p.argmax(-1).masked_fill(~counted, -1))
+        near(found["log_probs"].double(), log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0] * counted)
+        near(found["entropies"].double(), -(log_p.exp() * log_p).sum(-1) * counted)
+        assert not (found["log_probs"].requires_grad or found["entropies"].requires_grad)
 
 
 @pytest.mark.parametrize("accuracy", [False, True])
@@ -156,33 +153,83 @@ def _with_a_hook(layer):
     return layer
 
 
+def _fsdp1(model, use_orig_params=True):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+
+def _fsdp2(module, **options):
+    return fully_shard(module, mesh=mesh_of("cpu", (2,)), **options)
+
+
 def _of_fsdp1(model, wrap=lambda layer: layer, **options):
-    unit = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True)
-    if isinstance(model.lm_head, ModulesToSave):
-        model.lm_head.modules_to_save["default"] = unit(model.lm_head.modules_to_save["default"])
-    else:
-        model.lm_head = unit(wrap(model.lm_head), **options)
-    return unit(model, **options)
+    model.lm_head = _fsdp1(wrap(model.lm_head), **options)
+    return _fsdp1(model, **options)
 
 
-def _of_fsdp2(model, wrap=lambda layer: layer, norm=False, **options):
-    mesh, model.lm_head = mesh_of("cpu", (2,)), wrap(model.lm_head)
+def _saved_of_fsdp1(model):
+    saved = _saved(model).lm_head.modules_to_save
+    saved["default"] = _fsdp1(saved["default"])
+    return _fsdp1(model)
+
+
+def _of_fsdp2(model, wrap=lambda layer: layer):
+    model.lm_head = _fsdp2(wrap(model.lm_head))
+    return _fsdp2(model)
+
+
+def _as_accelerate(model):
     inner = model.model["norm"] if isinstance(model, CausalLM) else model.model.norm
-    fully_shard([inner, model.lm_head] if norm else model.lm_head, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **{n: v for n, v in options.items() if n != "reshard_after_forward"})
+    _fsdp2([inner, model.lm_head], reshard_after_forward=False)
+    return _fsdp2(model)
 
 
-UNITS = {
-    "FSDP1": _of_fsdp1,
-    "FSDP1, flat": functools.partial(_of_fsdp1, use_orig_params=False),
-    "FSDP1, a saved module": _of_fsdp1,
-    "FSDP1, with more": functools.partial(_of_fsdp1, wrap=_Around),
-    "FSDP2": _of_fsdp2,
-    "FSDP2, with the norm, as accelerate": functools.partial(_of_fsdp2, norm=True, reshard_after_forward=False),
-    "FSDP2, with more": functools.partial(_of_fsdp2, wrap=_Around),
-    "FSDP2, with a hook and no more": functools.partial(_of_fsdp2, wrap=_with_a_hook),
-    "DDP, unused parameters": functools.partial(DistributedDataParallel, find_unused_parameters=True),
+def _saved(model):
+    model.lm_head = ModulesToSave(model.lm_head)
+    return model
+
+
+UNITS = {  # the kind of the model, and what is around it or its output layer
+    "DDP": ("capped", functools.partial(DistributedDataParallel, find_unused_parameters=True)),
+    "FSDP1, the model": ("tied, biased", _fsdp1),
+    "FSDP2, the model": ("tied, biased", _fsdp2),
+    "FSDP1": ("plain", _of_fsdp1),
+    "FSDP1, flat": ("plain", functools.partial(_of_fsdp1, use_orig_params=False)),
+    "FSDP1, a saved module": ("plain", _saved_of_fsdp1),
+    "FSDP1, with more": ("plain", functools.partial(_of_fsdp1, wrap=_Around)),
+    "FSDP2": ("plain", _of_fsdp2),
+    "FSDP2, with the norm, as accelerate": ("plain", _as_accelerate),
+    "FSDP2, with a hook and no more": ("plain", functools.partial(_of_fsdp2, wrap=_with_a_hook)),
 }
+
+
+def two_steps(member: Member, model, wrap, patched: str, use: str = "none") -> tuple[list, bool]:
+    """Losses of two steps of SGD, the dtype of the logits, and the weights; and whether the losses were fused.
+    ``patched``: before or after the model is wrapped, or not at all, ""."""
+    inner = copy.deepcopy(model)
+    if patched == "before":
+        patch(inner)
+    outer = wrap(inner)
+    if patched == "after":
+        patch(inner)
+    optimizer = None if isinstance(outer, ZeRO3) else torch.optim.SGD(outer.parameters(), lr=1.0)
+    found = []
+    for step in range(2):
+        given = batch(10 * step + member.rank)
+        labels = given["labels"] if use != "loss outside" else given.pop("labels").clamp(min=0)
+        out = outer(**given)
+        was_fused = fused(out)
+        if use == "loss outside":
+            loss = F.cross_entropy(out.logits[:, :-1].reshape(-1, V).float(), labels[:, 1:].reshape(-1))
+        else:
+            loss = out.loss if use == "none" else out.loss + out.logits.float().logsumexp(-1).square().mean()
+        loss.backward()
+        if was_fused and use == "none" and not isinstance(outer, DistributedDataParallel):
+            with pytest.raises(RuntimeError, match="the backward of their loss|has taken back the output layer"):
+                out.logits.sum()
+        outer.step() if optimizer is None else (optimizer.step(), optimizer.zero_grad())
+        found.append(loss.detach())
+    weights = [*outer.whole.values(), outer.gathered] if optimizer is None else parameters(inner, outer)
+    return [*found, out.logits.dtype, *weights], was_fused
 
 
 @pytest.mark.parametrize("use", ["none", "logits", "loss outside"])
@@ -192,38 +239,14 @@ UNITS = {
 def test_units_of_the_output_layer(member, release, how, use):
     """Where the output layer's weight is whole in its own forward alone, the loss is computed there, and logits can be
     used until the backward. For a unit with more modules, and without labels, the model's own code runs, said once."""
-    model = model_of(release, "plain").train()
-
-    def results(patched: str):
-        inner = copy.deepcopy(model)
-        if patched == "before":
-            patch(inner)
-        inner.lm_head = ModulesToSave(inner.lm_head) if "saved" in how else inner.lm_head
-        outer = UNITS[how](inner)
-        if patched == "after":
-            patch(inner)
-        optimizer, found = torch.optim.SGD(outer.parameters(), lr=1.0), []
-        for step in range(2):
-            given = batch(10 * step + member.rank)
-            labels = given["labels"] if use != "loss outside" else given.pop("labels").clamp(min=0)
-            out = outer(**given)
-            assert fused(out) == (patched != "" and "more" not in how and use != "loss outside") or "DDP" in how
-            if use == "loss outside":
-                loss = F.cross_entropy(out.logits[:, :-1].reshape(-1, V).float(), labels[:, 1:].reshape(-1))
-            else:
-                loss = out.loss if use == "none" else out.loss + out.logits.float().logsumexp(-1).square().mean()
-            loss.backward()
-            if patched and use == "none" and "more" not in how and "DDP" not in how:
-                with pytest.raises(RuntimeError, match="the backward of their loss|has taken back the output layer"):
-                    out.logits.sum()
-            optimizer.step(), optimizer.zero_grad()
-            found.append(loss.detach())
-        return [*found, out.logits.dtype, *parameters(inner, outer)]
-
-    stock = results("")
+    kind, wrap = UNITS[how]
+    model = model_of(release, kind).train()
+    stock, _ = two_steps(member, model, wrap, "", use)
     for patched in ("before", "after"):
         with warned() as said:
-            same(results(patched), stock)
+            found, was_fused = two_steps(member, model, wrap, patched, use)
+        same(found, stock)
+        assert use == "loss outside" or was_fused == ("more" not in how)
         assert len(said) == (use != "none" or "more" in how), said
         words = "gathers its weight for itself, and has hooks" if "hook" in how else "in a unit of FSDP with more"
         assert "more" not in how or words in said[0]
@@ -241,52 +264,25 @@ def test_the_loss_is_not_rounded_as_the_results_of_a_unit_are(member, release):
     assert out.logits.dtype == (out.logits + 0).dtype == torch.bfloat16
 
 
-def _hooked(parameter, seen: list) -> None:
-    parameter.register_hook(lambda gradient: 0.6 * gradient)
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.abs().sum()))
-
-
 @pytest.mark.parametrize("how", ["", "frozen body", "a saved module", "loss outside"])
 @pytest.mark.parametrize("kind", ["plain", "capped", "tied, biased"])
-@pytest.mark.parametrize("device", ["cpu"])
-@on_ranks(2)
-def test_zero3(member, device, kind, how):
-    """Losses and weights after two steps, and as many collectives: the output layer is gathered in the loss."""
-
-    def results(patched: str):
-        model, seen = model_of("stand-in", kind).train(), []
-        model = patch(model) if patched == "before" else model
-        if how == "a saved module":
-            model.lm_head = ModulesToSave(model.lm_head)
-        if how == "frozen body":
-            model.model["norm"].requires_grad_(False)
-        for each in filter(lambda p: p.requires_grad, model.parameters()):
-            _hooked(each, seen)
-        engine, found = StandIn(model, rate=1.0), []
-        model = patch(model) if patched == "after" else model
-        with started() as collectives:
-            for step in range(2):
-                given = batch(10 * step + member.rank)
-                labels = given["labels"] if how != "loss outside" else given.pop("labels").clamp(min=0)
-                out = engine(**given)
-                if how == "loss outside":
-                    loss = F.cross_entropy(out["logits"][:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
-                else:
-                    loss = out["loss"]
-                    assert fused(out) == (patched != "" and how != "a saved module")
-                loss.backward(), engine.step()
-                found.append(loss.detach())
-        return [*found, *seen, *engine.whole()], sorted((c.kind, c.size) for c in collectives)
-
+def test_zero3_gathers_the_output_layer_in_the_loss(kind, how):
+    """Losses and weights are those of the model's own loss, and the weights are gathered as often."""
+    model = model_of("stand-in", kind).train()
+    model.model["norm"].requires_grad_(how != "frozen body")
+    wrap = lambda inner: ZeRO3(_saved(inner) if how == "a saved module" else inner, rate=1.0)  # noqa: E731
+    use, own_logits = how if how == "loss outside" else "none", how in ("a saved module", "loss outside")
     with contextlib.ExitStack() as contexts:
         for context in installed():
             contexts.enter_context(context)
-        stock, theirs = results("")
+        stock, _ = two_steps(alone(), model, wrap, "", use)
         for patched in ("before", "after"):
             with warned() as said:
-                ours, own = results(patched)
-            same(ours, stock)
-            assert (own == theirs or "saved" in how) and len(said) == (how in ("a saved module", "loss outside")), said
+                found, was_fused = two_steps(alone(), model, wrap, patched, use)
+            same(found[:-1], stock[:-1])
+            assert (found[-1] == stock[-1] or how == "a saved module") and len(said) == own_logits == (not was_fused), (
+                said
+            )
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -318,20 +314,6 @@ def test_evaluation_and_unpatch(member, release, eval_logits):
     assert explain(model) == "fused"
     unpatch(model).train()
     assert torch.equal(model(**given).logits, own.train()(**given).logits)
-
-
-@RELEASES
-@on_releases()
-def test_bf16(member, release):
-    """In bf16 the errors of the gradients are at most those of the model's own loss."""
-    for kind in TRAINED:
-        model = model_of(release, kind).bfloat16().train()
-        own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-        for each in (patch(model), own, exact):
-            each(**batch(1)).loss.backward()
-        pairs = [[*zip(m.parameters(), exact.parameters())] for m in (model, own)]
-        errors = [max(largest_error(p.grad, q.grad) / q.grad.abs().max() for p, q in each) for each in pairs]
-        assert model.get_output_embeddings().weight.grad.dtype == torch.bfloat16 and errors[0] <= errors[1], errors
 
 
 @RELEASE_ALONE
@@ -374,3 +356,48 @@ def test_refusals():
     model.lm_head = torch.nn.Bilinear(2, 2, 2)
     with pytest.raises(ValueError, match="the output layer of CausalLM has no nn.Linear: Bilinear"):
         patch(model)
+
+
+def test_the_metrics_are_those_of_the_output_layer():
+    """Not of a second head, whose loss comes later."""
+    model, given = model_of("stand-in", "plain").train(), batch(0)
+
+    class Heads(type(model)):
+        def forward(self, input_ids, labels=None):
+            out = super().forward(input_ids, labels)
+            other = -2 * self.model["embed"](input_ids) @ self.lm_head.weight.T
+            out["loss"] = out["loss"] + self.loss_function(other, labels, self.vocabulary)
+            return out
+
+    expected = door.patch(model, token_metrics=True)(**given)
+    model = door.unpatch(model)
+    model.__class__ = Heads
+    found = door.patch(model, token_metrics=True)(**given)
+    assert torch.equal(found["predicted_ids"], expected["predicted_ids"]) and found["loss"] > expected["loss"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@RELEASE_ALONE
+@on_releases()
+def test_its_trainer(member, release, smoothing):
+    """Its metrics by argmax make no logits, its smoothed labels do, said once."""
+    from transformers import Trainer, TrainingArguments
+
+    model, results = model_of(release, "plain"), []
+    rows = [{name: value[0] for name, value in batch(seed).items()} for seed in range(6)]
+    options = dict(use_cpu=True, report_to="none", save_strategy="no", max_steps=2, per_device_train_batch_size=2)
+    for ours in (False, True):
+        with tempfile.TemporaryDirectory() as folder, warned() as said:
+            trainer = Trainer(
+                door.patch(copy.deepcopy(model), eval_logits=False) if ours else copy.deepcopy(model),
+                TrainingArguments(folder, label_smoothing_factor=smoothing, **options),
+                train_dataset=rows,
+                eval_dataset=rows,
+                preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
+                compute_metrics=lambda p: {"accuracy": float((p.predictions[:, :-1] == p.label_ids[:, 1:]).mean())},
+            )
+            trained = trainer.train()
+            metrics = trainer.evaluate()
+        assert len(said) == (ours and smoothing > 0), said
+        results.append([trained.training_loss, metrics["eval_loss"], metrics["eval_accuracy"]])
+    assert results[1] == pytest.approx(results[0], rel=1e-4)

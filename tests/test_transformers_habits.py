@@ -1,11 +1,12 @@
 """What programs do with a model of transformers beside training it: after ``patch`` the same, the same with a word, or
 a refusal in words. A habit is a function of the model, of a batch with labels and of ``patch``, and gives what its
-program looks at. Without words its last loss is fused."""
+program looks at. Without words its last loss is fused. What programs do to logits anywhere is in test_deferred.py."""
 
 import copy
 import functools
 import inspect
 import pickle
+import sys
 import types
 from unittest import mock
 
@@ -43,34 +44,21 @@ def after(change):
     return lambda model, given, patch: (change(patch(model)), trained(model, given))[1]
 
 
-def hooked(hook):
-    """A forward hook of the output layer, which may give another result."""
-    return after(lambda model: model.lm_head.register_forward_hook(lambda layer, given, z: hook(z)))
-
-
-def overridden(forward):
-    """A forward of the user's, in a subclass. ``base``: the model's own class."""
-
-    def habit(model, given, patch):
-        base = type(model)
-        model.__class__ = type("Own", (base,), {"forward": lambda self, **named: forward(self, base, **named)})
-        return trained(patch(model), given)
-
-    return habit
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * gradient
+def in_place(model):
+    model.lm_head.register_forward_hook(lambda layer, given, z: z.mul_(2))
 
 
 def a_loss(logits, labels, vocab_size, **_):
     return 2 * F.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1))
+
+
+def replaced_in_its_loss(model, given, patch):
+    """The function by which transformers' own loss computes the cross-entropy."""
+    home = sys.modules[model.loss_function.__module__]
+    own = home.fixed_cross_entropy
+    patch(model)
+    with mock.patch.object(home, "fixed_cross_entropy", lambda *args, **named: 3 * own(*args, **named)):
+        return trained(model, given)
 
 
 def around(model):
@@ -79,25 +67,11 @@ def around(model):
     model.loss_function = lambda logits, *rest, **named: own(logits, *rest, **named) + logits.float().mean()
 
 
-def without_labels(model, given, patch):
-    """A loss that is formed outside of the model, as by Trainer with compute_loss_func or smoothed labels."""
-    labels = given["labels"].clamp(min=0)
-    z = patch(model)(given["input_ids"])["logits"]
-    F.cross_entropy(z[:, :-1].reshape(-1, V).float(), labels[:, 1:].reshape(-1)).backward()
-    return [p.grad for p in model.parameters()]
-
-
-def twice(out):
-    out["logits"].mean()
-    return out["logits"].float().logsumexp(-1).square().mean()
-
-
-def as_accelerate(model, given, patch, before):
+def as_accelerate(model, given, patch):
     """It puts a forward on the instance, and takes it off by its ``__wrapped__``."""
-    model = patch(model) if before else model
-    own = type(model).forward
+    own = type(patch(model)).forward
     model.forward = types.MethodType(functools.wraps(own)(lambda *args, **named: own(*args, **named)), model)
-    found = trained(model if before else patch(model), given)
+    found = trained(model, given)
     copied = trained(copy.deepcopy(model), given)
     forward = model.forward
     while hasattr(forward, "__wrapped__"):
@@ -106,7 +80,7 @@ def as_accelerate(model, given, patch, before):
     return found, copied, trained(model, given), [*inspect.signature(model.forward).parameters]
 
 
-def in_a_checkpoint(model, given, patch, reentrant):
+def in_a_checkpoint(model, given, patch):
     """With an auxiliary loss of the logits."""
     patch(model)
 
@@ -114,7 +88,7 @@ def in_a_checkpoint(model, given, patch, reentrant):
         out = model(ids, labels=given["labels"])
         return one * (out["loss"] + out["logits"].float().logsumexp(-1).mean())
 
-    loss = checkpoint(run, given["input_ids"], torch.ones((), requires_grad=True), use_reentrant=reentrant)
+    loss = checkpoint(run, given["input_ids"], torch.ones((), requires_grad=True), use_reentrant=True)
     loss.backward()
     return loss, [p.grad for p in model.parameters()]
 
@@ -199,29 +173,28 @@ def derive_head(model, given, patch):
     return copied(copy.deepcopy)(model, given, patch)
 
 
-def of_its_own(model, base, input_ids, labels):
-    z = F.linear(model.get_input_embeddings()(input_ids), model.lm_head.weight, model.lm_head.bias)
-    return {"loss": z.square().mean(), "logits": z}
+def of_its_own(model, given, patch):
+    """A forward of the user's, in a subclass, with a loss of its own."""
+
+    def forward(self, input_ids, labels):
+        z = F.linear(self.get_input_embeddings()(input_ids), self.lm_head.weight, self.lm_head.bias)
+        return {"loss": z.square().mean(), "logits": z}
+
+    model.__class__ = type("Own", (type(model),), {"forward": forward})
+    return trained(patch(model), given)
 
 
 # name: (habit, what is said of it). The last loss is fused if nothing is said, or that its logits are made beside it.
 HABITS = {
-    "training": (uses(lambda out: None), None),
     "ids of a part": (uses(lambda out: out["logits"][:, :-1].detach().argmax(dim=-1)), None),
-    "z-loss on the logits, and a look": (uses(twice), AFTER + "'mean' wants"),
-    "a Function of the logits": (uses(lambda out: Scaled.apply(out["logits"]).float().square().mean()), AFTER),
-    "a loss outside": (without_labels, BEFORE),
     "loss_function = f": (after(lambda model: setattr(model, "loss_function", a_loss)), BEFORE),
     "loss_function around": (after(around), AFTER),
-    "a hook of the head": (hooked(lambda z: 2 * z), None),
-    "a Function behind the head": (hooked(lambda z: Scaled.apply(z.float() * 1)), BEFORE),
-    "the logits in place": (hooked(lambda z: z.mul_(2)), BETWEEN),
+    "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
+    "the logits in place": (after(in_place), BETWEEN),
     "a derived head": (derive_head, None),
     "head replaced": (after(replace_head), "did not defer: call patch(model) again"),
-    "as accelerate": (functools.partial(as_accelerate, before=True), None),
-    "as accelerate, patched after": (functools.partial(as_accelerate, before=False), None),
-    "reentrant checkpoint": (functools.partial(in_a_checkpoint, reentrant=True), AFTER),
-    "checkpoint": (functools.partial(in_a_checkpoint, reentrant=False), AFTER),
+    "as accelerate": (as_accelerate, None),
+    "reentrant checkpoint": (in_a_checkpoint, AFTER),
     "deepcopy": (copied(copy.deepcopy), None),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),
@@ -230,7 +203,7 @@ HABITS = {
     "F.linear": (replaced(F, "linear"), "makes its logits: torch.nn.functional.linear was replaced"),
     "F.cross_entropy": (replaced(F, "cross_entropy"), "torch.nn.functional.cross_entropy was replaced"),
     "a mode": (in_a_mode, "makes its logits: a mode of torch functions is active"),
-    "without the loss_function": (overridden(of_its_own), "its forward does not call model.loss_function"),
+    "without the loss_function": (of_its_own, "its forward does not call model.loss_function"),
     "state and names": (state, None),
     "compiled": (functools.partial(compiled, training=True), None),
     "compiled as one graph": (functools.partial(compiled, training=True, fullgraph=True), "fullgraph=True computes"),

@@ -126,12 +126,10 @@ def test_what_ours_refuse_trls_own_computes_and_it_is_said_once(member, release)
 def test_a_function_that_somebody_else_has_put_there_stays(member, release):
     with patched(release) as (own, _):
         utils, derived = sys.modules["trl.trainer.utils"], type("Derived", own[0].__mro__[:1], {})
-        for owner, name, value, kept in (
-            (utils, "_ChunkedLogProbFunction", derived, derived),
-            (own[0], "backward", staticmethod(F.silu), own[0]),
-        ):
+        changes = (utils, "_ChunkedLogProbFunction", derived), (own[0], "backward", staticmethod(F.silu))
+        for change, kept in zip(changes, (derived, own[0])):
             door.unpatch()
-            with mock.patch.object(owner, name, value), warned((door.TRLWarning,)) as found:
+            with mock.patch.object(*change), warned((door.TRLWarning,)) as found:
                 door.patch()
                 assert utils._ChunkedLogProbFunction is kept
             assert "hunkedLogProbFunction is not TRL's function as released: it stays" in found[0], found
@@ -148,48 +146,37 @@ def _tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-SHARED = dict(max_steps=4, gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", seed=1, use_cpu=True)
-SHARED |= dict(bf16=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
 LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy"}
-GRPO = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.7)
-TRAINERS = {
-    "SFT": ({}, "token_statistics"),
-    "GRPO": (GRPO | dict(num_iterations=2), "token_statistics"),
-    "Distillation": (dict(max_completion_length=6, temperature=0.7, beta=0.3), "divergences"),
-}
 
 
-@pytest.mark.parametrize("name", [*TRAINERS])
 @RELEASE_ALONE
 @on_releases()
-def test_trainers_log_what_they_log_without(member, release, name):
+def test_grpo_logs_what_it_logs_without(member, release):
     import transformers as hf
     import trl
     from datasets import Dataset
 
     sizes = dict(vocab_size=V, hidden_size=D, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=4, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    settings = dict(max_steps=4, gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", seed=1, use_cpu=True)
+    settings |= dict(bf16=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
+    settings |= dict(per_device_train_batch_size=4, num_generations=4, num_iterations=2)
+    settings |= dict(max_completion_length=6, temperature=0.7)
     texts = ["".join(f" w{(7 * i + 3 * j + i * j) % (V - 4)}" for j in range(12)) for i in range(16)]
-    rows = Dataset.from_list([{"text" if name == "SFT" else "prompt": text} for text in texts])
-    given, logs = dict(processing_class=_tokenizer(), train_dataset=rows), []
-    if name == "GRPO":
-        given["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
+    given = dict(processing_class=_tokenizer(), train_dataset=Dataset.from_list([{"prompt": text} for text in texts]))
+    given["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
+    logs = []
     for ours in (False, True):
         torch.manual_seed(1)
-        make = lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(final_logit_softcapping=2.0, **sizes))  # noqa: E731
-        model, teacher = make(), make()
-        if name == "Distillation":
-            torch.nn.init.normal_(teacher.get_output_embeddings().weight, std=0.5)
-            given["teacher_model"] = teacher
-        configured, called = TRAINERS[name]
-        with mock.patch.object(door, called, wraps=getattr(door, called)) as calls, warned((door.TRLWarning,)) as none:
+        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(final_logit_softcapping=2.0, **sizes))
+        statistics = mock.patch.object(door, "token_statistics", wraps=door.token_statistics)
+        with statistics as called, warned((door.TRLWarning,)) as none:
             if ours:
                 door.patch()
-            options = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2) | SHARED | configured
-            trainer = getattr(trl, name + "Trainer")(model, args=getattr(trl, name + "Config")(**options), **given)
+            trainer = trl.GRPOTrainer(model, args=trl.GRPOConfig(output_dir=tempfile.mkdtemp(), **settings), **given)
             trainer.train()
             door.unpatch()
-        assert bool(calls.call_count) == ours and not none
+        assert bool(called.call_count) == ours and not none
         logs.append([{n: v for n, v in each.items() if n in LOGGED} for each in trainer.state.log_history])
     assert sum(each.get("grad_norm", 0) > 0 for each in logs[0]) == 4
     for theirs, mine in zip(*logs, strict=True):

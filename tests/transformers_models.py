@@ -52,7 +52,7 @@ STANDIN = {
     "tied, biased": {"tied": True, "bias": True},
     "biased": {"bias": True},
 }
-KINDS, TRAINED = [*STANDIN], ["plain", "capped", "tied, biased"]
+KINDS = [*STANDIN]
 ONLY_RELEASED = ["scaled", "divided", "experts"]
 
 

@@ -13,15 +13,19 @@ from parallel_lce.neighbours import TRANSFORMERS
 TRANSFORMERS.add(__name__)  # this module stands for that package
 
 
+def fixed_cross_entropy(logits, target, num_items_in_batch, ignore_index):
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
 def ForCausalLMLoss(
     logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
 ):
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    reduction = "mean" if num_items_in_batch is None else "sum"
     logits = logits.float().view(-1, vocab_size)
-    loss = nn.functional.cross_entropy(logits, shift_labels.view(-1), ignore_index=ignore_index, reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    return fixed_cross_entropy(logits, shift_labels.view(-1), num_items_in_batch, ignore_index)
 
 
 class Output(OrderedDict):

@@ -17,7 +17,6 @@ from parallel_lce import TokenStatistics, token_statistics
 
 from .engine.problem import Shape
 from .engine.report import new_parser, new_table, parse, session
-from .engine.team import Team
 
 # Columns of the table: names of statistics.
 COLUMNS = {
@@ -41,31 +40,17 @@ def main(arguments: list[str] | None = None) -> None:
     with session(options) as run:
         for shape in options.shape or USUAL[options.device]:
             table = new_table(f"{shape}, {options.dtype}: tokens that differ", None, ["situation"], [*COLUMNS])
-            for situation, found in differing(shape, options.dtype, run.team):
-                table.add_row(situation, *map(str, found))
+            given = tensors(shape, options.dtype, run.team.device)
+            base = asked(*given)
+            situations = of_memory(*given) if run.team.ranks == 1 else of_shards(*given, run.team)
+            for situation, found, tokens in situations:
+                table.add_row(situation, *map(str, count(found, base, tokens)))
             run.say(table)
-
-
-def differing(shape: Shape, dtype: torch.dtype, team: Team) -> Iterator[tuple[str, list[int]]]:
-    """Each situation, and the numbers of its tokens that differ, by column."""
-    hidden, weight, target = tensors(shape, dtype, team.device)
-    base = asked(hidden, weight, target)
-    for situation, found, tokens in of_memory(hidden, weight, target) if team.ranks == 1 else ():
-        yield situation, count(found, base, tokens)
-    for situation, stops in shards(shape.v, team.ranks).items() if team.ranks > 1 else ():
-        start, stop = [0, *stops][team.rank], stops[team.rank]
-        where: dict[str, Any] = dict(process_group=team.group, vocab_start=start)
-        own, part = weight[start:stop].clone(), hidden.chunk(team.ranks)[team.rank].clone()
-        yield situation, count(asked(hidden, own, target, **where), base)
-        if shape.n % team.ranks == 0:
-            found = asked(part, own, target, **where, sequence_parallel=True)
-            yield f"{situation}, SP", count(found, base)
 
 
 def tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The same on all ranks. Logits are ~ N(0, 1) to N(0, 6), those of sure targets up to 25."""
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = dict(device=device, generator=generator)
+    options: dict[str, Any] = dict(device=device, generator=torch.Generator(device).manual_seed(0))
     weight = (torch.randn(shape.v, shape.d, **options) * shape.d**-0.5).to(dtype)
     target = torch.randint(shape.v, (shape.n,), **options)
     hidden = torch.randn(shape.n, shape.d, **options) * (1 + 1.5 * torch.rand(shape.n, 1, **options))
@@ -75,8 +60,11 @@ def tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Ten
     return hidden.to(dtype), weight, target
 
 
-def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[str, TokenStatistics, slice | Tensor]]:
-    """Situations of one rank, with the statistics of some tokens, and which ones these are."""
+Situation = tuple[str, TokenStatistics, slice | Tensor]  # its name, and the statistics of these tokens
+
+
+def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[Situation]:
+    """On one rank."""
     tokens = len(hidden)
     for number in (1, 16, 100, 1000):
         some = slice(min(number, tokens))
@@ -89,6 +77,17 @@ def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[
     for mebibytes in (0, 256, 1 << 16):
         found = asked(leaf, weight, target, logits_budget=mebibytes << 20)
         yield f"gradients, a budget of {mebibytes} MiB", found, slice(None)
+
+
+def of_shards(hidden: Tensor, weight: Tensor, target: Tensor, team) -> Iterator[Situation]:
+    """On several ranks."""
+    for situation, stops in shards(len(weight), team.ranks).items():
+        start, stop = [0, *stops][team.rank], stops[team.rank]
+        where: dict[str, Any] = dict(process_group=team.group, vocab_start=start)
+        own, part = weight[start:stop].clone(), hidden.chunk(team.ranks)[team.rank].clone()
+        yield situation, asked(hidden, own, target, **where), slice(None)
+        if len(hidden) % team.ranks == 0:
+            yield f"{situation}, SP", asked(part, own, target, **where, sequence_parallel=True), slice(None)
 
 
 def shards(entries: int, ranks: int) -> dict[str, list[int]]:

@@ -87,7 +87,8 @@ class Team:
         except NotMeasured as refusal:
             reason = str(refusal)
         except Exception as error:
-            reason = ": ".join(["failed", type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
+            kind = "not installed" if isinstance(error, ImportError) else f"failed: {type(error).__name__}"
+            reason = ": ".join([kind, *str(error).strip().splitlines()[:1]])[:200]
         reasons = self.gather(reason)
         failed = [rank for rank, text in enumerate(reasons) if text]
         if not failed:

@@ -10,7 +10,6 @@ from random import Random
 from statistics import median
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from .team import Team
 
@@ -18,7 +17,6 @@ from .team import Team
 # GPU is faster than in training. Over ranks the peers follow one another without a pause, so less warm-up is needed.
 ALONE = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
 OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
-PROFILED = 10  # calls
 MOST_CALLS = 1000  # upper bound of warm-up calls, and of measured calls, of one reading
 
 
@@ -81,21 +79,6 @@ def host_clock(call: Callable, warm_up: int, calls: int, device: torch.device) -
         del result  # freed here, not within the next call
     torch.get_device_module(device).synchronize()
     return median(seconds[warm_up:])
-
-
-def profile_of(call: Callable) -> dict[str, float]:
-    """The number of kernels, copies and fills of a call, and their seconds on the GPU. The device is idle at the start
-    of each profiled call."""
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        for _ in range(PROFILED):
-            call()
-            torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
-    on_gpu = [event for event in profiled.key_averages() if event.device_type == cuda]
-    seconds = 1e-6 * sum(event.self_device_time_total for event in on_gpu)
-    return {"operations": sum(event.count for event in on_gpu) / PROFILED, "gpu_seconds": seconds / PROFILED}
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

@@ -52,21 +52,12 @@ def make(base: str) -> None:
     told = f"parallel_lce: installing into {VENV} with Python {platform.python_version()}, once"
     print(f"{told}; this takes a minute or more", file=sys.stderr)
     STAMP.unlink(missing_ok=True)
-    if run(base, "-m", "venv", "--clear", str(VENV)) is not None:
-        # Some systems ship Python and pip without ensurepip: their pip then installs one.
-        failure = run(base, "-m", "venv", "--clear", "--without-pip", str(VENV))
-        failure = failure or run(base, "-m", "pip", "--python", str(PYTHON), "install", "-qq", "pip")
-        if failure is not None:
-            fail(2, f"cannot make {VENV}: {failure}")
+    made = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], cwd=ROOT, capture_output=True, text=True)
+    if made.returncode:  # such as on systems whose Python has no ensurepip
+        fail(2, f"cannot make {VENV}: {' '.join((made.stdout + made.stderr).split())}")
     if subprocess.run([PYTHON, *INSTALL], cwd=ROOT).returncode:
         fail(1, f"the installation into {VENV} failed; the next start tries again")
     STAMP.write_bytes(stamp())  # last: an interrupted installation has no stamp
-
-
-def run(*command: str) -> str | None:
-    """Runs a command in ROOT, where no file hides a module: None if it succeeds, else its last line of output."""
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return (done.stdout.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
 
 
 def fail(status: int, message: str) -> None:

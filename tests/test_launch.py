@@ -17,7 +17,7 @@ import yaml
 
 import program  # of launch/
 from tools import ran
-from training.config import DEFAULT_CONFIG, ROOT, load_config, save_config
+from training.config import DEFAULT_CONFIG, ROOT, load_config
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = ("bench", "demo", "test", "train")
@@ -108,18 +108,17 @@ def test_of_first_starts_at_once_one_installs_and_the_next_after_a_change_or_a_f
 MISTAKES = [
     # The model, the training and the layout have to fit.
     ("train", "model.heads=6", "model.hidden=256 is not a multiple of model.heads=6"),
-    ("train", "train.steps=null", "train.steps and train.minutes are both null"),
+    ("train", "train.steps=null", "train.steps=None: Input should be a valid integer"),
     ("train", "parallel.device=cuda", "needs a GPU for each of this host's 2 processes, found 0"),
     # Values, keys, files and folders.
-    ("train", "train.seed=-1 train.steps=x", "error: train.steps='x': input should be a valid integer; train.seed=-1"),
+    ("train", "train.seed=-1 train.steps=x", "error: train.steps='x': Input should be a valid integer"),
     ("demo", "train.stps=5", "no such setting: train.stps; configs/demo.yaml has all"),
     ("demo", "--config FOLDER/list", "expected sections of keys and values"),
     ("train", "parallel.tensor=1 output=FOLDER/list", "error: output=FOLDER/list cannot be made a folder"),
     # torchrun.
     ("train", "--nproc-per-node=2 -- parallel.tensor=1", "data=1 needs 1 processes, torchrun started 2"),
     ("train", "other.py -- train.steps=1", "torchrun: 'other.py' in front of -- is none of torchrun's own arguments"),
-    # The other programs.
-    ("compare", "output=no/such/folder", "error: no results of a run at "),
+    # The benchmark.
     ("bench", "--peers none-such", "no such peer: none-such"),
     ("bench", "--nproc-per-node=2 -- --tp 4", "--tp must lie in 1 to 2, the number of ranks, got [4]"),
     ("bench", "--nproc-per-node=2 -- --device cuda", "one GPU per process is needed, this host has 0"),
@@ -146,15 +145,13 @@ def test_a_mistake_is_one_line(name, arguments, words, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_loads_and_the_demos_names_all_settings(path, tmp_path):
+def test_every_configuration_loads_and_the_demos_names_all_settings(path):
     config = load_config(
         path, ["train.learning_rate=1e-3", "train.adam_eps=2", "text.max_bytes=1_000", "text.path=1e3"]
     )
     assert (config.train.learning_rate, config.train.adam_eps, config.text.max_bytes) == (0.001, 2.0, 1000)
     assert config.text.path == str(Path.cwd() / "1e3")  # as the user types it
     assert config.parallel.processes >= 1 and config.output == str(ROOT / "outputs" / path.stem)
-    save_config(config, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml", []) == config  # values come back as they were
     named, settings = yaml.safe_load(path.read_text()), config.model_dump()
     for section, values in settings.items() if path == DEFAULT_CONFIG else ():
         assert section in named and (not isinstance(values, dict) or named[section].keys() == values.keys())

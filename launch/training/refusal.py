@@ -36,12 +36,3 @@ def check_folder(name: str, folder: str | Path) -> None:
         raise Refusal(f"{name}={folder} cannot be made a folder: {getattr(error, 'strerror', None) or error}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise Refusal(f"{name}={folder} is a folder that cannot be written to")
-
-
-def check_file(name: str, path: str | None) -> None:
-    """Makes the folder of a file, if there is one. Raises a Refusal if the file cannot be written there."""
-    if path is None:
-        return
-    check_folder(f"the folder of {name}", Path(path).parent)
-    if Path(path).is_dir() or (Path(path).exists() and not os.access(path, os.W_OK)):
-        raise Refusal(f"{name}={path} is no file that can be written to")

@@ -35,7 +35,6 @@ class Text:
     tokens: np.ndarray
     end_of_document: int
     source: str
-    entries: int  # of the vocabulary: those that the text could fill, at most the size in the configuration
 
 
 def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None) -> Text:
@@ -44,23 +43,20 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
     source, documents = read_documents(config)
     if not documents:
         raise Refusal(f"no file with text at {source}")
-    cache = Path(config.cache, f"{_key(documents, config)}.npz")
+    cache = Path(config.cache, f"{_key(documents, config)}.npy")
     try:
-        with np.load(cache, allow_pickle=False) as file:  # the archive has checksums
-            return Text(file["tokens"], END_OF_DOCUMENT, source, int(file["entries"]))
-    except Exception:  # missing, or damaged: numpy and zipfile raise many classes
+        return Text(np.load(cache, allow_pickle=False), END_OF_DOCUMENT, source)
+    except (OSError, ValueError, EOFError):  # missing, or damaged
         size = sum(map(len, documents)) / 1e6
         say(f"training a BPE of {config.vocab_size:,} entries on {size:.1f} MB of text (once): {source}")
-    tokenizer = train_tokenizer(documents, config.vocab_size)
-    encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    encoded = train_tokenizer(documents, config.vocab_size).encode_batch_fast(documents, add_special_tokens=False)
     tokens = np.concatenate([np.array([*item.ids, END_OF_DOCUMENT], dtype=np.int32) for item in encoded])
-    entries = tokenizer.get_vocab_size()
     cache.parent.mkdir(parents=True, exist_ok=True)
     # Under another name first: a process that dies, or two that write at once, leave no unfinished file.
     with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
-        np.savez(Path(folder, cache.name), tokens=tokens, entries=entries)
+        np.save(Path(folder, cache.name), tokens)
         os.replace(Path(folder, cache.name), cache)
-    return Text(tokens, END_OF_DOCUMENT, source, entries)
+    return Text(tokens, END_OF_DOCUMENT, source)
 
 
 def by_frequency(text: Text, rows: int, ranks: int) -> Text:
@@ -92,20 +88,18 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
 
 
 def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:
-    """The documents in files, each given with the root that it was found under; `left` bytes of them at most."""
+    """The documents in files, each given with the root that it was found under; `left` bytes of them at most. What is
+    not UTF-8 is left out."""
     for root, path in files:
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(min(left, size))  # read allocates as many bytes as it is asked for
+            data = file.read(left)
         try:  # a character that the limit splits is dropped
-            document = codecs.getincrementaldecoder("utf-8")().decode(data, final=size <= left)
-        except UnicodeDecodeError as error:
-            if parts:
-                continue  # not text
-            raise Refusal(f"{path} is not UTF-8: byte {data[error.start]:#04x} at position {error.start}") from None
+            document = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < left)
+        except UnicodeDecodeError:
+            continue
         if document.strip() and "\0" not in document:
             left -= len(data)
             yield document

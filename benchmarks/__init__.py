@@ -2,5 +2,5 @@
 
 A *peer* is a loss, or the GEMM-only baseline, that is measured. A *team* is the ranks that are measured together; one
 GPU is a team of one rank. The reports here each have their own command, `python -m benchmarks.NAME`: parity,
-gradient_filter, losses, same_bits, doors, tune. What they share is in engine/.
+gradient_filter, same_bits, doors, tune. What they share is in engine/.
 """

@@ -8,28 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
 
-from training.refusal import Refusal, check_folder, check_packages, fail
+from training.refusal import Refusal, check_folder, fail
 
 if TYPE_CHECKING:
     from training.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # benchmarks/, which is not installed
-# The packages that a command needs, by the name of their extra in pyproject.toml. Commands without an entry need the
-# packages of the demo.
-PACKAGES = {
-    "test": ("torch", "pytest", "xdist"),
-    "bench": ("torch", "rich"),
-    "demo": ("yaml", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib", "safetensors"),
-}
-ARGUMENTS = "torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
 # glibc keeps freed memory for the next tensors. Otherwise a seventh of the tests' time goes to the system, which clears
 # new pages for every large tensor.
 KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
+ARGUMENTS = " torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
 DESCRIPTIONS = {
-    "train": f"Trains stock Megatron-core's GPTModel with either loss. {ARGUMENTS}",
+    "train": "Trains stock Megatron-core's GPTModel with either loss." + ARGUMENTS,
     "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce, and compares the "
-    f"two. Exits with 1 if a run fails or the loss curves part. {ARGUMENTS}",
+    "two. Exits with 1 if a run fails or the loss curves part." + ARGUMENTS,
 }
 
 
@@ -78,6 +71,8 @@ def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
 def _prepare(config: "Config", torchrun: list[str]) -> int:
     """Raises a Refusal for a training that cannot work. Tokenizes the text into this host's cache, so that the ranks
     only read it. Removes earlier results: if a run fails, they must not stay. Returns the number of hosts."""
+    import megatron.core  # noqa: F401  missing here rather than on every rank
+
     from training.report import folders_of
     from training.text import load_text
 
@@ -139,27 +134,23 @@ def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
 
 def processes_of(torchrun: list[str]) -> tuple[int, int]:
     """The number of nodes that torchrun starts with these arguments (of an elastic range the largest), and the number
-    of processes on each node. Raises a Refusal if torchrun refuses the arguments, or if they name a program: the caller
-    adds the program."""
+    of processes on each node. Raises a Refusal if torchrun refuses the arguments."""
     from torch.distributed import run
 
     try:
         # torchrun changes the environment, and warns where this variable is not set.
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-            arguments = run.get_args_parser().parse_args([*torchrun, __file__])
-            config, *_ = run.config_from_args(arguments)
+            config, *_ = run.config_from_args(run.get_args_parser().parse_args([*torchrun, __file__]))
     except (AssertionError, RuntimeError, ValueError) as error:
         raise Refusal(f"torchrun: {type(error).__name__}: {error}") from None
-    if (arguments.training_script, arguments.training_script_args) != (__file__, []):
-        raise Refusal(f"torchrun: {arguments.training_script!r} in front of -- is none of torchrun's own arguments")
     return config.max_nodes, config.nproc_per_node
 
 
 def main(name: str, argv: list[str] | None = None) -> NoReturn:
     try:
-        extra = name if name in PACKAGES else "demo"
-        check_packages(extra, PACKAGES[extra])
         sys.exit(run(name, sys.argv[1:] if argv is None else argv))
+    except ImportError as error:
+        fail(f"{sys.executable} has no {error.name}: pip install '.[test]' in the repository installs it")
     except Refusal as refusal:
         fail(str(refusal))
 

@@ -43,7 +43,7 @@ TINY = Shape(64, 96, 16)
 @pytest.fixture
 def short(monkeypatch):
     """Hardly any time is spent on timing."""
-    monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
+    monkeypatch.setitem(timing.LENGTHS, "cpu", (0.0, 1e-6))
 
 
 def problem_of(member: Member, sequence_parallel: bool) -> Problem:
@@ -109,15 +109,14 @@ def _measured(member: Member, sequence_parallel: bool) -> dict:
     given = problem_of(member, sequence_parallel)
     planted = [Peer(fault, partial(_planted, fault)) for fault in FAULTS]
     planted.append(named(GEMM_ONLY, ONE))
-    lengths = timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
-    lengths[member.device.type] = 0.0, 1e-9  # one call
+    timing.LENGTHS[member.device.type] = 0.0, 1e-9  # one call
     judge = Judge(given, *(answers(given, dtype) for dtype in (torch.float64, torch.float32)))
     return measure_cell(planted, judge, 2)
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
 def test_what_is_wrong_is_never_timed(ranks, sequence_parallel, worlds, device, monkeypatch):
-    monkeypatch.setitem(timing.ALONE, device, (0.0, 1e-9))
+    monkeypatch.setitem(timing.LENGTHS, device, (0.0, 1e-9))
     cell, *others = everywhere(worlds, device, ranks, _measured, sequence_parallel)
     mine = repr(cell)  # NaN equals itself in words
     assert all(repr(other) == mine for other in others)  # times, bytes and errors are those of the worst rank
@@ -155,7 +154,7 @@ def assert_plausible(cell: dict) -> None:
 
 
 def _short(arguments: list[str]) -> None:
-    timing.ALONE["cpu"] = timing.OVER_RANKS["cpu"] = 0.0, 1e-9  # one call
+    timing.LENGTHS["cpu"] = 0.0, 1e-9  # one call
     assert command.main(arguments) == 0
 
 
@@ -304,11 +303,10 @@ def test_ours_equals_an_fp32_head_on_random_inputs(deviation, device):
     # Roundings of a target's logit are relative to the sum of |x_k w_k|; tensor cores truncate where fp32 rounds.
     sums = (given.hidden.float() * given.weight[given.target].float()).abs().sum(1)
     slack = 4 * torch.finfo(torch.float32).eps * max(1.0, sums.max().item())
-    assert its["largest"] <= 2 * head["largest"] + slack
-    assert its["entropy_largest"] <= 2 * head["entropy_largest"] + slack
-    assert its["outside"] == 0 and 0.999 < its["smallest_ratio"] <= its["largest_ratio"] < 1.001
-    if deviation >= 1:
-        assert 100 * its["largest"] < rounded["largest"] and 10 * its["entropy_largest"] < rounded["entropy_largest"]
+    for name in ("log-probability", "entropy"):
+        assert its[name] <= 2 * head[name] + slack
+        assert deviation < 1 or 10 * its[name] < rounded[name]
+    assert its["outside"] == 0 and its["log-probability"] < 1e-3
     if deviation >= 5:
         assert rounded["outside"] > 0.1
 
@@ -318,7 +316,7 @@ def test_the_report_on_log_probabilities(tmp_path, capsys):
     parity.main([good, *f"--device cpu --shape 40,90,16 --json {figures}".split()])
     case, *random = json.loads(figures.read_text())["cases"]
     assert len(random) == len(parity.DEVIATIONS) and case["name"] == f"{good}, N=40, V=300, D=64"
-    assert f"{case['deviations'][OURS]['largest']:.1e}" in capsys.readouterr().out
+    assert f"{case['deviations'][OURS]['log-probability']:.1e}" in capsys.readouterr().out
     (tmp_path / "bad").write_text("no tensors")
     with pytest.raises(SystemExit, match="bad cannot be read: "):
         parity.main([str(tmp_path / "bad"), "--device", "cpu"])

@@ -24,7 +24,7 @@ COMMAND = ["--device", "cpu", "--rounds", "2"]
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     """Stand-ins of transformers and of torchtitan's loss, and no Liger."""
-    monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
+    monkeypatch.setitem(timing.LENGTHS, "cpu", (0.0, 1e-6))
     library = ModuleType("transformers")
     library.LlamaConfig = library.Qwen2Config = SimpleNamespace
     make = lambda config, **_: CausalLM(config.vocab_size, config.hidden_size, tied=True)  # noqa: E731

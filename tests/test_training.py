@@ -20,13 +20,12 @@ from safetensors.torch import load_file
 
 import program  # of launch/
 from tools import ran
-from training import text as module
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
 from training.loop import learning_rate
 from training.model import CausalAttention
 from training.refusal import Refusal
 from training.report import RUNS, Metrics, compare, write_report
-from training.text import Batches, Text, by_frequency, load_text, read_documents, split, train_tokenizer
+from training.text import Batches, Text, by_frequency, load_text, read_documents, split
 from world import launched
 
 
@@ -107,15 +106,6 @@ def test_no_more_is_read_than_asked_for(tmp_path):
     (tmp_path / "text").write_text("0123456789" * 10)
     os.truncate(tmp_path / "text", 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
     assert read_documents(_text(tmp_path, 25))[1] == ["first", "01234567890123456789"]
-
-
-def test_pieces_are_short_and_give_the_text_back():
-    """A BPE takes minutes for one word of 200 kB."""
-    whole = " 's it''s \x1f é e\u0301 ".join(["a" * 5000, "7" * 5000, "-" * 5000, "\n" * 5000, "漢😀" * 2500])
-    tokenizer = train_tokenizer([whole], 400)
-    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(whole)]
-    assert max(end - start for start, end in spans) <= module.LONGEST + 1  # and the blank in front of a word
-    assert tokenizer.decode(tokenizer.encode(whole).ids, skip_special_tokens=False) == whole
 
 
 def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path):

@@ -1,9 +1,8 @@
 """The check of a peer's errors before it is timed.
 
 The peer's loss and gradients are compared with the float64 truth of the same problem. The error of plain torch in the
-same dtype is the yardstick, so no tolerance is set by hand: `error <= 2 * torch's error + floor`. For gradients the
-floor is a few roundings of float32. The loss is a single number, for which torch's error may be small by luck. Its
-floor is one rounding of the dtype, since some peers return a bfloat16 loss for bfloat16 input.
+same dtype is the yardstick: `error <= 2 * torch's error + floor`. The floor is a few roundings of float32. For the
+loss, a single number for which torch's error may be small by luck, it is one rounding of the dtype.
 
 Each gradient has two errors. 'dX' is the error of the whole tensor (Frobenius norm). 'dX row' is the largest error of a
 row, relative to the root mean square of the rows: it shows a single wrong token, which the error of the whole hides.
@@ -31,7 +30,6 @@ class Judge:
     """Compares a peer's results with the truth. Errors and limits are the largest of all ranks."""
 
     def __init__(self, problem: Problem, truth: Answers, torch_answers: Answers):
-        """`truth`: `answers` in float64. `torch_answers`: `answers` in the problem's dtype."""
         self.problem, self.truth = problem, truth
         errors = self._errors(torch_answers.loss, problem.own(torch_answers.grad_x), torch_answers.grad_weight)
         self.yardstick = problem.team.worst(errors)

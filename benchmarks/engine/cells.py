@@ -17,7 +17,7 @@ CAPTION = (
     "Medians (min–max over the rounds), ms of the slowest rank. of GEMM-only: speed relative to the bare products in "
     "the same round; of overlapped: relative to the products with collectives. MiB: peak above inputs and gradients, "
     "largest of the ranks. host: ms from call to return, with the device idle before the call. The upstream gradient "
-    "of ours, ours-style, liger and quack is one scalar, of the others one per token."
+    "of ours, liger and quack is one scalar, of the others one per token."
 )
 
 

@@ -80,32 +80,6 @@ def distillation(group, sequence_parallel):
     return with_teacher(loss)
 
 
-def mesh_of(group):
-    """The ranks as a mesh, under the name that torchtitan gives to it."""
-    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu", mesh_dim_names=("tp",))
-
-
-def gathered(x, mesh, sequence_parallel):
-    """The hidden states of the whole sequence, as a replicated DTensor."""
-    placement = Shard(0) if sequence_parallel else Replicate()
-    return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
-
-
-def vocabulary_shard(weight, mesh):
-    return DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-
-
-def torch_loss_parallel(group, sequence_parallel):
-    """PyTorch's own loss over a sharded vocabulary: `torch_loss` on DTensors. Both passes must run in the context
-    `loss_parallel`."""
-    mesh = mesh_of(group)
-
-    def loss(x, weight, target):
-        return torch_loss(gathered(x, mesh, sequence_parallel), vocabulary_shard(weight, mesh), target).to_local()
-
-    return loss
-
-
 def add_weight_gradient(x, gradient, main_grad):
     """In place of Apex, which is seldom installed: the product of its kernel, in cuBLAS."""
     torch.addmm(main_grad, gradient.t(), x, out_dtype=torch.float32, out=main_grad)
@@ -159,15 +133,16 @@ def verl(group, sequence_parallel):
     the gather does, and scatters it under sequence parallelism."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
-    mesh = group and mesh_of(group)
+    mesh = group and DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    placements = [Shard(0) if sequence_parallel else Replicate()]
 
     def loss(x, weight, target):
-        hidden = x
         if mesh:
-            hidden = gathered(x, mesh, sequence_parallel).to_local(grad_placements=[Partial()])
+            whole = DTensor.from_local(x, mesh, placements, run_check=False).redistribute(placements=[Replicate()])
+            x = whole.to_local(grad_placements=[Partial()])
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
-        log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, 1.0, "none", group)  # 1.0: the temperature
+        log_probs, _ = LinearCrossEntropy.apply(x, weight, labels, 1.0, "none", group)  # 1.0: the temperature
         return mean_of(-log_probs * mask, target)
 
     return loss

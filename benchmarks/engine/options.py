@@ -18,8 +18,8 @@ class Suite(NamedTuple):
 
 MEGATRON = ("megatron-fused", "megatron", "megatron-fused-main-grad", "megatron-main-grad")
 FUSED = ("liger", "liger-scaled", "cut-cross-entropy", "quack")
-ON_GPU = ("torch", "torch-compile", *MEGATRON, "torch-loss-parallel", "verl", *FUSED)
-ON_CPU = ("torch", "torch-loss-parallel")
+ON_GPU = ("torch", "torch-compile", *MEGATRON, "verl", *FUSED)
+ON_CPU = ("torch",)
 SUITES = {
     # Sizes for which this package has speed targets.
     "bars": Suite(
@@ -46,7 +46,7 @@ SUITES = {
     ),
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
-_OVER_RANKS = (SAVED, "ours", "ours-style", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
+_OVER_RANKS = (SAVED, "ours", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
 DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches of a large model.
     (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED, ON_CPU),
     (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token"), ON_GPU),

@@ -1,24 +1,14 @@
 """The losses of parallel_lce, and losses made of the statistics of post-training.
 
 Each `build` function returns a loss as peers.py describes it. A loss of `statistics` is the mean negative
-log-probability, plus 0 times the sum of every other statistic. So every statistic has an upstream gradient and its
-backward runs, and the loss still is the mean cross-entropy. Losses of the other functions of post-training are not
-judged.
+log-probability, plus 0 times the sum of every other statistic, whose backward so runs, too.
 """
 
 from functools import partial
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_lce import (
-    LinearCrossEntropy,
-    LinearCrossEntropyParallel,
-    linear_cross_entropy,
-    token_loss,
-    token_statistics,
-)
+from parallel_lce import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.distillation import divergence
 
 from . import libraries
@@ -61,14 +51,6 @@ def main_grad(budget, group, sequence_parallel):
         return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
 
     return loss
-
-
-def style(budget, group, sequence_parallel):
-    """The loss as a module that `parallelize_module` has given a style."""
-    mesh, layout = libraries.mesh_of(group), Shard(0) if sequence_parallel else Replicate()
-    module = LinearCrossEntropy(ignore_index=IGNORE_INDEX, logits_budget=budget)
-    parallelize_module(module, mesh, LinearCrossEntropyParallel(input_layouts=layout))
-    return lambda x, weight, target: module(x, libraries.vocabulary_shard(weight, mesh), target)
 
 
 # --- post-training ---------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel import loss_parallel
 
 from . import libraries, ours
 from .problem import Problem
@@ -64,7 +63,6 @@ OURS = (
     Peer("ours-token-loss", partial(ours.clipped, True), BOTH, judged=False),
     Peer("ours-token-statistics", partial(ours.clipped, False), BOTH, judged=False),
     Peer("ours-distillation", ours.distillation, BOTH, judged=False),
-    Peer("ours-style", ours.style, (RANKS,)),
 )
 OTHERS = (
     Peer(GEMM_ONLY, None, BOTH, judged=False),
@@ -75,7 +73,6 @@ OTHERS = (
     Peer("megatron", partial(libraries.megatron, False, False), BOTH),
     Peer("megatron-fused-main-grad", partial(libraries.megatron, True, True), BOTH, main_grad=True),
     Peer("megatron-main-grad", partial(libraries.megatron, False, True), BOTH, main_grad=True),
-    Peer("torch-loss-parallel", libraries.torch_loss_parallel, (RANKS,), context=loss_parallel),
     Peer("verl", libraries.verl, BOTH),
     Peer("liger", libraries.liger),
     Peer("liger-scaled", libraries.liger_scaled),

@@ -14,9 +14,8 @@ import torch
 from .team import Team
 
 # Seconds of one reading: of warm-up calls, then of measured calls. In its first tens of milliseconds a power-limited
-# GPU is faster than in training. Over ranks the peers follow one another without a pause, so less warm-up is needed.
-ALONE = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
-OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
+# GPU is faster than in training.
+LENGTHS = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
 MOST_CALLS = 1000  # upper bound of warm-up calls, and of measured calls, of one reading
 
 
@@ -32,8 +31,7 @@ def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]
         return max(team.gather(team.agree(partial(seconds_of, call, warm_up, calls, team.device))))
 
     one = min(read(0, 1) for _ in range(3))
-    lengths = (ALONE if team.group is None else OVER_RANKS)[team.device.type]
-    warm_up, calls = (min(MOST_CALLS, math.ceil(seconds / max(one, 1e-6))) for seconds in lengths)
+    warm_up, calls = (min(MOST_CALLS, math.ceil(length / max(one, 1e-6))) for length in LENGTHS[team.device.type])
     return partial(read, warm_up, calls)
 
 
@@ -43,8 +41,7 @@ def interleaved(readers: dict, team: Team, rounds: int) -> dict:
     random = Random(0)  # all ranks get the same orders
     readings = {key: [] for key in readers}
     for _ in range(rounds):
-        if team.group is None:  # over ranks the warm-up is short: after a pause the round's first call would be faster
-            gc.collect()
+        gc.collect()
         for key in random.sample([*readers], len(readers)):
             readings[key].append(readers[key]())
     return readings

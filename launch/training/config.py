@@ -6,7 +6,6 @@ configs/demo.yaml names all settings.
 import argparse
 import os
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -139,11 +138,8 @@ class Config(Section):
             raise Refusal(f"parallel.device=cuda needs a GPU for each of this host's {here} processes, found {gpus}")
         if device != "cpu" and gpus >= here:
             return True
-        # What needs GPUs in Megatron-core's optimizer.
-        on_cpu = {"train.precision": "fp32", "train.clip_grad": 0}
-        for key, needed in on_cpu.items():
-            if (found := attrgetter(key)(self)) != needed:
-                raise Refusal(f"{key}={found} needs GPUs; on a CPU it must be {needed}")
+        if (self.train.precision, self.train.clip_grad) != ("fp32", 0):  # needs GPUs in Megatron-core's optimizer
+            raise Refusal("on a CPU train.precision must be fp32 and train.clip_grad 0")
         return False
 
     @model_validator(mode="after")
@@ -151,16 +147,8 @@ class Config(Section):
         model, train, parallel = self.model, self.train, self.parallel
         model.ffn_hidden = model.ffn_hidden or 3 * model.hidden
         model.kv_heads = model.kv_heads or model.heads
-        for multiple, divisor, needed in (
-            ("model.heads", "model.kv_heads", True),
-            ("model.kv_heads", "parallel.tensor", True),
-            ("model.ffn_hidden", "parallel.tensor", True),
-            ("model.hidden", "model.heads", model.head_dim is None),
-            ("train.sequence", "parallel.tensor", parallel.sequence),
-        ):
-            size, by = attrgetter(multiple, divisor)(self)
-            if needed and size % by:
-                raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
+        if model.head_dim is None and model.hidden % model.heads:
+            raise ValueError(f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}")
         model.head_dim = model.head_dim or model.hidden // model.heads
         if self.vocab_size < self.text.vocab_size:
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
@@ -193,11 +181,8 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 
 def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
-    """The configuration in the file, with the `key=value` overrides and then `text` applied, checked.
-
-    `text` and `text.path` are relative to the current folder, the other paths to the repository. Raises a Refusal of
-    one line for every mistake.
-    """
+    """The configuration in the file, with the overrides and then `text` applied, checked. `text` and `text.path` are
+    relative to the current folder, the other paths to the repository. Raises a Refusal for every mistake."""
     try:
         values = yaml.safe_load(path.read_text("utf-8"))
         if not isinstance(values, dict):
@@ -212,15 +197,14 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
         return Config.model_validate(values)
     except ValidationError as error:
         raise Refusal(described(error)) from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError) as error:
         raise Refusal(f"{path} or an override cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _set(values: dict[str, Any], key: str, value: object) -> None:
     *sections, name = key.split(".")
     for section in sections:
-        if not isinstance(values.get(section), dict):
-            values[section] = {}
+        values[section] = values.get(section) or {}  # a section may be null
         values = values[section]
     values[name] = value
 

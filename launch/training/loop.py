@@ -91,8 +91,7 @@ class Stepper:
         )
 
     def mean_loss(self, reports: list[torch.Tensor]) -> float:
-        """The mean loss over the tokens of all micro batches and data-parallel ranks, the same on every rank.
-        `reports` are the results of a step."""
+        """The mean loss over the tokens of all micro batches and data-parallel ranks. `reports`: of a step."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
         for report in reports:
             total += report
@@ -108,7 +107,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """Runs a micro batch: the losses of its tokens [b, s], and what sums them."""
+    """Runs a micro batch: the losses of its tokens [b, s], and the function that sums them."""
     batch = next(batches)
 
     def sum_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

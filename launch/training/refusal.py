@@ -1,6 +1,5 @@
 """A user's mistake: the exception, the end of the program, and checks. Needs the standard library alone."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -16,16 +15,6 @@ def fail(message: str) -> NoReturn:
     # A path in the message may hold line ends, or a terminal's control characters.
     print("error:", "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message), file=sys.stderr)
     sys.exit(2)
-
-
-def check_packages(extra: str, packages: tuple[str, ...]) -> None:
-    """Raises a Refusal if a package is missing. `extra` of pyproject.toml lists them."""
-    found = importlib.util.find_spec
-    missing = [name for name in packages if not all(map(found, (name.partition(".")[0], name)))]
-    if missing:
-        raise Refusal(
-            f"{sys.executable} has no {', '.join(missing)}: pip install '.[{extra}]' in the repository installs them"
-        )
 
 
 def check_folder(name: str, folder: str | Path) -> None:

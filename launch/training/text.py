@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from training.config import TextConfig, TrainConfig
 from training.refusal import Refusal
@@ -21,19 +21,13 @@ END_OF_DOCUMENT = 0  # the id of the special token, which the BPE gets first
 # Installed packages are not the standard library, and its tests are long tables rather than prose or programs.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "node_modules", "site-packages", "test", "tests"}
 
-# The words of GPT-2's BPE, but of at most LONGEST characters. The time to train on a word grows with the square of its
-# length: without the bound a long text without blanks would take hours. Longer words are rare in common text.
-LONGEST = 32
-_RUN = f"{{1,{LONGEST}}}"
-PIECE = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}{_RUN}| ?\p{{N}}{_RUN}| ?[^\s\p{{L}}\p{{N}}]{_RUN}|\s{_RUN}(?!\S)|\s{_RUN}"
-
 
 @dataclass
 class Text:
-    """A tokenized text. `tokens` is `[number of tokens]` int32; documents end with `end_of_document`."""
+    """A tokenized text."""
 
-    tokens: np.ndarray
-    end_of_document: int
+    tokens: np.ndarray  # [number of tokens] int32
+    end_of_document: int  # the last token of each document
     source: str
 
 
@@ -71,8 +65,7 @@ def by_frequency(text: Text, rows: int, ranks: int) -> Text:
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:
-    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all. The documents of a folder
-    are sorted by path."""
+    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all."""
     if config.path is None:
         source, roots = "the Python standard library's sources", [Path(sysconfig.get_path("stdlib"))]
         if config.torch_sources:
@@ -109,7 +102,7 @@ def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:
 
 def _key(documents: list[str], config: TextConfig) -> str:
     """A digest of the documents and of all settings that decide their tokens."""
-    digest = hashlib.sha256(f"{config.vocab_size} {PIECE} {tokenizers.__version__}".encode())
+    digest = hashlib.sha256(f"{config.vocab_size} {tokenizers.__version__}".encode())
     for document in documents:
         data = document.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -117,12 +110,9 @@ def _key(documents: list[str], config: TextConfig) -> str:
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """A BPE of bytes within the words of GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=["<|endoftext|>"],
@@ -185,10 +175,8 @@ class Batches:
 
 
 def split(text: Text, sequence: int, samples: int) -> tuple[torch.Tensor, Text]:
-    """Held-out samples [samples, sequence + 1] int64, spread evenly over the text, and the text without them.
-
-    The text has at least `(samples + 1) * (sequence + 1)` tokens: they do not overlap, and a window is left.
-    """
+    """Held-out samples [samples, sequence + 1] int64, spread evenly over the text, and the text without them. The text
+    has at least `(samples + 1) * (sequence + 1)` tokens: they do not overlap, and a window is left."""
     starts = np.linspace(0, len(text.tokens) - sequence - 1, samples).astype(np.int64)
     places = starts[:, None] + np.arange(sequence + 1)
     held_out = torch.from_numpy(text.tokens[places]).long()

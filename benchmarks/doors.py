@@ -4,7 +4,7 @@ A step is forward and backward, without an optimizer. Weights and tokens are ran
 of released ones, in bf16; on a CPU all cases are tiny, in float32.
 
 llama, qwen2       a causal language model of transformers; also with Liger-Kernel's fused loss, its other kernels off
-qwen2-loss         the same without layers: little more than the loss
+qwen2-loss         without layers: little more than the loss
 torchtitan         torchtitan's chunked loss alone, as its trainer calls it, with the output layer's backward
 
 ours@0 is ours with a logits_budget of 0. `--counted 1 0.1` measures each case with all of its tokens, and with a tenth

@@ -4,8 +4,7 @@ Measures each snapshot with gradient_filter None and 2^-13 to 2^-10, with all ex
 logits_budget=0, in two orders of the vocabulary: the snapshot's own order, and descending mean probability of the
 entries. docs/benchmarks.md explains the figures. A training by configs/snapshots.yaml writes the files.
 
-Under torchrun each of the P ranks has V / P entries. In the snapshot's own order they are consecutive; in the other
-order the entries are dealt to the ranks in turn.
+Under torchrun each of the P ranks has V / P entries: consecutive ones, or by probability dealt to the ranks in turn.
 """
 
 import math

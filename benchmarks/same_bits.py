@@ -18,15 +18,7 @@ from parallel_lce import TokenStatistics, token_statistics
 from .engine.problem import Shape
 from .engine.report import new_parser, new_table, parse, session
 
-# Columns of the table: names of statistics.
-COLUMNS = {
-    "log-prob": "target_log_prob",
-    "lse": "lse",
-    "sum p^2": "sum_p_squared",
-    "mean logit": "mean_logit",
-    "entropy": "entropy",
-    "top 3": "top_logits",
-}
+COLUMNS = "target_log_prob", "lse", "sum_p_squared", "mean_logit", "entropy", "top_logits"
 asked = partial(token_statistics, entropy=True, mean_logit=True, sum_p_squared=True, top_k=3)
 USUAL = {
     "cuda": [Shape(4096, 131072, 4096), Shape(4096, 151936, 2048), Shape(4096, 50257, 2048)],
@@ -102,7 +94,7 @@ def shards(entries: int, ranks: int) -> dict[str, list[int]]:
 
 
 def count(found: TokenStatistics, base: TokenStatistics, tokens: slice | Tensor = slice(None)) -> list[int]:
-    pairs = [(getattr(found, name), getattr(base, name)[tokens]) for name in COLUMNS.values()]
+    pairs = [(getattr(found, name), getattr(base, name)[tokens]) for name in COLUMNS]
     return [int((value != expected).reshape(len(value), -1).any(1).sum()) for value, expected in pairs]
 
 

@@ -32,16 +32,15 @@ class Judge:
     def __init__(self, problem: Problem, truth: Answers, torch_answers: Answers):
         self.problem, self.truth = problem, truth
         errors = self._errors(torch_answers.loss, problem.own(torch_answers.grad_x), torch_answers.grad_weight)
-        self.yardstick = problem.team.worst(errors)
+        self.yardstick = problem.team.worst(errors | {"loss of forward": errors["loss"]})
 
     def check(
         self, without: Tensor, outputs: tuple, main_grad: bool = False, factor: float = 2
     ) -> tuple[dict[str, float], str]:
         """The errors of the loss, dX and dW, and which exceed their limits. Raises NotMeasured for a wrong shape.
 
-        `without`: the loss of forward alone. `outputs`: loss, dX and dW of forward + backward. With `main_grad` dW is
-        fp32. The error of the loss is the larger one of the two passes, which may run different code. `factor`: the
-        allowed multiple of torch's error."""
+        `without`: the loss of forward alone, which may run different code. `outputs`: loss, dX and dW of forward +
+        backward. With `main_grad` dW is fp32. `factor`: the allowed multiple of torch's error."""
         x, weight, team = self.problem.x, self.problem.weight, self.problem.team
 
         def own_errors() -> dict[str, float]:
@@ -50,13 +49,11 @@ class Judge:
                 if gradient is None or gradient.shape != like.shape or gradient.dtype != dtype:
                     got = "None" if gradient is None else f"{list(gradient.shape)}, {gradient.dtype}"
                     raise NotMeasured(f"refused: {name} is {got}, expected {list(like.shape)}, {dtype}")
-            return self._errors(*outputs)
+            return self._errors(*outputs) | {"loss of forward": self._errors(without)["loss"]}
 
-        errors, of_forward = team.worst(team.agree(own_errors)), team.worst(self._errors(without))
-        if not of_forward["loss"] <= errors["loss"]:  # NaN is larger, too
-            errors["loss"] = of_forward["loss"]
+        errors = team.worst(team.agree(own_errors))
         floors = dict.fromkeys(errors, 4 * torch.finfo(torch.float32).eps)
-        floors["loss"] = max(floors["loss"], torch.finfo(x.dtype).eps)
+        floors["loss"] = floors["loss of forward"] = max(floors["loss"], torch.finfo(x.dtype).eps)
         allowed = {name: factor * error + floors[name] for name, error in self.yardstick.items()}
         wrong = [name for name in errors if not errors[name] <= allowed[name]]  # NaN is wrong too
         return errors, "; ".join(f"{name} error {errors[name]:.1e}, allowed {allowed[name]:.1e}" for name in wrong)

@@ -92,7 +92,10 @@ def megatron(fused, main_grad, group, sequence_parallel):
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
-    group = group or group_of_one()
+    if group is None and not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    group = group or dist.group.WORLD
     # The native loss reads the group from this global, and hidden states are gathered into this buffer.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     parallel_state._GLOBAL_MEMORY_BUFFER = None
@@ -119,13 +122,6 @@ def megatron(fused, main_grad, group, sequence_parallel):
         return mean_of(per_token.squeeze(1) * mask, target)
 
     return loss
-
-
-def group_of_one():
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    return dist.group.WORLD
 
 
 def verl(group, sequence_parallel):

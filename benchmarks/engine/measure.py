@@ -28,8 +28,8 @@ def measure(
     of each round and `peak`, bytes during the call.
 
     First each candidate is built, checked, and its memory measured. `check(row, results)` gets the result of each pass,
-    adds to the row, and raises NotMeasured for a wrong result. Then all candidates are timed round by round; with
-    `host` the `host_seconds`, too. `like`: tensors of the sizes of gradients; see `_poison`."""
+    and raises NotMeasured for a wrong one. Then all candidates are timed round by round; with `host` the
+    `host_seconds`, too. `like`: tensors of the sizes of gradients; see `_poison`."""
     rows, readers = [{"name": name, "refused": None} for name in candidates], {}
     gc.freeze()  # later collections skip the objects of the libraries
     for row, build in zip(rows, candidates.values()):

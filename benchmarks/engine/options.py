@@ -20,6 +20,10 @@ MEGATRON = ("megatron-fused", "megatron", "megatron-fused-main-grad", "megatron-
 FUSED = ("liger", "liger-scaled", "cut-cross-entropy", "quack")
 ON_GPU = ("torch", "torch-compile", *MEGATRON, "verl", *FUSED)
 ON_CPU = ("torch",)
+POST = (
+    "statistics@all entropy@all entropy@0 selected@all masked@all token-loss token-loss@512MiB token-loss@0 "
+    "token-statistics@512MiB distillation"
+)
 SUITES = {
     # Sizes for which this package has speed targets.
     "bars": Suite(
@@ -36,13 +40,7 @@ SUITES = {
     ),
     # The functions of post-training, with saved and with recomputed logits.
     "post": Suite(
-        (Shape(8192, 128256, 4096),),
-        tuple(
-            f"ours-{kind}"
-            for kind in "statistics@all entropy@all entropy@0 selected@all masked@all token-loss "
-            "token-loss@512MiB token-loss@0 token-statistics@512MiB distillation".split()
-        ),
-        ("verl", "torch-distillation"),
+        (Shape(8192, 128256, 4096),), tuple(f"ours-{kind}" for kind in POST.split()), ("verl", "torch-distillation")
     ),
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
@@ -56,11 +54,8 @@ DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches o
 
 
 def parse_arguments(arguments: list[str] | None, ranks: int | None = None, here: int | None = None) -> Namespace:
-    """Parses the command line. `ranks`: of the whole run, None for one process; `here`: see `parse`.
-
-    Adds to the options: `shapes`; and `chosen`, the Peers to measure. Options that would fail during the measurement
-    end the program at once.
-    """
+    """Parses the command line. `ranks`: of the whole run, None for one process; `here`: see `parse`. Adds
+    `shapes` and `host`, and `chosen`, the Peers to measure."""
     setting = ONE if ranks is None else RANKS
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
     parser = new_parser(program, "parallel_lce against its peers.", "--json", "--rounds", "--shape")
@@ -77,9 +72,8 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, here:
     here_too = [peer for peer in OTHERS if setting in peer.settings]
     wanted = options.peers
     if wanted is None:
-        wanted = [named(name, setting) for name in suite.ours] + [
-            peer for peer in here_too if peer.name in suite.others
-        ]
+        wanted = [named(name, setting) for name in suite.ours]
+        wanted += [peer for peer in here_too if peer.name in suite.others]
     baselines = [peer for peer in here_too if peer.build is None]
     first, rest = ([peer for peer in wanted if peer.is_ours is ours and peer.build] for ours in (True, False))
     options.chosen = [*first, *baselines, *rest]

@@ -15,8 +15,6 @@ from . import libraries
 from .libraries import mean_of
 from .problem import IGNORE_INDEX
 
-SELECTED = 64  # selected entries of each token
-
 
 def _of_call(budget, group, sequence_parallel):
     return {"logits_budget": budget, "process_group": group, "sequence_parallel": sequence_parallel}
@@ -72,10 +70,10 @@ def statistics(asked, budget, group, sequence_parallel):
 
 
 def selected(x, weight, target, group):
-    """Log-probabilities of random entries, the same in each call and on all ranks."""
+    """Log-probabilities of 64 random entries of each token, the same in each call and on all ranks."""
     ranks = 1 if group is None else group.size()
     generator = torch.Generator(x.device).manual_seed(0)
-    ids = torch.randint(len(weight) * ranks, (len(target), SELECTED), generator=generator, device=x.device)
+    ids = torch.randint(len(weight) * ranks, (len(target), 64), generator=generator, device=x.device)
     return {"selected": ids}
 
 

@@ -21,7 +21,7 @@ from . import libraries, ours
 from .problem import Problem
 
 FORWARD, FORWARD_BACKWARD = "forward", "fwd+bwd"
-PASSES = (FORWARD, FORWARD_BACKWARD)  # FORWARD: without gradients; FORWARD_BACKWARD: with dX and dW
+PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients; with dX and dW
 
 ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
 BOTH = (ONE, RANKS)
@@ -106,8 +106,7 @@ def calls_of(peer: Peer, problem: Problem) -> dict[str, Callable]:
     """`{pass: function()}`: forward without gradients, and forward + backward, which returns the loss, dX and dW; for a
     GEMM-only baseline dX and dW.
 
-    As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
-    leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
+    As in training, gradients go to `.grad` of leaf tensors, new ones in each call, or to one `main_grad`."""
     if peer.build is None:
         return _baseline_calls(problem, peer.name == OVERLAPPED)
     loss = peer.build(problem.team.group, problem.sequence_parallel)

@@ -56,10 +56,10 @@ class Problem:
         return [slice(start, start + rows) for start in range(0, len(self.hidden), rows)]
 
 
-def make_problem(shape, dtype, team, seed=0):
+def make_problem(shape, dtype, team):
     """Random tensors: x ~ N(0, 1) and W ~ N(0, 1 / D), so that logits are ~ N(0, 1) for any D. Targets are uniform."""
-    shared = torch.Generator(team.device).manual_seed(seed)
-    own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(seed + 1 + team.rank)
+    shared = torch.Generator(team.device).manual_seed(0)
+    own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(1 + team.rank)
     options = {"generator": shared, "device": team.device}
     hidden = torch.randn(shape.n, shape.d, dtype=dtype, **options)
     weight = torch.randn(shape.v // team.ranks, shape.d, dtype=dtype, device=team.device, generator=own)

@@ -27,7 +27,6 @@ PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no t
 
 
 def shape(text: str) -> Shape:
-    """'N,V,D' -> Shape. argparse reports what raises."""
     return Shape(*map(int, text.split(",")))
 
 

@@ -52,8 +52,7 @@ class Team:
 
     @classmethod
     def here(cls, device_type: str) -> "Team":
-        """All ranks that torchrun started, joined over gloo, or this process alone. Ranks share devices if there are
-        fewer."""
+        """All ranks that torchrun started, or this process alone. Ranks share devices if there are fewer."""
         device = torch.device("cpu")
         if device_type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .engine.accuracy import Judge, answers
-from .engine.measure import cell_table, host_table, measure
+from .engine.cells import measure_cell, show
 from .engine.options import parse_arguments
 from .engine.peers import OVERLAPPED
 from .engine.problem import Problem, make_problem
@@ -31,19 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments, ranks)
     with session(options) as run:
         cells = run.content["cells"] = []
-        run.content.update(suite=options.suite, tp=options.tp)
         for tp in options.tp:
             team = Team.of(tp, run.team.device)
             for shape in options.shapes if team else ():
                 for cell in _cells(make_problem(shape, options.dtype, team), options):
                     cells.append(cell)
-                    refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                    for output in (cell_table(cell), *refused, *([host_table(cell)] if options.host else [])):
-                        run.say(output)
-                    run.save()  # after each cell: a later cell may fail
+                    show(cell, run)
             if ranks:
                 dist.barrier()  # the ranks outside the team wait here
-    return int(any(peer["refused"] for cell in cells for peer in cell["peers"] if peer["family"] == "ours"))
+    return int(any(row["refused"] for cell in cells for row in cell["peers"] if row["name"].startswith("ours")))
 
 
 def _cells(problem: Problem, options: Namespace) -> Iterator[dict]:
@@ -53,12 +49,9 @@ def _cells(problem: Problem, options: Namespace) -> Iterator[dict]:
     peers = [peer for peer in options.chosen if team.ranks > 1 or peer.name != OVERLAPPED]
     truth, torch_answers = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
     release(team.device)
-    layouts = [False, True] if team.ranks > 1 else [False]
-    judges = [Judge(replace(problem, sequence_parallel=layout), truth, torch_answers) for layout in layouts]
-    del truth, torch_answers  # the judges alone hold the truth now
-    for judge in judges:
-        yield measure(peers, judge, options.rounds, options.host)
-    release(team.device)
+    for layout in (False, True) if team.ranks > 1 else (False,):
+        judge = Judge(replace(problem, sequence_parallel=layout), truth, torch_answers)
+        yield measure_cell(peers, judge, options.rounds, options.host)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,8 @@ from parallel_lce import TokenStatistics, token_statistics
 
 from .engine.problem import Shape
 from .engine.report import new_parser, new_table, parse, session
-from .engine.team import Team
 
-# Columns of the table: names of statistics.
-COLUMNS = {
-    "log-prob": "target_log_prob",
-    "lse": "lse",
-    "sum p^2": "sum_p_squared",
-    "mean logit": "mean_logit",
-    "entropy": "entropy",
-    "top 3": "top_logits",
-}
+COLUMNS = "target_log_prob", "lse", "sum_p_squared", "mean_logit", "entropy", "top_logits"
 asked = partial(token_statistics, entropy=True, mean_logit=True, sum_p_squared=True, top_k=3)
 USUAL = {
     "cuda": [Shape(4096, 131072, 4096), Shape(4096, 151936, 2048), Shape(4096, 50257, 2048)],
@@ -41,31 +32,17 @@ def main(arguments: list[str] | None = None) -> None:
     with session(options) as run:
         for shape in options.shape or USUAL[options.device]:
             table = new_table(f"{shape}, {options.dtype}: tokens that differ", None, ["situation"], [*COLUMNS])
-            for situation, found in differing(shape, options.dtype, run.team):
-                table.add_row(situation, *map(str, found))
+            given = tensors(shape, options.dtype, run.team.device)
+            base = asked(*given)
+            situations = of_memory(*given) if run.team.ranks == 1 else of_shards(*given, run.team)
+            for situation, found, tokens in situations:
+                table.add_row(situation, *map(str, count(found, base, tokens)))
             run.say(table)
-
-
-def differing(shape: Shape, dtype: torch.dtype, team: Team) -> Iterator[tuple[str, list[int]]]:
-    """Each situation, and the numbers of its tokens that differ, by column."""
-    hidden, weight, target = tensors(shape, dtype, team.device)
-    base = asked(hidden, weight, target)
-    for situation, found, tokens in of_memory(hidden, weight, target) if team.ranks == 1 else ():
-        yield situation, count(found, base, tokens)
-    for situation, stops in shards(shape.v, team.ranks).items() if team.ranks > 1 else ():
-        start, stop = [0, *stops][team.rank], stops[team.rank]
-        where: dict[str, Any] = dict(process_group=team.group, vocab_start=start)
-        own, part = weight[start:stop].clone(), hidden.chunk(team.ranks)[team.rank].clone()
-        yield situation, count(asked(hidden, own, target, **where), base)
-        if shape.n % team.ranks == 0:
-            found = asked(part, own, target, **where, sequence_parallel=True)
-            yield f"{situation}, SP", count(found, base)
 
 
 def tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The same on all ranks. Logits are ~ N(0, 1) to N(0, 6), those of sure targets up to 25."""
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = dict(device=device, generator=generator)
+    options: dict[str, Any] = dict(device=device, generator=torch.Generator(device).manual_seed(0))
     weight = (torch.randn(shape.v, shape.d, **options) * shape.d**-0.5).to(dtype)
     target = torch.randint(shape.v, (shape.n,), **options)
     hidden = torch.randn(shape.n, shape.d, **options) * (1 + 1.5 * torch.rand(shape.n, 1, **options))
@@ -75,8 +52,11 @@ def tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Ten
     return hidden.to(dtype), weight, target
 
 
-def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[str, TokenStatistics, slice | Tensor]]:
-    """Situations of one rank, with the statistics of some tokens, and which ones these are."""
+Situation = tuple[str, TokenStatistics, slice | Tensor]  # its name, and the statistics of these tokens
+
+
+def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[Situation]:
+    """On one rank."""
     tokens = len(hidden)
     for number in (1, 16, 100, 1000):
         some = slice(min(number, tokens))
@@ -91,6 +71,17 @@ def of_memory(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[
         yield f"gradients, a budget of {mebibytes} MiB", found, slice(None)
 
 
+def of_shards(hidden: Tensor, weight: Tensor, target: Tensor, team) -> Iterator[Situation]:
+    """On several ranks."""
+    for situation, stops in shards(len(weight), team.ranks).items():
+        start, stop = [0, *stops][team.rank], stops[team.rank]
+        where: dict[str, Any] = dict(process_group=team.group, vocab_start=start)
+        own, part = weight[start:stop].clone(), hidden.chunk(team.ranks)[team.rank].clone()
+        yield situation, asked(hidden, own, target, **where), slice(None)
+        if len(hidden) % team.ranks == 0:
+            yield f"{situation}, SP", asked(part, own, target, **where, sequence_parallel=True), slice(None)
+
+
 def shards(entries: int, ranks: int) -> dict[str, list[int]]:
     """The ends of the ranks' shards, by situation."""
     equal = -(-entries // ranks)
@@ -103,7 +94,7 @@ def shards(entries: int, ranks: int) -> dict[str, list[int]]:
 
 
 def count(found: TokenStatistics, base: TokenStatistics, tokens: slice | Tensor = slice(None)) -> list[int]:
-    pairs = [(getattr(found, name), getattr(base, name)[tokens]) for name in COLUMNS.values()]
+    pairs = [(getattr(found, name), getattr(base, name)[tokens]) for name in COLUMNS]
     return [int((value != expected).reshape(len(value), -1).any(1).sum()) for value, expected in pairs]
 
 

@@ -1,39 +1,40 @@
 """`python -m benchmarks.tune`: times candidate tiles for this GPU.
 
-Every candidate runs three calls of `token_statistics` on each shape: forward alone, forward that saves all
-exponentials, and forward + backward with logits_budget=0. Speeds are relative to bare matrix products in the same
-round: one product for a forward, three for forward + backward. `kernels/tuning.py` should have the fastest tile.
+With each candidate `token_statistics` runs without gradients; and forward + backward, once with all exponentials saved
+and once with logits_budget=0. `kernels/tuning.py` should have the fastest tiles.
 """
 
-import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import product as combinations
 from math import inf
 from statistics import median
 from unittest import mock
 
 import torch
 
-from parallel_lce import token_statistics
 from parallel_lce.kernels import product
 from parallel_lce.kernels.tuning import Tile
 
-from .engine import ways
+from .engine.accuracy import Judge, answers
+from .engine.cells import measure_cell, show
+from .engine.measure import SECONDS
 from .engine.options import SUITES
-from .engine.peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, calls_of, named
+from .engine.peers import FORWARD_BACKWARD, GEMM_ONLY, ONE, named
 from .engine.problem import Problem, make_problem
 from .engine.report import new_parser, parse, session
 
 # Tile(rows, entries, elements of the K dimension per step, warps, stages)
 SPECIALIZED = [
-    Tile(*size, 64, 4, stages, mainloop="hopper")
-    for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
+    Tile(*size, 64, 4, stages, mainloop="hopper") for size, stages in combinations([(128, 256), (256, 128)], [3, 4])
 ]
-_SIZES = [(128, 256), (128, 128), (64, 128)]
-PORTABLE = [Tile(*size, *rest) for size, rest in itertools.product(_SIZES, itertools.product((32, 64), (4, 8), (3, 4)))]
+_SIZES, _REST = [(128, 256), (128, 128), (64, 128)], combinations((32, 64), (4, 8), (3, 4))
+PORTABLE = [Tile(*size, *rest) for size, rest in combinations(_SIZES, _REST)]
 BLOCKS = (8, 16, 32)  # row blocks per launch
-SHOWN = 8  # fastest candidates that are printed for each call
+SHOWN = 8  # fastest candidates of each budget that are printed
+BUDGETS = ("all", "0")
 
 
 @contextmanager
@@ -44,29 +45,18 @@ def forced(tile: Tile, blocks: int) -> Iterator[None]:
         yield
 
 
-def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict[str, list[dict]]:
-    """`{use: rows of the bare products, then of each tile and number of row blocks}`."""
-    products, found = calls_of(named(GEMM_ONLY, ONE), problem), {}
-    x, weight = problem.x.detach().requires_grad_(), problem.weight.detach().requires_grad_()
-
-    def statistics(budget: int, gradients: bool, backward: bool = False):
-        with nullcontext() if gradients else torch.no_grad():
-            result = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
-        if backward:
-            assert result.target_log_prob is not None  # there is a target
-            torch.autograd.grad(result.target_log_prob.sum(), (x, weight))
-
-    uses = {  # the pass of the bare products for comparison, and the call
-        "forward": (FORWARD, partial(statistics, 0, False)),
-        "saving forward": (FORWARD, partial(statistics, ALL, True)),
-        "forward + backward": (FORWARD_BACKWARD, partial(statistics, 0, True, True)),
-    }
-    for use, (kind, call) in uses.items():
-        calls = {GEMM_ONLY: products[kind]}
-        for tile, count in itertools.product(tiles, blocks):
-            calls[f"{tile}, {count} row blocks a launch"] = forced(tile, count)(call)
-        found[use] = ways.measure(calls, problem.team, rounds, lambda *_: {})
-    return found
+def tune(problem: Problem, budget: str, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict:
+    """The cell of the bare products and of every tile and number of row blocks, the fastest ones first."""
+    ours = named(f"ours-statistics@{budget}", ONE)
+    peers = [named(GEMM_ONLY, ONE)]
+    for tile, count in combinations(tiles, blocks):
+        name = f"{ours.name}, {tile}, {count} row blocks a launch"
+        peers.append(replace(ours, name=name, context=partial(forced, tile, count)))
+    truth, plain = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
+    cell = measure_cell(peers, Judge(problem, truth, plain), rounds)
+    bare, *rows = cell["peers"]
+    rows.sort(key=lambda row: inf if row["refused"] else median(row[FORWARD_BACKWARD][SECONDS]))
+    return cell | {"peers": [bare, *rows]}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,9 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     with session(options) as run:
         for shape in options.shape or SUITES["bars"].shapes:
             problem = make_problem(shape, torch.bfloat16, run.team)
-            for use, (bare, *rows) in tune(problem, options.rounds, tiles).items():
-                rows.sort(key=lambda row: median(row.get("seconds", [inf])))
-                run.say(ways.table(f"{shape}, {use}", "", [bare, *rows[:SHOWN]], "of the bare products", {}))
+            for budget in BUDGETS:
+                show(tune(problem, budget, options.rounds, tiles), run, 1 + SHOWN)
 
 
 if __name__ == "__main__":

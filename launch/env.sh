@@ -1,5 +1,5 @@
 # Sourced by the other scripts here. Sets $root, the repository, and $python, an interpreter with all packages. Exports
-# PYTHONPATH.
+# PYTHONPATH. Makes the repository's .venv, unless it is up to date.
 #
 #   PARALLEL_LCE_PYTHON=/path/to/python   use this interpreter as it is, install nothing
 #
@@ -7,38 +7,38 @@
 
 root=$(dirname -- "$(dirname -- "${BASH_SOURCE[0]}")") # absolute, without links: the scripts source it so
 
-_is_new_enough() { # PYTHON [MINOR]: 3.11 or newer, but not newer than 3.MINOR
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))' "${2:-99}" \
-        >/dev/null 2>&1
-}
-
-_absolute() { # COMMAND: its absolute path, since the scripts may change directory
+_new_enough() { # COMMAND: its absolute path, since the scripts may change directory, if it is Python 3.11 or newer
     local found
     found=$(type -P -- "$1") || return 1
     [[ $found = /* ]] || found=$PWD/$found
-    echo "$found"
+    "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$found"
 }
 
-_find_python() {
-    local newest candidate
-    for newest in 13 99; do # megatron-core has no wheels for newer than 3.13: prefer an older one to compiling it
-        for candidate in python3 python python3.13 python3.12 python3.11; do
-            candidate=$(_absolute "$candidate") && _is_new_enough "$candidate" "$newest" && { echo "$candidate"; return; }
-        done
-    done
-    candidate=$({ python3 --version 2>/dev/null || true; } | head -n 1)
-    echo "error: Python 3.11 or newer is needed, PATH has ${candidate:-none}" >&2
-    return 2
-}
+_make_venv() ( # PYTHON: makes .venv with it. A function in a process of its own: the lock ends with it
+    cd "$root" || exit
+    # Two first starts at the same time, perhaps on two hosts, would clear each other's .venv.
+    exec 9>.venv.lock
+    flock 9 2>/dev/null || true # not everywhere
+    stamp=$("$1" -V; cat pyproject.toml constraints.txt) # when either changes, .venv is made again
+    [ "$stamp" = "$(cat .venv/stamp 2>/dev/null)" ] && exit
+    echo "parallel_lce: installing into $root/.venv with $1, once; this takes a minute or more" >&2
+    "$1" -m venv --clear .venv || exit 2
+    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]' || exit 1
+    echo "$stamp" >.venv/stamp # last: an interrupted installation has no stamp
+)
 
 if [ -n "${PARALLEL_LCE_PYTHON:-}" ]; then
-    if ! python=$(_absolute "$PARALLEL_LCE_PYTHON") || ! _is_new_enough "$python"; then
+    if ! python=$(_new_enough "$PARALLEL_LCE_PYTHON"); then
         echo "error: PARALLEL_LCE_PYTHON=$PARALLEL_LCE_PYTHON is not a Python 3.11 or newer" >&2
         exit 2
     fi
 else
-    python=$(_find_python) || exit
-    "$python" "$root/launch/make_venv.py" "$python" || exit
+    # megatron-core has no wheels for newer than 3.13: prefer an older one to compiling it.
+    for candidate in python3.13 python3.12 python3.11 python3; do
+        python=$(_new_enough "$candidate") && break
+    done
+    [ -n "$python" ] || { echo "error: Python 3.11 or newer is needed, PATH has none" >&2; exit 2; }
+    _make_venv "$python" || exit
     python=$root/.venv/bin/python
 fi
 # launch/ too: with PYTHONSAFEPATH Python does not import from the program's own folder.

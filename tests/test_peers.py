@@ -41,3 +41,35 @@ def test_a_backward_within_autocast(budget, device):
     parallel_lce.linear_cross_entropy(*low[:2], t.target, linear_bias=low[2], **options).sum().backward()
     for leaf, other in zip(leaves, low):
         assert leaf.grad.dtype == torch.float32 and torch.equal(leaf.grad, other.grad.float())
+
+
+def _statistics(x, weight, target, dtype):
+    """Log-probabilities and entropies of plain torch: logits in the dtype, a softmax at least in fp32."""
+    log_p = (x.to(dtype) @ weight.to(dtype).T).to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+    return log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+@pytest.mark.parametrize("deviation", [0.01, 1.0, 5.0, 20.0])
+def test_log_probabilities_and_entropies_err_no_more_than_an_fp32_heads(deviation, device):
+    """And gradients no more than those of bf16 logits, of sure tokens too. Normal logits of this standard deviation;
+    targets drawn from the softmax, as from a policy."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = normal(200, 256, seed=1).bfloat16(), (normal(3000, 256, seed=2) * deviation / 16).bfloat16()
+    target = (x.float() @ weight.float().T).softmax(1).multinomial(1, generator=generator)[:, 0]
+    x, weight, target = (tensor.to(device) for tensor in (x, weight, target))
+    x.requires_grad_()
+    found = parallel_lce.token_statistics(x, weight, target, entropy=True)
+    ways = [(found.target_log_prob, found.entropy)]
+    ways += [_statistics(x, weight, target, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float32)]
+    # Roundings of a logit are relative to the sum of |x_k w_k|; tensor cores truncate where fp32 rounds.
+    sums = (x.detach().float() * weight[target].float()).abs().sum(1).max().item()
+    slack = 4 * torch.finfo(torch.float32).eps * max(1.0, sums)
+    for ours, true, rounded, head in zip(*ways):
+        off, of_rounded, of_head = ((value - true).abs().max().item() for value in (ours, rounded, head))
+        assert off <= 2 * of_head + slack and off < 1e-3
+        assert deviation < 1 or 10 * off < of_rounded
+        ours, true, rounded = (torch.autograd.grad(v.sum(), x, retain_graph=True)[0] for v in (ours, true, rounded))
+        surest = ways[1][0].argsort()  # neighbours in this order have gradients of like sizes
+        for tokens in surest.chunk(5):
+            errors = [(dx[tokens] - true[tokens]).norm() / true[tokens].norm() for dx in (ours, rounded)]
+            assert errors[0] <= 2 * errors[1] + torch.finfo(torch.bfloat16).eps / 2

@@ -20,25 +20,24 @@ from safetensors.torch import load_file
 
 import program  # of launch/
 from tools import ran
-from training import text as module
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
-from training.loop import learning_rate, share_done
+from training.loop import learning_rate
 from training.model import CausalAttention
 from training.refusal import Refusal
-from training.report import RUNS, compare, read_metrics, write_report
-from training.text import Batches, Text, by_frequency, load_text, read_documents, split, train_tokenizer
+from training.report import RUNS, Metrics, compare, write_report
+from training.text import Batches, Text, by_frequency, load_text, read_documents, split
 from world import launched
 
 
 def test_held_out_samples_are_not_trained_on():
-    held_out, rest = split(Text(np.arange(100, dtype=np.int32), 0, "numbers", 100), 9, 4)
+    held_out, rest = split(Text(np.arange(100, dtype=np.int32), 0, "numbers"), 9, 4)
     assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
     assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(100))
 
 
 def test_another_order_has_the_same_samples_of_a_step():
-    text, cpu = Text(np.arange(500, dtype=np.int32), 0, "numbers", 500), torch.device("cpu")
+    text, cpu = Text(np.arange(500, dtype=np.int32), 0, "numbers"), torch.device("cpu")
 
     def starts(order: int) -> list[int]:
         sizes = dict(steps=1, sequence=8, micro_batch=2, micro_batches=3, learning_rate=0.0, warmup_steps=0)
@@ -58,7 +57,7 @@ def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
     counts = np.bincount(stream, minlength=40).tolist()
     ids = sorted(range(40), key=lambda i: (-counts[i], i))
     dealt = [rank * 40 // ranks + place for place in range(40 // ranks) for rank in range(ranks)]
-    text = by_frequency(Text(stream, 5, "", 37), 40, ranks)
+    text = by_frequency(Text(stream, 5, ""), 40, ranks)
     expected = dict(zip(ids, dealt))
     assert text.tokens.tolist() == [expected[i] for i in stream] and text.end_of_document == expected[5]
     recipe = re.search("```python\n(counts = .*?)```", (ROOT / "docs" / "gradient_filter.md").read_text(), re.DOTALL)
@@ -71,15 +70,10 @@ def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
     assert all(line in inspect.getsource(by_frequency) for line in lines[1:4])
 
 
-def test_the_nearer_limit_ends_the_training_and_the_learning_rate_rises_then_falls():
-    def done(step: int, seconds: float, **limits) -> float:
-        return share_done(TrainConfig.model_construct(**({"steps": None, "minutes": None} | limits)), step, seconds)
-
-    assert done(5, 12.0, steps=10, minutes=2) == 0.5 and done(1, 90.0, steps=10, minutes=2) == 0.75
-    assert done(10**6, 15.0, minutes=0.5) == 0.5 and done(6, 1e9, steps=12) == 0.5
-    train = TrainConfig.model_construct(learning_rate=3.0, warmup_steps=3, last_rate=0.1)
-    assert [learning_rate(train, step, 0.0) for step in range(5)] == [0.75, 1.5, 2.25, 3.0, 3.0]
-    assert learning_rate(train, 99, 0.5) == pytest.approx(1.65) and learning_rate(train, 99, 1.0) == pytest.approx(0.3)
+def test_the_learning_rate_rises_then_falls():
+    train = TrainConfig.model_construct(learning_rate=3.0, warmup_steps=3, last_rate=0.1, steps=100)
+    rates = [learning_rate(train, step) for step in (0, 1, 2, 50, 100)]
+    assert rates == pytest.approx([0.75, 1.5 * 0.991, 2.25 * 0.982, 1.65, 0.3])
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
@@ -103,7 +97,7 @@ def _text(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
 
 def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "latin").write_bytes("ein schöner Tag, ".encode("latin-1") * 100)
-    with pytest.raises(Refusal, match=r"latin is not UTF-8: byte 0xf6 at position 7$"):
+    with pytest.raises(Refusal, match=r"no file with text at .*latin$"):
         load_text(_text(tmp_path / "latin"))
 
 
@@ -112,15 +106,6 @@ def test_no_more_is_read_than_asked_for(tmp_path):
     (tmp_path / "text").write_text("0123456789" * 10)
     os.truncate(tmp_path / "text", 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
     assert read_documents(_text(tmp_path, 25))[1] == ["first", "01234567890123456789"]
-
-
-def test_pieces_are_short_and_give_the_text_back():
-    """A BPE takes minutes for one word of 200 kB."""
-    whole = " 's it''s \x1f é e\u0301 ".join(["a" * 5000, "7" * 5000, "-" * 5000, "\n" * 5000, "漢😀" * 2500])
-    tokenizer = train_tokenizer([whole], 400)
-    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(whole)]
-    assert max(end - start for start, end in spans) <= module.LONGEST + 1  # and the blank in front of a word
-    assert tokenizer.decode(tokenizer.encode(whole).ids, skip_special_tokens=False) == whole
 
 
 def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path):
@@ -205,6 +190,10 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
+def _metrics(folder: Path) -> Metrics:
+    return Metrics.model_validate_json((folder / "metrics.json").read_text())
+
+
 def _rank(arguments: list[str]) -> None:
     """The program as torchrun starts it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "a run"
@@ -221,7 +210,7 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, c
     begun = []
     monkeypatch.setattr(os, "execve", lambda *given: begun.append(given))
     program.run("train", [*own, *one])
-    assert "300 of the 300 entries of the vocabulary stand for text" in capsys.readouterr().out
+    assert f"{work / 'text.txt'}: " in capsys.readouterr().out
     ((path, command, environment),) = begun
     refused = ran(path, *command[1:], "train.stps=1", cwd=work, env=environment | {"PYTHONPATH": str(ROOT)})
     assert "no such setting: train.stps" in refused.stderr, refused.stderr
@@ -230,8 +219,9 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, c
     two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
     launched(2, _rank, [*own, *two])
     config = load_config(CPU, [*own[3:], *one], str(work / "text.txt"))
-    metrics, files = read_metrics(Path(config.output)), [*Path(config.output).glob("*.safetensors")]
-    assert metrics.losses == pytest.approx(read_metrics(tmp_path).losses, abs=1e-5)
+    files = [*Path(config.output).glob("*.safetensors")]
+    metrics, other = (_metrics(folder) for folder in (Path(config.output), tmp_path))
+    assert metrics.losses == pytest.approx(other.losses, abs=1e-5)
     files.sort(key=lambda path: int(path.stem.removeprefix("step-")))
     assert [path.stem for path in files] == ["step-3", "step-6", "step-12"] and len(metrics.losses) == 12
     held_out, _ = split(load_text(config.text), 24, 5)
@@ -259,8 +249,8 @@ def test_the_demo(work, tmp_path):
 # --- the comparison -----------------------------------------------------------------------------------
 
 METRICS = dict(
-    **dict(device="a device", hosts=1, backend="gloo", versions={"torch": "2"}, text="a text"),
-    **dict(step_peak_bytes=None, held_bytes=[3 << 20] * 10 + [4 << 20], loss_peak_bytes=7 << 20, held_out_loss=None),
+    **dict(device="a device", backend="gloo", versions={"torch": "2"}, text="a text"),
+    **dict(step_peak_bytes=None, loss_peak_bytes=7 << 20, held_out_loss=None),
 )
 
 
@@ -300,24 +290,24 @@ def test_the_verdict(yardstick, ours, agree, tmp_path):
 
 
 @pytest.mark.parametrize(("last", "orders", "status"), [(1.5, 0, 0), (1.7, 3, 1)])
-def test_the_report(last, orders, status, tmp_path, capsys):
+def test_the_report(last, orders, status, tmp_path):
     losses = [3 - step / 64 for step in range(96)] + [1.5]
     others = {f"stock_{order}": [*losses[:-1], 1.5 + order / 32] for order in range(1, orders + 1)}
-    _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last], **others)
-    arguments = [f"output={tmp_path}", f"compare.report={tmp_path / 'report'}", f"compare.yardstick={orders > 0}"]
-    assert program.run("compare", arguments) == status
-    said = re.sub(" +", " ", capsys.readouterr().out)
+    config = _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last], **others)
+    (tmp_path / "report").mkdir()
+    comparison = compare(config)
+    printed = write_report(comparison, tmp_path / "report", 1e-4, "./launch/demo.sh a=1")
+    said = re.sub(" +", " ", printed)
     assert re.search(rf"\| final loss +\| +1.500000 \| +{last:.6f} \|", said)
     assert "| peak memory of the loss, measured at 8192 tokens, MiB per rank" in said and "| 7.0 |" in said
     assert re.search(r"ms: p10, median, p90( \| \d+ / 22\d\d / \d+){2,} \|", said)
     assert "overlap between p10 and p90" in said
-    assert "after step 10, MiB on rank 0" in said and "| 3.000 |" in said and "| 4.000 |" in said
-    verdict = said.splitlines()[-1]
+    verdict = comparison.verdict
     assert verdict.startswith("FAILED: the loss curves part" if status else "The loss curves agree: ")
     written = (tmp_path / "report" / "report.md").read_text()
-    assert ("by up to 9.7e-04 and 9.4e-02" in verdict) is ("stock-N: stock with" in written) is (orders > 0)
-    assert "*stock* is Megatron's unfused loss" in written and "seed=1234" in written
-    assert verdict in written and f"./launch/demo.sh {' '.join(arguments)}\n" in written
+    assert ("by up to 9.7e-04 and 9.4e-02" in verdict) is ("*stock-N* is stock with" in written) is (orders > 0)
+    assert "*stock* is Megatron's unfused loss" in written
+    assert verdict in written and "./launch/demo.sh a=1\n" in written
     assert json.loads((tmp_path / "report" / "report.json").read_text())["agree"] is (status == 0)
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
 
@@ -330,26 +320,12 @@ def test_step_times_that_lie_apart_are_no_noise(tmp_path):
     assert "overlap between" not in (tmp_path / "report.md").read_text()
 
 
-def test_runs_that_do_not_fit_are_refused(tmp_path):
-    config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
-    path = tmp_path / "parallel_lce" / "metrics.json"
-    run = json.loads(path.read_text())
-    run["config"]["parallel"]["timeout_seconds"] = 7
-    path.write_text(json.dumps(run))
-    assert compare(config).agree  # in this the runs may differ
-    run["config"]["parallel"]["tensor"] = 1
-    path.write_text(json.dumps(run))
-    with pytest.raises(Refusal, match=r"the runs differ in parallel.tensor: 2 \(stock\) and 1 \(parallel_lce\)"):
-        compare(config)
-
-
 def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):
     given = ["--text", str(work / "text.txt"), f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
     given += ["train.micro_batches=2", f"output={tmp_path}/o #1"]
     hosts = ["--nnodes=2", "--nproc-per-node=1"]
     for code, torchrun, orders, status, words in (
         (3, [], [0], 1, "FAILED: the run 'stock' ended with exit code 3"),
-        (0, [], [0, 0, 1, 2, 3], 2, "error: no results of a run at "),
         (0, [*hosts, "--"], [0, 0], 0, "another host has the results"),
     ):
         # Results of an earlier one, which must not stay.

@@ -1,2 +1,2 @@
-"""What measures. Of team, problem, timing, peak_memory, libraries, ours, peers, accuracy, report, measure, ways,
-snapshots and options each uses only modules before it."""
+"""What measures. Of team, timing, problem, peak_memory, report, measure, libraries, ours, peers, accuracy, options and
+cells each uses only modules before it."""

@@ -18,9 +18,22 @@ from .problem import IGNORE_INDEX
 
 
 def liger(group, sequence_parallel):
-    """The environment variable LIGER_KERNEL_IMPL chooses its backend."""
+    """Its loss in chunks of tokens. The environment variable LIGER_KERNEL_IMPL chooses its backend."""
     functions = importlib.import_module("liger_kernel.transformers.functional")
     return partial(functions.liger_fused_linear_cross_entropy, ignore_index=IGNORE_INDEX, reduction="mean")
+
+
+def liger_scaled(group, sequence_parallel):
+    """Its loss per token. On Hopper it needs the packages nvidia-cutlass-dsl and apache-tvm-ffi."""
+    function = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    return lambda x, weight, target: mean_of(function.apply(x, weight, target, 1.0, IGNORE_INDEX), target)
+
+
+def cut_cross_entropy(group, sequence_parallel):
+    """With its own filter of gradients."""
+    loss = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    per_token = partial(loss, ignore_index=IGNORE_INDEX, reduction="none")
+    return lambda x, weight, target: mean_of(per_token(x, weight, target), target)
 
 
 def quack(group, sequence_parallel):
@@ -39,54 +52,32 @@ def torch_loss(x, weight, target):
     return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX)
 
 
-def mesh_of(group):
-    """The ranks as a mesh, under the name that torchtitan gives to it."""
-    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu", mesh_dim_names=("tp",))
+def with_teacher(loss):
+    """`loss(x, weight, target, hidden states, weight)` with those of a teacher, which the first call makes."""
+    teacher = []
+
+    def call(x, weight, target):
+        if not teacher:
+            generator = torch.Generator(x.device).manual_seed(1000)
+            options = {"dtype": x.dtype, "device": x.device, "generator": generator}
+            hidden, of_teacher = torch.randn(x.shape, **options), torch.randn(weight.shape, **options)
+            teacher.extend((hidden, of_teacher.mul_(weight.shape[1] ** -0.5)))
+        return loss(x, weight, target, *teacher)
+
+    return call
 
 
-def _mesh_and_gather(group, sequence_parallel):
-    """The mesh, and a function from this rank's hidden states to a replicated DTensor of the whole sequence."""
-    mesh, placement = mesh_of(group), Shard(0) if sequence_parallel else Replicate()
+def distillation(group, sequence_parallel):
+    """A dense divergence, as trainers form it: logits in the dtype of the input, softmax in float32."""
 
-    def gathered(x):
-        return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
+    def loss(x, weight, target, hidden, of_teacher):
+        with torch.no_grad():
+            log_q = F.linear(hidden, of_teacher).float().log_softmax(-1)
+        log_p = F.linear(x, weight).float().log_softmax(-1)
+        divergences = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+        return mean_of(divergences.where(target != IGNORE_INDEX, 0), target)
 
-    return mesh, gathered
-
-
-def _local(value):
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def vocabulary_shard(weight, mesh):
-    return DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-
-
-def torch_loss_parallel(group, sequence_parallel):
-    """PyTorch's own loss over a sharded vocabulary: `torch_loss` on DTensors. Both passes must run in the context
-    `loss_parallel`."""
-    mesh, gathered = _mesh_and_gather(group, sequence_parallel)
-    return lambda x, weight, target: _local(torch_loss(gathered(x), vocabulary_shard(weight, mesh), target))
-
-
-def torchtitan(new_loss, group, sequence_parallel):
-    """A loss of torchtitan on DTensors, as its trainer calls it: the call also runs the backward of the output layer.
-    By default torchtitan's own, in eight chunks of the sequence. `new_loss()` builds another one."""
-    losses = importlib.import_module("torchtitan.components.loss")
-    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
-    chunked = (new_loss or losses.ChunkedLossWrapper.Config)(loss_fn=losses.CrossEntropyLoss.Config()).build()
-    mesh, gathered = _mesh_and_gather(group, sequence_parallel)
-
-    def loss(x, weight, target):
-        lm_head = torch.nn.Linear(weight.shape[1], weight.shape[0] * group.size(), bias=False, device="meta")
-        del lm_head.weight  # a parameter; this is a tensor of a graph
-        lm_head.weight = vocabulary_shard(weight, mesh)
-        chunked.set_lm_head(lm_head)
-        count = (target != IGNORE_INDEX).sum()
-        value, _ = chunked(gathered(x)[None], target[None], count)
-        return _local(value)
-
-    return loss
+    return with_teacher(loss)
 
 
 def add_weight_gradient(x, gradient, main_grad):
@@ -101,7 +92,10 @@ def megatron(fused, main_grad, group, sequence_parallel):
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
-    group = group or group_of_one()
+    if group is None and not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    group = group or dist.group.WORLD
     # The native loss reads the group from this global, and hidden states are gathered into this buffer.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     parallel_state._GLOBAL_MEMORY_BUFFER = None
@@ -130,25 +124,21 @@ def megatron(fused, main_grad, group, sequence_parallel):
     return loss
 
 
-def group_of_one():
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    return dist.group.WORLD
-
-
 def verl(group, sequence_parallel):
     """verl's kernel takes the hidden states of the whole sequence, and does not sum dX over the ranks. The backward of
     the gather does, and scatters it under sequence parallelism."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
-    gathered = None if group is None else _mesh_and_gather(group, sequence_parallel)[1]
+    mesh = group and DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    placements = [Shard(0) if sequence_parallel else Replicate()]
 
     def loss(x, weight, target):
-        hidden = x if gathered is None else gathered(x).to_local(grad_placements=[Partial()])
+        if mesh:
+            whole = DTensor.from_local(x, mesh, placements, run_check=False).redistribute(placements=[Replicate()])
+            x = whole.to_local(grad_placements=[Partial()])
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
-        log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, 1.0, "none", group)  # 1.0: the temperature
+        log_probs, _ = LinearCrossEntropy.apply(x, weight, labels, 1.0, "none", group)  # 1.0: the temperature
         return mean_of(-log_probs * mask, target)
 
     return loss

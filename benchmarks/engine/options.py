@@ -12,25 +12,24 @@ from .report import new_parser, parse
 class Suite(NamedTuple):
     shapes: tuple[Shape, ...]
     ours: tuple[str, ...]  # names of peers
-    others: tuple[str, ...] | None = None  # names of peers; None: all peers that run on this device by default
-    host: bool = False  # also measures the host time, and profiles on a GPU
+    others: tuple[str, ...]  # names of peers; those of another setting are left out
+    host: bool = False  # also measures the host time
 
 
+MEGATRON = ("megatron-fused", "megatron", "megatron-fused-main-grad", "megatron-main-grad")
+FUSED = ("liger", "liger-scaled", "cut-cross-entropy", "quack")
+ON_GPU = ("torch", "torch-compile", *MEGATRON, "verl", *FUSED)
+ON_CPU = ("torch",)
+POST = (
+    "statistics@all entropy@all entropy@0 selected@all masked@all token-loss token-loss@512MiB token-loss@0 "
+    "token-statistics@512MiB distillation"
+)
 SUITES = {
     # Sizes for which this package has speed targets.
     "bars": Suite(
         (Shape(8192, 128256, 4096), Shape(4096, 128256, 4096), Shape(32768, 131072, 4096), Shape(1024, 262144, 4096)),
         (SAVED, "ours-per-token@512MiB", "ours-main-grad@512MiB", "ours@1GiB"),
-    ),
-    # Sizes of small models, with the default budget.
-    "small": Suite(
-        tuple(
-            Shape(n, v, d)
-            for d, v in ((1024, 32768), (2048, 50304), (2048, 65536), (4096, 128256))
-            for n in (256, 1024, 2048, 4096, 8192)
-        ),
-        ("ours-per-token",),
-        ("torch", "torch-compile", "megatron-fused"),
+        ON_GPU,
     ),
     # The GPU has so little work that a call is bound by its host time.
     "host": Suite(
@@ -39,29 +38,24 @@ SUITES = {
         ("torch", "torch-compile"),
         host=True,
     ),
-    # The statistics of post-training, with saved and with recomputed logits.
+    # The functions of post-training, with saved and with recomputed logits.
     "post": Suite(
-        (Shape(8192, 128256, 4096),),
-        tuple(f"ours-{kind}" for kind in "statistics@all entropy@all entropy@0 selected@all masked@all replay".split()),
-        ("verl",),
+        (Shape(8192, 128256, 4096),), tuple(f"ours-{kind}" for kind in POST.split()), ("verl", "torch-distillation")
     ),
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
-_OVER_RANKS = (SAVED, "ours", "ours-style", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
+_OVER_RANKS = (SAVED, "ours", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
 DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches of a large model.
-    (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED),
-    (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token")),
-    (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), _OVER_RANKS),
-    (RANKS, "cuda"): Suite((Shape(8192, 131072, 4096), Shape(32768, 131072, 4096)), _OVER_RANKS),
+    (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED, ON_CPU),
+    (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token"), ON_GPU),
+    (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), _OVER_RANKS, ON_CPU),
+    (RANKS, "cuda"): Suite((Shape(8192, 131072, 4096), Shape(32768, 131072, 4096)), _OVER_RANKS, ON_GPU),
 }
 
 
 def parse_arguments(arguments: list[str] | None, ranks: int | None = None, here: int | None = None) -> Namespace:
-    """Parses the command line. `ranks`: of the whole run, None for one process; `here`: see `parse`.
-
-    Adds to the options: `shapes`; and `chosen`, the Peers to measure. Options that would fail during the measurement
-    end the program at once.
-    """
+    """Parses the command line. `ranks`: of the whole run, None for one process; `here`: see `parse`. Adds
+    `shapes` and `host`, and `chosen`, the Peers to measure."""
     setting = ONE if ranks is None else RANKS
     program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
     parser = new_parser(program, "parallel_lce against its peers.", "--json", "--rounds", "--shape")
@@ -75,15 +69,14 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, here:
 
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
     options.shapes, options.host = options.shape or suite.shapes, suite.host
-    others = [peer for peer in OTHERS if setting in peer.settings]
+    here_too = [peer for peer in OTHERS if setting in peer.settings]
     wanted = options.peers
     if wanted is None:
         wanted = [named(name, setting) for name in suite.ours]
-        usual = suite.others or [peer.name for peer in others if peer.on_cpu or options.device == "cuda"]
-        wanted += [peer for peer in others if peer.name in usual]
-    baselines = [peer for peer in others if peer.family == "gemm-only"]
-    ours, rest = ([peer for peer in wanted if peer.family == family] for family in ("ours", "other"))
-    options.chosen = [*ours, *baselines, *rest]
+        wanted += [peer for peer in here_too if peer.name in suite.others]
+    baselines = [peer for peer in here_too if peer.build is None]
+    first, rest = ([peer for peer in wanted if peer.is_ours is ours and peer.build] for ours in (True, False))
+    options.chosen = [*first, *baselines, *rest]
 
     ranks = ranks or 1
     powers = {2**k for k in range(ranks.bit_length())}

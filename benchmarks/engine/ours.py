@@ -1,36 +1,28 @@
 """The losses of parallel_lce, and losses made of the statistics of post-training.
 
-Each `build` function returns a loss as peers.py describes it. A loss of post-training is the mean negative
-log-probability, plus 0 times the sum of every other statistic. So every statistic has an upstream gradient and its
-backward runs, and the loss still is the mean cross-entropy. Only `masked` and `replay` have another loss, which is not
-judged.
+Each `build` function returns a loss as peers.py describes it. A loss of `statistics` is the mean negative
+log-probability, plus 0 times the sum of every other statistic, whose backward so runs, too.
 """
 
 from functools import partial
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_lce import (
-    LinearCrossEntropy,
-    LinearCrossEntropyParallel,
-    linear_cross_entropy,
-    selected_log_probs,
-    token_statistics,
-)
+from parallel_lce import linear_cross_entropy, token_loss, token_statistics
+from parallel_lce.distillation import divergence
 
 from . import libraries
 from .libraries import mean_of
 from .problem import IGNORE_INDEX
 
-SELECTED, REPLAYED = 64, 8  # selected entries of each token
+
+def _of_call(budget, group, sequence_parallel):
+    return {"logits_budget": budget, "process_group": group, "sequence_parallel": sequence_parallel}
 
 
-def loss(reduction, budget, group, sequence_parallel):
+def loss(reduction, *call):
     """`linear_cross_entropy`. With reduction 'none' torch averages the losses, and no gradient is formed in forward."""
-    options = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "logits_budget": budget}
-    fused = partial(linear_cross_entropy, process_group=group, sequence_parallel=sequence_parallel, **options)
+    fused = partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, reduction=reduction, **_of_call(*call))
     if reduction == "mean":
         return fused
     return lambda x, weight, target: mean_of(fused(x, weight, target), target)
@@ -59,29 +51,15 @@ def main_grad(budget, group, sequence_parallel):
     return loss
 
 
-def style(budget, group, sequence_parallel):
-    """The loss as a module that `parallelize_module` has given a style."""
-    mesh, layout = libraries.mesh_of(group), Shard(0) if sequence_parallel else Replicate()
-    module = LinearCrossEntropy(ignore_index=IGNORE_INDEX, logits_budget=budget)
-    parallelize_module(module, mesh, LinearCrossEntropyParallel(input_layouts=layout))
-    return lambda x, weight, target: module(x, libraries.vocabulary_shard(weight, mesh), target)
-
-
-def torchtitan(budget, group, sequence_parallel):
-    """The loss in the place of torchtitan's own."""
-    from parallel_lce.torchtitan import LinearCrossEntropyLoss
-
-    new_loss = partial(LinearCrossEntropyLoss.Config, logits_budget=budget)
-    return libraries.torchtitan(new_loss, group, sequence_parallel)
+# --- post-training ---------------------------------------------------------------------------------
 
 
 def statistics(asked, budget, group, sequence_parallel):
     """`asked(x, weight, target, group)` returns further options of `token_statistics`."""
-    options = {"process_group": group, "sequence_parallel": sequence_parallel, "logits_budget": budget}
+    options = _of_call(budget, group, sequence_parallel)
 
     def loss(x, weight, target):
         result = token_statistics(x, weight, target, **options, **asked(x, weight, target, group))
-        assert result.target_log_prob is not None  # there is a target
         value = mean_of(-result.target_log_prob.where(target != IGNORE_INDEX, 0), target)
         for other in (result.entropy, result.selected_log_prob):
             if other is not None:
@@ -92,8 +70,11 @@ def statistics(asked, budget, group, sequence_parallel):
 
 
 def selected(x, weight, target, group):
-    """Log-probabilities of random entries."""
-    return {"selected": _ids(x, weight, target, SELECTED, group)}
+    """Log-probabilities of 64 random entries of each token, the same in each call and on all ranks."""
+    ranks = 1 if group is None else group.size()
+    generator = torch.Generator(x.device).manual_seed(0)
+    ids = torch.randint(len(weight) * ranks, (len(target), 64), generator=generator, device=x.device)
+    return {"selected": ids}
 
 
 def half(x, weight, target, group):
@@ -101,20 +82,31 @@ def half(x, weight, target, group):
     return {"mask": torch.arange(len(target), device=x.device) % 2 == 0, "counted_tokens": -(-len(target) // 2)}
 
 
-def replay(budget, group, sequence_parallel):
-    """`selected_log_probs` among 8 kept ids of each token, given as ids and offsets."""
-    options = {"process_group": group, "sequence_parallel": sequence_parallel}
+def clipped(by_token_loss, budget, group, sequence_parallel):
+    """PPO's clipped objective with an entropy bonus: by `token_loss`, or by the same function of `token_statistics`."""
+    options = {"entropy": True, **_of_call(budget, group, sequence_parallel)}
+
+    def ppo(statistics, old, advantage):
+        ratio = (statistics.target_log_prob - old).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return -gain - 0.01 * statistics.entropy, {"clipped": (ratio - 1).abs() > 0.2}
 
     def loss(x, weight, target):
-        ids = _ids(x, weight, target, REPLAYED, group)
-        offsets = torch.arange(len(target) + 1, device=x.device) * REPLAYED
-        return selected_log_probs(x, weight, (ids.view(-1), offsets), **options).sum()
+        generator = torch.Generator(x.device).manual_seed(1)
+        old, advantage = torch.randn(2, len(target), device=x.device, generator=generator)
+        old -= 12  # near the log-probabilities of random targets
+        if by_token_loss:
+            return token_loss(x, weight, target, ppo, old, advantage, **options)[0]
+        losses, _ = ppo(token_statistics(x, weight, target, **options), old, advantage)
+        return losses.where(target != IGNORE_INDEX, 0.0).sum()
 
     return loss
 
 
-def _ids(x, weight, target, count, group):
-    """Random ids `[N, count]`, the same in each call and on all ranks."""
-    ranks = 1 if group is None else group.size()
-    generator = torch.Generator(x.device).manual_seed(0)
-    return torch.randint(len(weight) * ranks, (len(target), count), generator=generator, device=x.device)
+def distillation(*call):
+    """The mean forward divergence from a teacher of the same sizes. Its matrix products are four."""
+
+    def loss(x, weight, target, *teacher):
+        return divergence(x, weight, *teacher, target=target, **_of_call(*call))
+
+    return libraries.with_teacher(loss)

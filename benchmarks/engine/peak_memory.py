@@ -18,13 +18,9 @@ import torch
 
 
 def peak_memory(fn: Callable, device: torch.device | str) -> tuple[int, int]:
-    """Runs `fn()` once and returns `(peak, alive)`, both in bytes above what was allocated before the call.
-
-    `peak` is the largest number of bytes during the call. `alive` is the bytes that the call allocated and that still
-    exist after it, the result of `fn` included. If `fn` returns gradients, `peak - alive` is the memory that the
-    computation needed beyond its results. If the call frees earlier tensors, both numbers are lower; on CPU only
-    tensors of an earlier measured call are known.
-    """
+    """Runs `fn()` once and returns `(peak, alive)`, both in bytes above what was allocated before the call: the largest
+    number during the call, and what still exists after it, the result of `fn` included. If the call frees earlier
+    tensors, both are lower; on CPU only tensors of an earlier measured call are known."""
     gc.collect()
     return _peak_cuda(fn, device) if torch.device(device).type == "cuda" else _peak_cpu(fn)
 

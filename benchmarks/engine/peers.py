@@ -16,15 +16,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel import loss_parallel
 
 from . import libraries, ours
 from .problem import Problem
 
-FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
-PASSES = (FORWARD, FORWARD_BACKWARD)  # FORWARD: without gradients; FORWARD_BACKWARD: with dX and dW
+FORWARD, FORWARD_BACKWARD = "forward", "fwd+bwd"
+PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients; with dX and dW
 
-ANY, SCALAR = "any", "scalar"
 ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
 BOTH = (ONE, RANKS)
 
@@ -41,44 +39,47 @@ class Peer:
     """One row of the table. It is refused where the library that `build` imports is missing."""
 
     name: str
-    build: Callable | None  # build(group, sequence_parallel) returns the loss; group is None on one GPU
-    upstream: str = ANY  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
-    on_cpu: bool = False  # measured by default on a CPU too
+    build: Callable | None  # build(group, sequence_parallel) returns the loss; group is None on one GPU. None: products
     settings: tuple[str, ...] = (ONE,)
-    family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     context: Callable = nullcontext  # in which both passes run
     judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
+    factor: float = 2  # allowed multiple of plain torch's errors
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("ours")
 
 
 # Of these `build(budget, group, sequence_parallel)` returns the loss.
-_ours = partial(Peer, on_cpu=True, settings=BOTH, family="ours")
 OURS = (
-    _ours("ours", partial(ours.loss, "mean"), SCALAR),
-    _ours("ours-per-token", partial(ours.loss, "none")),
-    _ours("ours-main-grad", ours.main_grad, main_grad=True),
-    _ours("ours-statistics", partial(ours.statistics, lambda *_: {})),
-    _ours("ours-entropy", partial(ours.statistics, lambda *_: {"entropy": True})),
-    _ours("ours-selected", partial(ours.statistics, ours.selected)),
-    _ours("ours-masked", partial(ours.statistics, ours.half), judged=False),
-    _ours("ours-replay", ours.replay, judged=False),
-    _ours("ours-style", ours.style, SCALAR, settings=(RANKS,)),
-    _ours("ours-torchtitan", ours.torchtitan, SCALAR, settings=(RANKS,)),
+    Peer("ours", partial(ours.loss, "mean"), BOTH),
+    Peer("ours-per-token", partial(ours.loss, "none"), BOTH),
+    Peer("ours-main-grad", ours.main_grad, BOTH, main_grad=True),
+    Peer("ours-statistics", partial(ours.statistics, lambda *_: {}), BOTH),
+    Peer("ours-entropy", partial(ours.statistics, lambda *_: {"entropy": True}), BOTH),
+    Peer("ours-selected", partial(ours.statistics, ours.selected), BOTH),
+    Peer("ours-masked", partial(ours.statistics, ours.half), BOTH, judged=False),
+    Peer("ours-token-loss", partial(ours.clipped, True), BOTH, judged=False),
+    Peer("ours-token-statistics", partial(ours.clipped, False), BOTH, judged=False),
+    Peer("ours-distillation", ours.distillation, BOTH, judged=False),
 )
 OTHERS = (
-    Peer(GEMM_ONLY, None, ANY, True, BOTH, "gemm-only", judged=False),
-    Peer(OVERLAPPED, None, ANY, True, (RANKS,), "gemm-only", judged=False),
-    Peer("torch", lambda *_: libraries.torch_loss, ANY, True),
+    Peer(GEMM_ONLY, None, BOTH, judged=False),
+    Peer(OVERLAPPED, None, (RANKS,), judged=False),
+    Peer("torch", lambda *_: libraries.torch_loss),
     Peer("torch-compile", lambda *_: torch.compile(libraries.torch_loss, dynamic=False)),
-    Peer("megatron-fused", partial(libraries.megatron, True, False), settings=BOTH),
-    Peer("megatron", partial(libraries.megatron, False, False), settings=BOTH),
-    Peer("megatron-fused-main-grad", partial(libraries.megatron, True, True), settings=BOTH, main_grad=True),
-    Peer("megatron-main-grad", partial(libraries.megatron, False, True), settings=BOTH, main_grad=True),
-    Peer("torch-loss-parallel", libraries.torch_loss_parallel, ANY, True, (RANKS,), context=loss_parallel),
-    Peer("torchtitan", partial(libraries.torchtitan, None), SCALAR, settings=(RANKS,)),
-    Peer("verl", libraries.verl, settings=BOTH),
-    Peer("liger", libraries.liger, SCALAR),
-    Peer("quack", libraries.quack, SCALAR),
+    Peer("megatron-fused", partial(libraries.megatron, True, False), BOTH),
+    Peer("megatron", partial(libraries.megatron, False, False), BOTH),
+    Peer("megatron-fused-main-grad", partial(libraries.megatron, True, True), BOTH, main_grad=True),
+    Peer("megatron-main-grad", partial(libraries.megatron, False, True), BOTH, main_grad=True),
+    Peer("verl", libraries.verl, BOTH),
+    Peer("liger", libraries.liger),
+    Peer("liger-scaled", libraries.liger_scaled),
+    # It sums dX and dW in the dtype of the input, and leaves out small gradients.
+    Peer("cut-cross-entropy", libraries.cut_cross_entropy, factor=16),
+    Peer("quack", libraries.quack),
+    Peer("torch-distillation", libraries.distillation, judged=False),
 )
 
 
@@ -88,10 +89,10 @@ def named(name: str, setting: str) -> Peer:
     kind, at, budget = name.partition("@")
     known = {peer.name: peer for peer in (*OURS, *OTHERS) if setting in peer.settings}
     match = re.fullmatch(r"(\d+)(|MiB|GiB)|all", budget)
-    if kind not in known or (at and not (match and known[kind].family == "ours")):
+    if kind not in known or (at and not (match and known[kind].is_ours)):
         raise ArgumentTypeError(f"no such peer: {name}; known: {', '.join(known)}; ours also with @512MiB, @0 or @all")
     peer = known[kind]
-    if peer.family != "ours":
+    if not peer.is_ours:
         return peer
     size = int(match[1]) * {"": 1, "MiB": 2**20, "GiB": 2**30}[match[2]] if match and match[1] else ALL
     assert peer.build is not None
@@ -105,8 +106,7 @@ def calls_of(peer: Peer, problem: Problem) -> dict[str, Callable]:
     """`{pass: function()}`: forward without gradients, and forward + backward, which returns the loss, dX and dW; for a
     GEMM-only baseline dX and dW.
 
-    As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
-    leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
+    As in training, gradients go to `.grad` of leaf tensors, new ones in each call, or to one `main_grad`."""
     if peer.build is None:
         return _baseline_calls(problem, peer.name == OVERLAPPED)
     loss = peer.build(problem.team.group, problem.sequence_parallel)

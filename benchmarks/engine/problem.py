@@ -35,10 +35,6 @@ class Problem:
     sequence_parallel: bool = False
     name: str = ""
 
-    def __str__(self):
-        words = [f"TP {self.team.ranks}"] * (self.team.ranks > 1) + [str(self.shape)]
-        return ", ".join(words + ["SP"] * self.sequence_parallel)
-
     def own(self, whole):
         """This rank's tokens of `whole [N, ...]`: all of them without sequence parallelism."""
         return whole.chunk(self.team.ranks)[self.team.rank] if self.sequence_parallel else whole
@@ -60,10 +56,10 @@ class Problem:
         return [slice(start, start + rows) for start in range(0, len(self.hidden), rows)]
 
 
-def make_problem(shape, dtype, team, seed=0):
+def make_problem(shape, dtype, team):
     """Random tensors: x ~ N(0, 1) and W ~ N(0, 1 / D), so that logits are ~ N(0, 1) for any D. Targets are uniform."""
-    shared = torch.Generator(team.device).manual_seed(seed)
-    own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(seed + 1 + team.rank)
+    shared = torch.Generator(team.device).manual_seed(0)
+    own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(1 + team.rank)
     options = {"generator": shared, "device": team.device}
     hidden = torch.randn(shape.n, shape.d, dtype=dtype, **options)
     weight = torch.randn(shape.v // team.ranks, shape.d, dtype=dtype, device=team.device, generator=own)
@@ -72,3 +68,16 @@ def make_problem(shape, dtype, team, seed=0):
     target[torch.rand(shape.n, **options) < IGNORED] = IGNORE_INDEX
     target[0] = 0  # the mean needs at least one target that counts
     return Problem(shape, team, hidden, weight, target)
+
+
+def read_snapshot(path, team):
+    """The problem in a safetensors file that a training by configs/snapshots.yaml wrote, with the whole weight: `hidden
+    [N, D]` and `weight [V, D]` in bf16, and `target [N]`. A file that cannot be read ends the program."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            hidden, weight, target = (file.get_tensor(name).to(team.device) for name in ("hidden", "weight", "target"))
+    except (OSError, SafetensorError) as error:
+        raise SystemExit(f"error: {path} cannot be read: {error}") from None
+    return Problem(Shape(len(hidden), len(weight), hidden.shape[1]), team, hidden, weight, target, name=f"{path}, ")

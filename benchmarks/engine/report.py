@@ -20,14 +20,13 @@ from .problem import Shape
 from .team import Team
 from .timing import spread
 
-LIBRARIES = "triton megatron-core liger-kernel quack-kernels verl transformers trl torchtitan".split()
+PEERS = ("megatron-core", "liger-kernel", "quack-kernels", "cut-cross-entropy", "verl", "transformers", "torchtitan")
 NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps
 
 
 def shape(text: str) -> Shape:
-    """'N,V,D' -> Shape. argparse reports what raises."""
     return Shape(*map(int, text.split(",")))
 
 
@@ -65,16 +64,14 @@ class Session(NamedTuple):
     """A run of a report."""
 
     team: Team  # the ranks that torchrun started, or this process alone
-    say: Callable[[Any], None]  # prints a table, or a text without wrapping it, on rank 0
+    say: Callable[..., None]  # prints tables, and texts without wrapping them, on rank 0
     content: dict[str, Any]  # of the JSON
     path: str | None  # of the JSON
 
     def save(self) -> None:
-        """Writes NaN and infinities as null: JSON has neither."""
         if self.path and self.team.rank == 0:
-            content = json.loads(json.dumps(self.content), parse_constant=lambda _: None)
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            Path(self.path).write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -85,11 +82,12 @@ def session(options: Namespace) -> Iterator[Session]:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
 
-    def say(what: Any) -> None:
-        console.print(what, soft_wrap=isinstance(what, str))
+    def say(*parts: Any) -> None:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))
 
-    facts = machine(team.device) | {"ranks": str(team.ranks)}
-    say("; ".join(f"{name}: {text}" for name, text in facts.items()))
+    facts = {"ranks": str(team.ranks), **machine(team.device)}
+    say("; ".join(f"{name} {text}" for name, text in facts.items()))
     run = Session(team, say, {"machine": facts}, getattr(options, "json", None))
     run.save()  # a path that cannot be written ends the program before it measures anything
     yield run
@@ -99,33 +97,20 @@ def session(options: Namespace) -> Iterator[Session]:
 
 def machine(device: torch.device) -> dict[str, str]:
     """{name: text} for the hardware and the software on which the figures depend."""
-    facts = {"device": _cpu_name(), "cpus": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    facts = {"CPU": f"{platform.machine()}, {torch.get_num_threads()} threads", "Python": platform.python_version()}
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        size = f"{properties.multi_processor_count} SMs, {properties.total_memory // MIB} MiB"
-        facts |= {"device": f"{properties.name}, {size}", "cuda": str(torch.version.cuda)}
-    facts |= {"python": platform.python_version(), "torch": torch.__version__}
-    for name in LIBRARIES:
+        facts |= {"GPU": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    for name in ("torch", "triton", *PEERS):
         try:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            facts[name] = "none"
-    facts["float32 matmul precision"] = torch.get_float32_matmul_precision()
-    facts["PARALLEL_LCE_BACKEND"] = os.environ.get("PARALLEL_LCE_BACKEND", "")
+            continue
     return facts
 
 
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]) -> Table:
+def new_table(title: str, caption: str | None, left: list[str], right: list[str]) -> Table:
     """A Markdown table. `left`, `right`: names of the columns aligned left, then right."""
-    table = Table(title=title, caption=caption, box=box.MARKDOWN)
-    for name in left:
-        table.add_column(name)
+    table = Table(*left, title=title, caption=caption, box=box.MARKDOWN)
     for name in right:
         table.add_column(name, justify="right")
     return table
@@ -139,13 +124,10 @@ def spread_ms(seconds: list[float]) -> str:
     return "{} ({}–{})".format(*map(milliseconds, spread(seconds)))
 
 
-def mebibytes(size: int) -> str:
+def mebibytes(size: float) -> str:
     return f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"
 
 
-RATIO = "{:.2f} ({:.2f}–{:.2f})"  # a form of spread_text
-
-
-def spread_text(values: tuple[float, float, float] | None, form: str = "{:.3f} ({:.3f}–{:.3f})") -> str:
+def spread_text(values: tuple[float, float, float] | None) -> str:
     """'median (min–max)'"""
-    return form.format(*values) if values else NONE
+    return "{:.3f} ({:.3f}–{:.3f})".format(*values) if values else NONE

@@ -52,8 +52,7 @@ class Team:
 
     @classmethod
     def here(cls, device_type: str) -> "Team":
-        """All ranks that torchrun started, joined over gloo, or this process alone. Ranks share devices if there are
-        fewer."""
+        """All ranks that torchrun started, or this process alone. Ranks share devices if there are fewer."""
         device = torch.device("cpu")
         if device_type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
@@ -87,7 +86,8 @@ class Team:
         except NotMeasured as refusal:
             reason = str(refusal)
         except Exception as error:
-            reason = ": ".join(["failed", type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
+            kind = "not installed" if isinstance(error, ImportError) else f"failed: {type(error).__name__}"
+            reason = ": ".join([kind, *str(error).strip().splitlines()[:1]])[:200]
         reasons = self.gather(reason)
         failed = [rank for rank, text in enumerate(reasons) if text]
         if not failed:

@@ -10,15 +10,12 @@ from random import Random
 from statistics import median
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from .team import Team
 
 # Seconds of one reading: of warm-up calls, then of measured calls. In its first tens of milliseconds a power-limited
-# GPU is faster than in training. Over ranks the peers follow one another without a pause, so less warm-up is needed.
-ALONE = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
-OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
-PROFILED = 10  # calls
+# GPU is faster than in training.
+LENGTHS = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
 MOST_CALLS = 1000  # upper bound of warm-up calls, and of measured calls, of one reading
 
 
@@ -34,8 +31,7 @@ def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]
         return max(team.gather(team.agree(partial(seconds_of, call, warm_up, calls, team.device))))
 
     one = min(read(0, 1) for _ in range(3))
-    lengths = (ALONE if team.group is None else OVER_RANKS)[team.device.type]
-    warm_up, calls = (min(MOST_CALLS, math.ceil(seconds / max(one, 1e-6))) for seconds in lengths)
+    warm_up, calls = (min(MOST_CALLS, math.ceil(length / max(one, 1e-6))) for length in LENGTHS[team.device.type])
     return partial(read, warm_up, calls)
 
 
@@ -45,8 +41,7 @@ def interleaved(readers: dict, team: Team, rounds: int) -> dict:
     random = Random(0)  # all ranks get the same orders
     readings = {key: [] for key in readers}
     for _ in range(rounds):
-        if team.group is None:  # over ranks the warm-up is short: after a pause the round's first call would be faster
-            gc.collect()
+        gc.collect()
         for key in random.sample([*readers], len(readers)):
             readings[key].append(readers[key]())
     return readings
@@ -81,21 +76,6 @@ def host_clock(call: Callable, warm_up: int, calls: int, device: torch.device) -
         del result  # freed here, not within the next call
     torch.get_device_module(device).synchronize()
     return median(seconds[warm_up:])
-
-
-def profile_of(call: Callable) -> dict[str, float]:
-    """The number of kernels, copies and fills of a call, and their seconds on the GPU. The device is idle at the start
-    of each profiled call."""
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        for _ in range(PROFILED):
-            call()
-            torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
-    on_gpu = [event for event in profiled.key_averages() if event.device_type == cuda]
-    seconds = 1e-6 * sum(event.self_device_time_total for event in on_gpu)
-    return {"operations": sum(event.count for event in on_gpu) / PROFILED, "gpu_seconds": seconds / PROFILED}
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

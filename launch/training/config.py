@@ -5,14 +5,12 @@ configs/demo.yaml names all settings.
 
 import argparse
 import os
-import re
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from training.refusal import Refusal
 
@@ -24,12 +22,11 @@ PATHS = ("text.path", "text.cache", "compare.report", "output")
 
 FEWEST_SAMPLES = 4  # of a step, with a yardstick: fewer have too few different orders
 
-# Strict: a boolean is not a number. An integer is accepted as a float, such as a learning rate of 1.
-Count = Annotated[int, Field(strict=True, ge=1)]
-Index = Annotated[int, Field(strict=True, ge=0)]
-Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(strict=True, min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
 InRepository = Annotated[Name, AfterValidator(lambda path: str(ROOT / os.path.expanduser(path)))]
 InCurrentFolder = Annotated[Name, AfterValidator(lambda path: str(Path(os.path.expanduser(path)).absolute()))]
 
@@ -42,8 +39,8 @@ class Section(BaseModel):
 
 class TextConfig(Section):
     path: InCurrentFolder | None = None  # a file or a folder; None: the standard library's own sources
-    torch_sources: StrictBool = False  # without a path: the sources of the installed PyTorch too
-    vocab_size: Annotated[int, Field(strict=True, ge=257)]  # of the BPE: bytes, a special token, and its merges
+    torch_sources: bool = False  # without a path: the sources of the installed PyTorch too
+    vocab_size: Annotated[int, Field(ge=257)]  # of the BPE: bytes, a special token, and its merges
     max_bytes: Count  # read no more text than this
     cache: InRepository = str(ROOT / "outputs/cache")  # folder of token streams
 
@@ -56,16 +53,15 @@ class ModelConfig(Section):
     kv_heads: Count | None = None  # groups of heads that share keys and values; None: every head has its own
     head_dim: Count | None = None  # None: hidden / heads
     vocab_size: Count | None = None  # None: the text's vocabulary size; a number must be at least that size
-    order_vocabulary: StrictBool = False  # rows by frequency in the text, dealt to the tensor-parallel ranks in turn
+    order_vocabulary: bool = False  # rows by frequency in the text, dealt to the tensor-parallel ranks in turn
     rotary_base: Count = 10000
-    tie_embeddings: StrictBool = False
-    initialize_on_cpu: StrictBool = False  # equal parameters whatever the device, and slow for large models
-    recompute: StrictBool = False  # run every layer's forward again in the backward instead of saving its activations
+    tie_embeddings: bool = False
+    initialize_on_cpu: bool = False  # equal parameters whatever the device, and slow for large models
+    recompute: bool = False  # run every layer's forward again in the backward instead of saving its activations
 
 
 class TrainConfig(Section):
-    steps: Count | None = None  # the training ends at the first of the two limits; None: no such limit
-    minutes: Positive | None = None  # on a single process
+    steps: Count
     sequence: Count  # tokens per sample
     micro_batch: Count  # samples that go through the model at once
     micro_batches: Count = 1  # per step and data-parallel rank
@@ -84,15 +80,15 @@ class TrainConfig(Section):
 class LossConfig(Section):
     impl: Literal["stock", "parallel_lce"] = "parallel_lce"
     logits_budget_mib: Number | None = None  # passed to patch(); None: its default
-    gradient_filter: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None  # likewise; None: exact gradients
+    gradient_filter: Annotated[float, Field(gt=0, lt=1)] | None = None  # likewise; None: exact gradients
 
 
 class ParallelConfig(Section):
     tensor: Count = 1
     data: Count = 1
-    sequence: StrictBool = False  # sequence parallelism on top of tensor parallelism
-    overlap_grad_reduce: StrictBool = False  # sum gradients over data-parallel ranks while the backward runs
-    distributed_optimizer: StrictBool = False  # shard the optimizer's state over data-parallel ranks
+    sequence: bool = False  # sequence parallelism on top of tensor parallelism
+    overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks while the backward runs
+    distributed_optimizer: bool = False  # shard the optimizer's state over data-parallel ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if this host has one for each of its processes
     timeout_seconds: Count = 300  # of a collective, so that a lost process is an error rather than a hang
 
@@ -101,10 +97,6 @@ class ParallelConfig(Section):
         """Number of ranks in the whole launch."""
         return self.tensor * self.data
 
-    @property
-    def layout(self) -> str:
-        return f"parallel.tensor={self.tensor} * data={self.data}"
-
 
 class MemoryConfig(Section):
     micro_batch: Count | None = None  # samples of the step after training that measures the loss; None: no such step
@@ -112,7 +104,7 @@ class MemoryConfig(Section):
 
 class CompareConfig(Section):
     tolerance: Number = 1e-4  # without a yardstick: largest allowed difference of the two losses at any step
-    yardstick: StrictBool = False  # from three more stock runs, with the samples of a step in other orders
+    yardstick: bool = False  # from three more stock runs, with the samples of a step in other orders
     factor: Positive = 1.5  # with a yardstick: the allowed difference is this times the yardstick
     report: InRepository | None = None  # folder of the report; None: the output folder
 
@@ -137,11 +129,6 @@ class Config(Section):
     def vocab_size(self) -> int:
         return self.model.vocab_size or self.text.vocab_size
 
-    def check_processes(self, started: int) -> None:
-        layout, processes = self.parallel.layout, self.parallel.processes
-        if started != processes:
-            raise Refusal(f"{layout} needs {processes} processes, torchrun started {started}")
-
     def uses_cuda(self, here: int) -> bool:
         """Whether this host's `here` processes train on GPUs. Raises a Refusal if its devices cannot train this."""
         import torch
@@ -151,11 +138,8 @@ class Config(Section):
             raise Refusal(f"parallel.device=cuda needs a GPU for each of this host's {here} processes, found {gpus}")
         if device != "cpu" and gpus >= here:
             return True
-        # What needs GPUs in Megatron-core's optimizer.
-        if self.train.precision != "fp32":
-            raise Refusal(f"train.precision={self.train.precision} needs GPUs; on a CPU it must be fp32")
-        if self.train.clip_grad > 0:
-            raise Refusal(f"train.clip_grad={self.train.clip_grad} needs GPUs; on a CPU it must be 0")
+        if (self.train.precision, self.train.clip_grad) != ("fp32", 0):  # needs GPUs in Megatron-core's optimizer
+            raise Refusal("on a CPU train.precision must be fp32 and train.clip_grad 0")
         return False
 
     @model_validator(mode="after")
@@ -163,45 +147,19 @@ class Config(Section):
         model, train, parallel = self.model, self.train, self.parallel
         model.ffn_hidden = model.ffn_hidden or 3 * model.hidden
         model.kv_heads = model.kv_heads or model.heads
-        for multiple, divisor, needed in (
-            ("model.heads", "model.kv_heads", True),
-            ("model.heads", "parallel.tensor", True),
-            ("model.kv_heads", "parallel.tensor", True),
-            ("model.ffn_hidden", "parallel.tensor", True),
-            ("model.hidden", "model.heads", model.head_dim is None),
-            ("train.sequence", "parallel.tensor", parallel.sequence),
-        ):
-            size, by = attrgetter(multiple, divisor)(self)
-            if needed and size % by:
-                raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
+        if model.head_dim is None and model.hidden % model.heads:
+            raise ValueError(f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}")
         model.head_dim = model.head_dim or model.hidden // model.heads
-        if model.head_dim % 2:
-            raise ValueError(f"rotary embeddings turn pairs of numbers: model.head_dim={model.head_dim} is not even")
         if self.vocab_size < self.text.vocab_size:
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
         if self.snapshots:  # so many held-out samples that their tokens suffice
             train.held_out_samples = -(-self.snapshots.tokens // train.sequence)
+            if parallel.processes > 1:
+                raise ValueError(f"snapshots need a single process, got {parallel.processes}")
         samples = train.micro_batch * train.micro_batches * parallel.data
         if self.compare.yardstick and samples < FEWEST_SAMPLES:
-            raise ValueError(
-                f"compare.yardstick=true needs at least {FEWEST_SAMPLES} samples a step, for different orders: "
-                f"train.micro_batch * train.micro_batches * parallel.data is {samples}"
-            )
-        if train.steps is None and train.minutes is None:
-            raise ValueError("train.steps and train.minutes are both null: one of them must end the training")
-        for key, value in (("snapshots", self.snapshots), ("train.minutes", train.minutes)):
-            if value is not None and parallel.processes > 1:
-                raise ValueError(f"{key} needs a single process, got {parallel.layout}")
+            raise ValueError(f"compare.yardstick=true needs at least {FEWEST_SAMPLES} samples a step, got {samples}")
         return self
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's values."""
-
-
-_Loader.add_implicit_resolver(  # PyYAML takes 1e-3 for a string, since it lacks a point
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
-)
 
 
 def parse_command_line(description: str, argv: list[str]) -> Config:
@@ -223,36 +181,30 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 
 def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
-    """The configuration in the file, with the `key=value` overrides and then `text` applied, checked.
-
-    `text` and `text.path` are relative to the current folder, the other paths to the repository. Raises a Refusal of
-    one line for every mistake.
-    """
+    """The configuration in the file, with the overrides and then `text` applied, checked. `text` and `text.path` are
+    relative to the current folder, the other paths to the repository. Raises a Refusal for every mistake."""
     try:
-        values = yaml.load(path.read_text("utf-8"), _Loader)
+        values = yaml.safe_load(path.read_text("utf-8"))
         if not isinstance(values, dict):
             raise Refusal(f"{path}: expected sections of keys and values")
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
                 raise Refusal(f"expected key=value, got {override!r}")
-            _set(values, key, value if key in PATHS and value != "null" else yaml.load(value, _Loader))
+            _set(values, key, value if key in PATHS and value != "null" else yaml.safe_load(value))
         if text is not None:
             _set(values, "text.path", text)
         return Config.model_validate(values)
-    except Refusal:
-        raise
     except ValidationError as error:
         raise Refusal(described(error)) from None
-    except (OSError, yaml.YAMLError, ValueError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError) as error:
         raise Refusal(f"{path} or an override cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _set(values: dict[str, Any], key: str, value: object) -> None:
     *sections, name = key.split(".")
     for section in sections:
-        if not isinstance(values.get(section), dict):
-            values[section] = {}
+        values[section] = values.get(section) or {}  # a section may be null
         values = values[section]
     values[name] = value
 
@@ -264,13 +216,8 @@ def described(errors: ValidationError) -> str:
         key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
         if error["type"] == "extra_forbidden":
             words.append(f"no such setting: {key}; configs/demo.yaml has all")
-            continue
-        value = "" if error["type"] == "missing" else f"={error['input']!r}"
-        # An error of the whole configuration names its keys.
-        words.append(f"{key}{value}: {message[:1].lower()}{message[1:]}" if error["loc"] else message)
+        elif error["type"] == "missing":
+            words.append(f"{key}: {message}")
+        else:  # an error of the whole configuration names its keys
+            words.append(f"{key}={error['input']!r}: {message}" if key else message)
     return "; ".join(words)
-
-
-def save_config(config: Config, path: Path) -> None:
-    """Writes the resolved configuration, in ASCII: Unicode's line ends, which YAML would fold, are escaped."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -22,10 +22,10 @@ from megatron.core.transformer.module import Float16Module
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.engine.peak_memory import peak_memory
-from training.config import Config, TrainConfig, save_config
+from training.config import Config, TrainConfig
 from training.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.model import build_model, padded_vocab_size
-from training.report import WARM_UP_STEPS, Metrics, remove_results
+from training.report import WARM_UP_STEPS, Metrics
 from training.text import Batch, Batches, by_frequency, load_text, split
 
 
@@ -63,11 +63,10 @@ class Stepper:
             transformer.no_sync_func = self.model.no_sync
             transformer.grad_sync_func = self.model.start_grad_sync
 
-    def __call__(self, batches: list[Batch], step: int, done: float) -> list[torch.Tensor]:
-        """Trains on this rank's micro batches as step `step`, when this share of the training is done. Returns each
-        micro batch's [sum of losses, tokens]."""
+    def __call__(self, batches: list[Batch], step: int) -> list[torch.Tensor]:
+        """Trains on this rank's micro batches as step `step`. Returns each micro batch's [sum of losses, tokens]."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config.train, step, done)
+            group["lr"] = learning_rate(self.config.train, step)
             group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -92,8 +91,7 @@ class Stepper:
         )
 
     def mean_loss(self, reports: list[torch.Tensor]) -> float:
-        """The mean loss over the tokens of all micro batches and data-parallel ranks, the same on every rank.
-        `reports` are the results of a step."""
+        """The mean loss over the tokens of all micro batches and data-parallel ranks. `reports`: of a step."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
         for report in reports:
             total += report
@@ -102,21 +100,14 @@ class Stepper:
         return loss / tokens
 
 
-def learning_rate(train: TrainConfig, step: int, done: float) -> float:
-    """Rises linearly over the warm-up, and falls linearly to `last_rate` as the share `done` of the training grows."""
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Rises linearly over the warm-up, and falls linearly to `last_rate` over the training."""
     warm_up = min(1.0, (step + 1) / (train.warmup_steps + 1))  # the first step's is not 0
-    return train.learning_rate * warm_up * (1 - (1 - train.last_rate) * done)
-
-
-def share_done(train: TrainConfig, steps: int, seconds: float) -> float:
-    """The share of a training that is done, by the nearer limit. From 1 on the training ends."""
-    by_steps = steps / train.steps if train.steps else 0.0
-    by_time = seconds / (60 * train.minutes) if train.minutes else 0.0
-    return max(by_steps, by_time)
+    return train.learning_rate * warm_up * (1 - (1 - train.last_rate) * step / train.steps)
 
 
 def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """Runs a micro batch: the losses of its tokens [b, s], and what sums them."""
+    """Runs a micro batch: the losses of its tokens [b, s], and the function that sums them."""
     batch = next(batches)
 
     def sum_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -138,11 +129,8 @@ def last_hidden(gpt: GPTModel, batch: Batch) -> torch.Tensor:
 
 
 def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path) -> None:
-    """Writes a snapshot: the output layer's inputs of the first N = `tokens` tokens of the batches, and its weight.
-
-    Three tensors: the hidden states `hidden [N, D]` and the output weight `weight [V, D]`, both rounded to bf16, and
-    the next tokens `target [N]` int64.
-    """
+    """Writes a snapshot of the first N = `tokens` tokens of the batches: hidden states `hidden [N, D]` and the output
+    weight `weight [V, D]`, both rounded to bf16, and the next tokens `target [N]` int64."""
     from safetensors.torch import save_file
 
     hidden = torch.cat([last_hidden(gpt, batch).transpose(0, 1).flatten(0, 1).bfloat16().cpu() for batch in batches])
@@ -155,12 +143,8 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
 def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
     """Peak bytes of the output layer and the loss on this rank, in one forward and backward.
 
-    Call this within `no_sync` of the data-parallel wrapper. It replaces the decoder's forward: do not train `gpt`
-    afterwards.
-
-    The last hidden states, as a leaf tensor, replace the decoder's output, so that only the output layer and the loss
-    run. The peak includes the gradient of the hidden states. The weight's is added to its `main_grad`, which exists
-    before.
+    The last hidden states, as a leaf tensor, replace the decoder's output: do not train `gpt` afterwards. The peak
+    includes their gradient. The weight's is added to its `main_grad`, which exists before.
     """
     hidden = last_hidden(gpt, batch).clone().requires_grad_()
     gpt.zero_grad(set_to_none=True)
@@ -175,21 +159,14 @@ def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
 
 def run_rank(config: Config) -> None:
     """Trains on this rank of a torchrun launch, and writes the results."""
-    config.check_processes(int(os.environ["WORLD_SIZE"]))
-    use_cuda = config.uses_cuda(int(os.environ["LOCAL_WORLD_SIZE"]))
-    if os.environ["LOCAL_RANK"] == "0":  # no rank writes results before all ranks have joined the process group
-        remove_results(config.output)
-    device = _join(config, use_cuda)
-    rank = torch.distributed.get_rank()
-    if rank == 0:
-        save_config(config, Path(config.output, "config.yaml"))
+    device = _join(config, config.uses_cuda(int(os.environ["LOCAL_WORLD_SIZE"])))
     text = load_text(config.text)
     if config.model.order_vocabulary:
         text = by_frequency(text, padded_vocab_size(config), config.parallel.tensor)
     held_out, text = split(text, config.train.sequence, config.train.held_out_samples or 0)
     stepper, batches = Stepper(config, device), Batches(text, config.train, device)
     metrics = _train(config, stepper, batches, held_out)
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         Path(config.output, "metrics.json").write_text(metrics.model_dump_json(indent=1) + "\n")
     torch.distributed.barrier()  # no rank leaves while another still needs the store or the group
     torch.distributed.destroy_process_group()
@@ -226,38 +203,34 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
 def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.Tensor) -> Metrics:
     """Trains, writes snapshots, then measures the loss's memory, and the loss of held-out samples [samples, s + 1].
     Losses and peaks of memory are the same on every rank, seconds are this rank's."""
-    device, train, parallel = batches.device, config.train, config.parallel
+    device, train = batches.device, config.train
     on_gpu = device.type == "cuda"
     synchronize = torch.get_device_module(device).synchronize
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     unseen = [batches.batch_of(part) for part in held_out.split(train.micro_batch)] if len(held_out) else []
     columns = "{task.description}", BarColumn(), TextColumn("step {task.fields[step]}, loss {task.fields[loss]}")
     name = config.loss.impl + (f", order {train.sample_order}" if train.sample_order else "")
-    losses, seconds, held, done, begin = [], [], [], 0.0, time.monotonic()
+    losses, seconds = [], []
     with Progress(*columns, TimeElapsedColumn(), disable=torch.distributed.get_rank() != 0) as progress:
-        bar = progress.add_task(f"{name:>15}", total=1.0, step=0, loss="…")
-        while done < 1:
-            step = len(losses)
+        bar = progress.add_task(f"{name:>15}", total=train.steps, step=0, loss="…")
+        for step in range(train.steps):
             mine = batches.of_rank(step, data_rank, data_size)
             if on_gpu and step <= WARM_UP_STEPS:
                 torch.cuda.reset_peak_memory_stats()
             synchronize()
             start = time.perf_counter()
-            reports = stepper(mine, step, done)
+            reports = stepper(mine, step)
             synchronize()
             seconds.append(time.perf_counter() - start)
             losses.append(stepper.mean_loss(reports))
-            if on_gpu:
-                held.append(torch.cuda.memory_allocated())
-            done = share_done(train, step + 1, time.monotonic() - begin)
-            if config.snapshots and (step + 1 in config.snapshots.steps or done >= 1):
+            if config.snapshots and step + 1 in (*config.snapshots.steps, train.steps):
                 path = Path(config.output, f"step-{step + 1}.safetensors")
                 write_snapshot(stepper.gpt, unseen, config.snapshots.tokens, path)
-            progress.update(bar, completed=done, step=step + 1, loss=f"{losses[-1]:.4f}")
+            progress.update(bar, completed=step + 1, step=step + 1, loss=f"{losses[-1]:.4f}")
     step_peak, loss_peak = torch.cuda.max_memory_allocated() if on_gpu else 0, 0
     held_out_loss = stepper.evaluate(unseen) if unseen else None
     if config.memory.micro_batch:
-        batch = batches.batch_of(batches.samples(len(losses), config.memory.micro_batch))
+        batch = batches.batch_of(batches.samples(train.steps, config.memory.micro_batch))
         with stepper.model.no_sync():  # the gradients of this step are not used
             loss_peak = loss_peak_bytes(stepper.gpt, batch)
     peaks = torch.tensor([step_peak, loss_peak], device=device)
@@ -266,14 +239,12 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
     return Metrics(
         config=config,
         device=torch.cuda.get_device_name() if on_gpu else "process of a CPU",
-        hosts=parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
         backend=torch.distributed.get_backend(),
         versions={"torch": torch.__version__, "megatron-core": megatron.core.__version__},
         text=batches.text.source,
         losses=losses,
         step_seconds=seconds,
         step_peak_bytes=step_peak,
-        held_bytes=held,
         loss_peak_bytes=loss_peak,
         held_out_loss=held_out_loss,
     )

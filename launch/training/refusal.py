@@ -1,6 +1,5 @@
 """A user's mistake: the exception, the end of the program, and checks. Needs the standard library alone."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -18,16 +17,6 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def check_packages(extra: str, packages: tuple[str, ...]) -> None:
-    """Raises a Refusal if a package is missing. `extra` of pyproject.toml lists them."""
-    found = importlib.util.find_spec
-    missing = [name for name in packages if not all(map(found, (name.partition(".")[0], name)))]
-    if missing:
-        raise Refusal(
-            f"{sys.executable} has no {', '.join(missing)}: pip install '.[{extra}]' in the repository installs them"
-        )
-
-
 def check_folder(name: str, folder: str | Path) -> None:
     """Makes the folder. Raises a Refusal if it cannot be made, or not written to."""
     try:
@@ -36,12 +25,3 @@ def check_folder(name: str, folder: str | Path) -> None:
         raise Refusal(f"{name}={folder} cannot be made a folder: {getattr(error, 'strerror', None) or error}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise Refusal(f"{name}={folder} is a folder that cannot be written to")
-
-
-def check_file(name: str, path: str | None) -> None:
-    """Makes the folder of a file, if there is one. Raises a Refusal if the file cannot be written there."""
-    if path is None:
-        return
-    check_folder(f"the folder of {name}", Path(path).parent)
-    if Path(path).is_dir() or (Path(path).exists() and not os.access(path, os.W_OK)):
-        raise Refusal(f"{name}={path} is no file that can be written to")

@@ -1,29 +1,25 @@
 """The files that a run writes, and the report that compares runs: do the loss curves of stock and parallel_lce agree?
 
-Rank 0 of a run writes config.yaml, snapshots as step-STEP.safetensors if they are asked for, and last metrics.json.
+Rank 0 of a run writes snapshots as step-STEP.safetensors if they are asked for, and last metrics.json.
 
 Without a yardstick (fp32), the losses of the two may differ by at most `compare.tolerance` at any step.
 
 In bf16 rounding alone makes curves part, so the allowed difference is measured. Stock is trained three times more, with
 the samples of each step in other orders: it then sums the same terms in another order. Over the steps, parallel_lce's
 difference from stock has a mean and a maximum. Each must be at most `compare.factor` times the largest one between any
-two of the four stock runs, which need not be the same two for both. One pair is too few: over 40 steps the mean
-differences of pairs varied by a factor of five. One fp32 rounding of the loss is always allowed, since over a few steps
-the stock runs may not differ. All losses must be finite.
+two of the four stock runs. One fp32 rounding of the loss is always allowed. All losses must be finite.
 """
 
 import math
 import statistics
 from itertools import combinations
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from training.config import Config, described
-from training.refusal import Refusal, check_folder
+from training.config import Config
 
 # Each run's folder under the output, and the overrides that tell the run from the others.
 RUNS = {
@@ -32,12 +28,8 @@ RUNS = {
     **{f"stock-{order}": ["loss.impl=stock", f"train.sample_order={order}"] for order in (1, 2, 3)},
 }
 STOCK = "*stock* is Megatron's unfused loss, its default."
-COLOURS = dict(zip(RUNS, ("#9aa5b1", "#c2410c", "#2563a8", "#0f766e", "#7c3aed")))
-# Sections of the configuration that must be equal in all runs, since the report shows only one run's. FREE: settings of
-# these sections that may differ.
-SHARED = {"model", "train", "parallel", "memory"}
+COLOURS = "#c2410c", "#2563a8", "#0f766e", "#7c3aed"  # of all runs but stock
 WARM_UP_STEPS = 2  # not in the step times and the peak memory
-FREE = {"train": {"sample_order"}, "parallel": {"device", "timeout_seconds"}}
 
 
 class Metrics(BaseModel):
@@ -47,14 +39,12 @@ class Metrics(BaseModel):
 
     config: Config
     device: str  # of rank 0
-    hosts: int
     backend: str  # of torch.distributed
     versions: dict[str, str]
     text: str  # where the text is from
     losses: Annotated[list[float], Field(min_length=1)]  # of each step
     step_seconds: list[float]  # of each step
     step_peak_bytes: int | None  # largest of all ranks, after the warm-up; None on a CPU
-    held_bytes: list[int] = []  # by tensors of rank 0, after each step; empty on a CPU
     loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
     held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
 
@@ -63,29 +53,6 @@ class Metrics(BaseModel):
         times = sorted(1e3 * s for s in self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
         last = len(times) - 1
         return times[round(0.1 * last)], statistics.median(times), times[round(0.9 * last)]
-
-
-def read_metrics(folder: Path) -> Metrics:
-    """The run's metrics. Raises a Refusal if metrics.json is missing or malformed."""
-    path = folder / "metrics.json"
-    try:
-        return Metrics.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise Refusal(f"no results of a run at {path}: {error.strerror}") from None
-    except ValidationError as error:
-        words = "or those of another version of this program: remove it, or give another output="
-        raise Refusal(f"{path} holds no results of a run, {words}: {described(error)}") from None
-
-
-def remove_results(folder: str | Path) -> None:
-    """Makes the folder, and removes the results of an earlier run, since the new run may overwrite only some of them.
-    config.yaml stays: the new run may be started with it."""
-    check_folder("output", folder)
-    snapshots = [*Path(folder).glob("step-[0-9]*.safetensors")]
-    if snapshots and not Path(folder, "config.yaml").exists():
-        raise Refusal(f"{snapshots[0]} is of no training that this program knows of: give another output=")
-    for path in (Path(folder, "metrics.json"), *snapshots):
-        path.unlink(missing_ok=True)
 
 
 # --- the comparison --------------------------------------------------------------------------------
@@ -109,15 +76,12 @@ def folders_of(config: Config) -> dict[str, Path]:
 
 
 def compare(config: Config) -> Comparison:
-    """Reads the results of the runs under `config.output`. Raises a Refusal if results are missing, or if the runs have
-    different settings or lengths."""
-    allowed, runs = config.compare, {name: read_metrics(folder) for name, folder in folders_of(config).items()}
-    stock, differences = runs["stock"], {}
-    for name, run in runs.items():
-        _check_is_run(name, run)
-        if run is not stock:
-            _check_same_settings(stock, name, run)
-            differences[name] = _differences(stock, run)
+    """Reads the results of the runs under `config.output`, and compares them."""
+    allowed, runs = config.compare, {}
+    for name, folder in folders_of(config).items():
+        runs[name] = Metrics.model_validate_json((folder / "metrics.json").read_bytes())
+    stock = runs["stock"]
+    differences = {name: _differences(stock, run) for name, run in runs.items() if run is not stock}
     mean, largest = mean_and_largest(differences["parallel_lce"])
     if allowed.yardstick:
         stocks = [run for name, run in runs.items() if name != "parallel_lce"]
@@ -140,8 +104,8 @@ def compare(config: Config) -> Comparison:
 
 
 def _differences(one: Metrics, other: Metrics) -> list[float]:
-    """At each step."""
-    return [abs(x - y) for x, y in zip(one.losses, other.losses)]
+    """At each step. A missing step must not pass."""
+    return [abs(x - y) for x, y in zip(one.losses, other.losses, strict=True)]
 
 
 def mean_and_largest(differences: list[float]) -> tuple[float, float]:
@@ -149,48 +113,21 @@ def mean_and_largest(differences: list[float]) -> tuple[float, float]:
     return float(np.mean(differences)), float(np.max(differences))
 
 
-def _check_is_run(name: str, run: Metrics) -> None:
-    for override in RUNS[name]:
-        key, _, wanted = override.partition("=")
-        if (found := attrgetter(key)(run.config)) != type(found)(wanted):
-            raise Refusal(f"the run in the folder {name} must have {override}, found {key}={found}")
-
-
-def _check_same_settings(stock: Metrics, name: str, run: Metrics) -> None:
-    if len(run.losses) != len(stock.losses):  # a missing step must not pass
-        raise Refusal(f"the runs have {len(stock.losses)} steps (stock) and {len(run.losses)} ({name})")
-    theirs, mine = (each.config.model_dump(include=SHARED, exclude=FREE) for each in (stock, run))
-    for section, values in theirs.items():
-        for key, value in values.items():
-            if value != mine[section][key]:
-                raise Refusal(f"the runs differ in {section}.{key}: {value} (stock) and {mine[section][key]} ({name})")
-
-
-# --- the report ------------------------------------------------------------------------------------
-
-
 def write_report(comparison: Comparison, folder: Path, tolerance: float, command: str) -> str:
     """Writes report.md, report.png and report.json, which `command` makes again. Returns what the terminal shows."""
     run, summary = comparison.runs["stock"], _summary_table(comparison) + _on_times(comparison)
-    settings = "\n".join(
-        f"- {section}: " + ", ".join(f"{key}={value}" for key, value in getattr(run.config, section))
-        for section in ("model", "train", "parallel")
-    )
-    others = "\n- stock-N: stock with train.sample_order=N" if len(comparison.runs) > 2 else ""
+    others = "*stock-N* is stock with train.sample_order=N." if len(comparison.runs) > 2 else ""
     (folder / "report.md").write_text(f"""# Training with Megatron's loss and with parallel_lce
 
 {comparison.verdict}
 
-![loss curves and differences](report.png)
+![differences of the losses](report.png)
 
 {summary}
 
-{STOCK}
+{STOCK} {others}
 
-- {_description(run)}
-{settings}{others}
-
-Made by
+{_description(run)}. report.json has all settings and losses. Made by
 
 ```bash
 {command}
@@ -217,8 +154,6 @@ def _summary_table(comparison: Comparison) -> str:
         ("difference from stock's losses, largest", ".2e", [largest for _, largest in distances]),
         (f"step of {tokens} tokens, ms: p10, median, p90", "", [" / ".join(map("{:.0f}".format, t)) for t in times]),
         ("peak memory of a step, MiB per rank", ".1f", [size and size / 2**20 for size in step_peaks]),
-        ("memory held after step 10, MiB on rank 0", ".3f", [_held(run.held_bytes[9:10]) for run in runs]),
-        ("memory held after the last step, MiB on rank 0", ".3f", [_held(run.held_bytes) for run in runs]),
         (f"peak memory of the loss, measured at {measured} tokens, MiB per rank", ".1f",
          [size and size / 2**20 for size in loss_peaks]),
     ]  # fmt: skip
@@ -234,10 +169,6 @@ def _on_times(comparison: Comparison) -> str:
     return "\n\nThe step times of both losses overlap between p10 and p90: a difference of their medians may be noise."
 
 
-def _held(sizes: list[int]) -> float | None:
-    return sizes[-1] / 2**20 if sizes else None
-
-
 def _table(rows: list[list[str]]) -> str:
     """In Markdown, the first column aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -251,25 +182,20 @@ def _description(run: Metrics) -> str:
     sequence = " with sequence parallelism" if parallel.sequence and parallel.tensor > 1 else ""
     return (
         f"TP={parallel.tensor}{sequence}, DP={parallel.data}; {parallel.processes} × "
-        f"{run.device}, {run.backend}, on {run.hosts} host(s); {versions}; {run.text}"
+        f"{run.device}, {run.backend}; {versions}; {run.text}"
     )
 
 
 def _draw(comparison: Comparison, tolerance: float, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    curves, gaps = figure.subplots(2)
-    # The curves coincide: a thin dashed line over a wide pale one shows both.
-    for name, style in {"stock": {"linewidth": 5}, "parallel_lce": {"linewidth": 1.5, "linestyle": "--"}}.items():
-        curves.plot(comparison.runs[name].losses, color=COLOURS[name], label=name, **style)
-    curves.set(title="Training loss", xlabel="step", ylabel="mean loss per token")
-    for name, differences in reversed(comparison.differences.items()):
-        gaps.plot(differences, color=COLOURS[name], label=name, marker=".", linestyle="none")
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, differences), colour in reversed([*zip(comparison.differences.items(), COLOURS)]):
+        axes.plot(differences, color=colour, label=name, marker=".", linestyle="none")
     if len(comparison.differences) == 1:  # no yardstick
-        gaps.axhline(tolerance, color="#444444", linewidth=1, label=f"tolerance {tolerance:.0e}")
-    gaps.set_yscale("symlog", linthresh=1e-7)  # differences may be exactly 0
-    gaps.set(title="|loss − stock's loss|", xlabel="step")
-    for axes in (curves, gaps):
-        axes.legend(frameon=False)
+        axes.axhline(tolerance, color="#444444", linewidth=1, label=f"tolerance {tolerance:.0e}")
+    axes.set_yscale("symlog", linthresh=1e-7)  # differences may be exactly 0
+    axes.set(title="|loss − stock's loss|", xlabel="step")
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=130)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from training.config import TextConfig, TrainConfig
 from training.refusal import Refusal
@@ -21,21 +21,14 @@ END_OF_DOCUMENT = 0  # the id of the special token, which the BPE gets first
 # Installed packages are not the standard library, and its tests are long tables rather than prose or programs.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "node_modules", "site-packages", "test", "tests"}
 
-# The words of GPT-2's BPE, but of at most LONGEST characters. The time to train on a word grows with the square of its
-# length: without the bound a long text without blanks would take hours. Longer words are rare in common text.
-LONGEST = 32
-_RUN = f"{{1,{LONGEST}}}"
-PIECE = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}{_RUN}| ?\p{{N}}{_RUN}| ?[^\s\p{{L}}\p{{N}}]{_RUN}|\s{_RUN}(?!\S)|\s{_RUN}"
-
 
 @dataclass
 class Text:
-    """A tokenized text. `tokens` is `[number of tokens]` int32; documents end with `end_of_document`."""
+    """A tokenized text."""
 
-    tokens: np.ndarray
-    end_of_document: int
+    tokens: np.ndarray  # [number of tokens] int32
+    end_of_document: int  # the last token of each document
     source: str
-    entries: int  # of the vocabulary: those that the text could fill, at most the size in the configuration
 
 
 def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None) -> Text:
@@ -44,23 +37,20 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
     source, documents = read_documents(config)
     if not documents:
         raise Refusal(f"no file with text at {source}")
-    cache = Path(config.cache, f"{_key(documents, config)}.npz")
+    cache = Path(config.cache, f"{_key(documents, config)}.npy")
     try:
-        with np.load(cache, allow_pickle=False) as file:  # the archive has checksums
-            return Text(file["tokens"], END_OF_DOCUMENT, source, int(file["entries"]))
-    except Exception:  # missing, or damaged: numpy and zipfile raise many classes
+        return Text(np.load(cache, allow_pickle=False), END_OF_DOCUMENT, source)
+    except (OSError, ValueError, EOFError):  # missing, or damaged
         size = sum(map(len, documents)) / 1e6
         say(f"training a BPE of {config.vocab_size:,} entries on {size:.1f} MB of text (once): {source}")
-    tokenizer = train_tokenizer(documents, config.vocab_size)
-    encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    encoded = train_tokenizer(documents, config.vocab_size).encode_batch_fast(documents, add_special_tokens=False)
     tokens = np.concatenate([np.array([*item.ids, END_OF_DOCUMENT], dtype=np.int32) for item in encoded])
-    entries = tokenizer.get_vocab_size()
     cache.parent.mkdir(parents=True, exist_ok=True)
     # Under another name first: a process that dies, or two that write at once, leave no unfinished file.
     with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
-        np.savez(Path(folder, cache.name), tokens=tokens, entries=entries)
+        np.save(Path(folder, cache.name), tokens)
         os.replace(Path(folder, cache.name), cache)
-    return Text(tokens, END_OF_DOCUMENT, source, entries)
+    return Text(tokens, END_OF_DOCUMENT, source)
 
 
 def by_frequency(text: Text, rows: int, ranks: int) -> Text:
@@ -75,8 +65,7 @@ def by_frequency(text: Text, rows: int, ranks: int) -> Text:
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:
-    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all. The documents of a folder
-    are sorted by path."""
+    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all."""
     if config.path is None:
         source, roots = "the Python standard library's sources", [Path(sysconfig.get_path("stdlib"))]
         if config.torch_sources:
@@ -92,20 +81,18 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
 
 
 def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:
-    """The documents in files, each given with the root that it was found under; `left` bytes of them at most."""
+    """The documents in files, each given with the root that it was found under; `left` bytes of them at most. What is
+    not UTF-8 is left out."""
     for root, path in files:
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(min(left, size))  # read allocates as many bytes as it is asked for
+            data = file.read(left)
         try:  # a character that the limit splits is dropped
-            document = codecs.getincrementaldecoder("utf-8")().decode(data, final=size <= left)
-        except UnicodeDecodeError as error:
-            if parts:
-                continue  # not text
-            raise Refusal(f"{path} is not UTF-8: byte {data[error.start]:#04x} at position {error.start}") from None
+            document = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < left)
+        except UnicodeDecodeError:
+            continue
         if document.strip() and "\0" not in document:
             left -= len(data)
             yield document
@@ -115,7 +102,7 @@ def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:
 
 def _key(documents: list[str], config: TextConfig) -> str:
     """A digest of the documents and of all settings that decide their tokens."""
-    digest = hashlib.sha256(f"{config.vocab_size} {PIECE} {tokenizers.__version__}".encode())
+    digest = hashlib.sha256(f"{config.vocab_size} {tokenizers.__version__}".encode())
     for document in documents:
         data = document.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -123,12 +110,9 @@ def _key(documents: list[str], config: TextConfig) -> str:
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """A BPE of bytes within the words of GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=["<|endoftext|>"],
@@ -191,10 +175,8 @@ class Batches:
 
 
 def split(text: Text, sequence: int, samples: int) -> tuple[torch.Tensor, Text]:
-    """Held-out samples [samples, sequence + 1] int64, spread evenly over the text, and the text without them.
-
-    The text has at least `(samples + 1) * (sequence + 1)` tokens: they do not overlap, and a window is left.
-    """
+    """Held-out samples [samples, sequence + 1] int64, spread evenly over the text, and the text without them. The text
+    has at least `(samples + 1) * (sequence + 1)` tokens: they do not overlap, and a window is left."""
     starts = np.linspace(0, len(text.tokens) - sequence - 1, samples).astype(np.int64)
     places = starts[:, None] + np.arange(sequence + 1)
     held_out = torch.from_numpy(text.tokens[places]).long()

@@ -55,6 +55,8 @@ def test_the_imports_of_the_readmes_table_run_as_they_stand():
     assert len(lines) == 5
     for line in lines:
         exec(line, {})
+    patches = re.findall(r"parallel_lce\.(\w+)\.patch\(", (ROOT / "README.md").read_text())
+    assert len(patches) == 3 and all(callable(getattr(parallel_lce, name).patch) for name in patches)
 
 
 def test_the_configuration_of_megatrons_page_fuses():

@@ -5,6 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("rich", reason="needs the benchmark's packages")
 

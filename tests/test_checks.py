@@ -321,6 +321,9 @@ def test_refused_over_ranks(member):
         r"target must have shape \[12\] for input \[6, 4\] of each of 2 sequence-parallel ranks, got \[6\]": {},
         "vocab_size=21 exceeds the 20 rows .* 2 rank": dict(target=whole, vocab_size=21),
         r"sequence parallelism, got \[4\]": dict(input=arguments["input"][0], target=whole[0]),
+        r"got \[2, 12\]\. If the second dimension is the sequence, pass sequence_dim=1": dict(
+            input=arguments["input"].expand(2, 6, 4), target=whole.expand(2, 12)
+        ),
     }.items():
         said = _said(arguments | changes)
         assert re.search(f"^.*{message}.*PARALLEL_LCE_DEBUG=1", said, re.DOTALL), said
@@ -331,6 +334,8 @@ def test_refused_over_ranks(member):
         whole[7] = 3 * V
         with pytest.raises(IndexError, match=r"^target 30 at position 7 is outside .*PARALLEL_LCE_DEBUG=1"):
             call(arguments | dict(target=whole))
+        with pytest.raises(IndexError, match=r"target 15 at position 1 is outside .* pass the process_group of all"):
+            call(good(member.device) | dict(target=torch.tensor([0, 15, 0, 0, 0, 0])))
 
 
 def test_a_main_grad_of_another_shape_is_refused(device):

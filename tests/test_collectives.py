@@ -131,7 +131,7 @@ CALLS = [
     Call("recompute", 2, 4, True, dtype="bf16", reduce_dtype="float32"),
     Call("recompute", 4, 3, True, smoothing=0.2, dtype="fp64"),
     Call("recompute", 2, 4, True, frozen="weight"),
-    Call("accumulate", 3, 4, smoothing=0.1, dtype="bf16", reduce_dtype="float32"),
+    Call("accumulate", 3, 4, dtype="bf16", reduce_dtype="float32"),
     Call("accumulate", 2, 4, True),
     Call("accumulate", 2, 4, True, frozen="input"),
     Call("accumulate", 2, 4, frozen="weight"),

@@ -43,14 +43,14 @@ class Strategy:
     parts: int = 0
 
 
-_MEAN = dict(label_smoothing=0.1, z_loss=1e-3)
+_MEAN = dict(z_loss=1e-3)
 _FILTERED = dict(reduction="none", gradient_filter=2**-7)
 STRATEGIES = {
     "saved": Strategy(),
     "hidden states gathered again": Strategy(1.0),
     "some columns saved": Strategy(0.83, 2),
-    # Smoothed: bf16 logits of a plain loss would all fit in codes.
-    "some rows saved": Strategy(0.7, 4, {True, False}, dict(reduction="none", label_smoothing=0.1)),
+    # Capped: bf16 logits of a plain loss would all fit in codes.
+    "some rows saved": Strategy(0.7, 4, {True, False}, dict(reduction="none", logit_softcap=30.0)),
     "codes": Strategy(0.8, parts=4),  # half of the logits' bytes, and a quarter to decode into
     "recomputed": Strategy(0.0, 4, {False}),
     "recomputed, sums in fp32": Strategy(0.0, 4, {False}, dict(reduction="none", reduce_dtype=torch.float32)),

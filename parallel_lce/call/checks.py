@@ -158,7 +158,12 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         else:
             where = f" of each of {layout.ranks} sequence-parallel ranks" if layout.sequence_parallel else ""
             expected = f"have shape {size} for input {list(input.shape)}{where}, got"
-        raise ValueError(f"{name} must {expected} {list(value.shape)}")
+        batch_first = layout.sequence_parallel and len(leading) > 1
+        if batch_first and value.shape == (leading[0], leading[1] * layout.sp_size, *leading[2:]):
+            hint = ". If the second dimension is the sequence, pass sequence_dim=1"
+        else:
+            hint = ""
+        raise ValueError(f"{name} must {expected} {list(value.shape)}{hint}")
     _check_picks(tensors, tokens)
     _check_shard(options, weight, layout)
     vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
@@ -299,9 +304,13 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
     outside = outside if mask is None else outside & mask
     if outside.any():
         position = int(outside.flatten().nonzero()[0])
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        forgotten = (
+            "" if alone else ". If linear_weight is a shard of the vocabulary, pass the process_group of all shards"
+        )
         raise OutsideVocabulary(
             f"target {int(target.flatten()[position])} at position {position} is outside [0, {vocab_size}) and is not "
-            f"{'-100' if options.reduction is None else 'ignore_index'}"
+            f"{'-100' if options.reduction is None else 'ignore_index'}{forgotten}"
         )
 
 

@@ -13,10 +13,11 @@ _BLOCK, _NEAR_RATIO, _MEAN = tl.constexpr(4096), tl.constexpr(NEAR_RATIO), tl.co
 
 
 @triton.jit
-def _log_probs(model, column, valid, row, numbers, rows):
+def _log_probs(model, column, valid, row, normalizer):
     logits, stride = model
+    top, log_sum = normalizer
     z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
-    return z - tl.load(numbers + row) - tl.load(numbers + rows + row)
+    return z - top - log_sum
 
 
 @triton.jit
@@ -55,6 +56,9 @@ def lce_backward_divergence(
     sum over the teacher's, or the student's, probabilities. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
     cap = caps_of(logit_map, row, True)
+    of_row = numbers + row
+    normalizer = (tl.load(of_row), tl.load(of_row + rows))
+    teacher_normalizer = (tl.load(of_row + 2 * rows), tl.load(of_row + 3 * rows))
     of_teacher = 0.0
     of_student = 0.0
     student_sum = 0.0
@@ -62,8 +66,8 @@ def lce_backward_divergence(
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
-        log_p = _log_probs(student, column, valid, row, numbers, rows)
-        log_q = _log_probs(teacher, column, valid, row, numbers + 2 * rows, rows)
+        log_p = _log_probs(student, column, valid, row, normalizer)
+        log_q = _log_probs(teacher, column, valid, row, teacher_normalizer)
         p = tl.exp(log_p)
         q = tl.exp(log_q)
         # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.

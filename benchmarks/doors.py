@@ -122,7 +122,7 @@ def torchtitan_head(way: str, size: Size) -> Call:
         door = importlib.import_module("parallel_lce.torchtitan")
         config = door.linear_cross_entropy(config, skip_masked=size.counted < 1)
     torch.manual_seed(0)
-    options = dict(device=size.device, dtype=size.dtype)
+    options: dict[str, Any] = dict(device=size.device, dtype=size.dtype)
     lm_head = torch.nn.Linear(size.hidden_size, size.vocab_size, bias=False, **options)
     hidden = torch.randn(*size.batch, size.hidden_size, **options).requires_grad_()
     (ids, mask), loss_fn = size.batch_of(), config.build()

@@ -261,7 +261,8 @@ class DeferredLogits(Tensor):
         assert rows is not None
         with nullcontext() if self.tracked else torch.no_grad(), source.modes():
             if source.unit is None:
-                result = loss(rows, source.weight, source.bias)
+                weight: Any = source.weight
+                result = loss(rows, weight, source.bias)
             else:
                 result = call_unit(source.unit, source.layer, rows, loss)
         source.has_loss = True
@@ -314,7 +315,9 @@ class DeferredLogits(Tensor):
         if source.whole is not None:
             rows = source.whole(source.hidden)
         with source.modes():
-            found = token_statistics(rows, weight, None, linear_bias=source.bias, argmax=True, **self.epilogue())
+            found: Any = token_statistics(
+                rows, weight, None, linear_bias=source.bias, argmax=True, **(self.epilogue() or {})
+            )
         return None if (found.argmax < 0).any() else (found.max_logit.to(self.kind), found.argmax)
 
     # --- real logits ---
@@ -363,11 +366,12 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(function)
-        first: Any = args[0] if args and type(args[0]) is cls else None
-        deferred = first is not None and first.state.real is None
+        first: Any = args[0] if args else None
+        is_deferred = type(first) is cls
+        deferred = is_deferred and first.state.real is None
         if deferred and name in _HOOKS:
             first._expect_hook(name, *args[1:])
-        of_hook = first is not None and first.state.hooked and name in ("grad", "retains_grad")
+        of_hook = is_deferred and first.state.hooked and name in ("grad", "retains_grad")
         if of_hook or (deferred and (name in _PLAIN or name in _HOOKS)):
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
@@ -383,7 +387,7 @@ class DeferredLogits(Tensor):
         args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.real(name), (args, kwargs))
         result = function(*args, **kwargs)
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if first is None or not (in_place or name in _HOOKS):
+        if not (is_deferred and (in_place or name in _HOOKS)):
             return result
         if name in _HOOKS or first.source.inference:
             first.state.version = -1
@@ -455,5 +459,5 @@ def _same_rows(hidden: Tensor, view: Tensor) -> Tensor:
     """Of hidden states ``[..., D]`` the rows that a view of logits ``[..., V]`` shows."""
     entries, width = view.shape[-1], hidden.shape[-1]
     strides = [stride // entries * width for stride in view.stride()[:-1]]
-    offset = view.storage_offset() // entries * width
+    offset = int(view.storage_offset()) // entries * width
     return hidden.contiguous().as_strided((*view.shape[:-1], width), (*strides, 1), offset)

@@ -33,7 +33,7 @@ class Derived:
 
 
 def _made_again(make: Callable[..., type], *classes: type) -> Any:
-    kind = make(*classes)
+    kind: Any = make(*classes)
     return kind.__new__(kind)
 
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,18 +109,19 @@ def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = Fals
         return None
     operands = tuple(each for each in (weight, bias) if each is not None and not planned)
     if isinstance(unit, FSDPModule):
-        dtype = private.fsdp_output_dtype(unit)
+        dtype = private.fsdp_output_dtype(cast(nn.Module, unit))
+    module = cast(nn.Module, unit)
 
     def make(hidden: Tensor, *operands: Tensor) -> Tensor:
         if planned:
             return nn.Module.__call__(layer, hidden)
         if unit is None:
             return nn.functional.linear(hidden, *operands)
-        logits = call_unit(unit, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
+        logits = call_unit(module, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
         return logits[0].to(dtype or hidden.dtype)
 
     parameter = private.parameters_of(layer).get("weight")
-    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
+    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, module, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
 
 
@@ -289,12 +290,12 @@ def _patched(base: type) -> Any:
             door = self.__dict__.get(_DOOR)
             if door is None or _is_one_graph(say=self.training):
                 return base.forward(self, *arguments, **named)
-            return _run(door, self, base.forward, *arguments, **named)
+            return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
 
         def _loss_of(self):
             own, door = get(self), self.__dict__.get(_DOOR)
             is_fused = door is not None and not _is_one_graph() and neighbours.is_causal_lm_loss(own)
-            return _Loss(door, own) if is_fused else own
+            return _Loss(cast(_Door, door), own) if is_fused else own
 
         loss_function = property(_loss_of, base.loss_function.fset)
 

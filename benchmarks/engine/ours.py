@@ -5,6 +5,7 @@ log-probability, plus 0 times the sum of every other statistic, whose backward s
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def statistics(asked, budget, group, sequence_parallel):
     options = _of_call(budget, group, sequence_parallel)
 
     def loss(x, weight, target):
-        result = token_statistics(x, weight, target, **options, **asked(x, weight, target, group))
+        result: Any = token_statistics(x, weight, target, **options, **asked(x, weight, target, group))
         value = mean_of(-result.target_log_prob.where(target != IGNORE_INDEX, 0), target)
         for other in (result.entropy, result.selected_log_prob):
             if other is not None:

@@ -231,7 +231,7 @@ def check_options(options: Options) -> None:
         raise ValueError(f"{logit_scale=} and {logit_softcap=} divided by {temperature=} are beyond fp32")
 
 
-def agreed(options: Options) -> dict[str, object]:
+def agreed(options: Options) -> dict[str, Any]:
     """The values that must be equal on all ranks, by the options' names."""
     start = "not given" if options.vocab_start is None else "given"
     return options._asdict() | {"vocab_start": start}

@@ -38,10 +38,10 @@ class Picked(NamedTuple):
             count = ids.shape[-1]
             begin = torch.arange(tokens, device=ids.device) * count
             return cls(ids.view(-1), begin, begin + count, torch.Size((tokens, count)))
-        offsets = as_int64(offsets)
-        invalid = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
-        offsets = offsets.masked_fill(invalid, 0)
-        return cls(ids, offsets[:-1], offsets[1:], ids.shape, invalid)
+        bounds: Any = as_int64(offsets)
+        invalid = (bounds[0] != 0) | (bounds[-1] != len(ids)) | (bounds.diff() < 0).any()
+        bounds = bounds.masked_fill(invalid, 0)
+        return cls(ids, bounds[:-1], bounds[1:], ids.shape, invalid)
 
     def of_rows(self, rows: slice) -> Picked:
         return self._replace(begin=self.begin[rows], end=self.end[rows])

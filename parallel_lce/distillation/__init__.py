@@ -258,12 +258,13 @@ def _adapted_student(
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
     check_option("logits_budget", arguments["logits_budget"])
-    scale, temperature, *per_token = split_per_token(arguments["logit_scale"], arguments["temperature"])
+    scale, temperature, *of_tokens = split_per_token(arguments["logit_scale"], arguments["temperature"])
     changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=temperature)
     name = f"distillation.{name} with {beta=}, {reduction=} and {ignore_index=}"
     options = Options.of(name, arguments | changed)
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
-    given = Tensors(hidden, weight, arguments["target"], bias, None, *per_token, ids)
+    token_scale, token_temperature = of_tokens
+    given = Tensors(hidden, weight, arguments["target"], bias, None, token_scale, token_temperature, ids)
     return adapted(options, given, arguments["process_group"], reduction, also)
 
 
@@ -322,7 +323,7 @@ def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensor
         )
 
 
-def _check_stored(ids: object, log_probs: object) -> None:
+def _check_stored(ids: object, log_probs: Any) -> None:
     if not isinstance(ids, Tensor):
         raise ValueError(f"teacher_ids must be a tensor, got {described(ids)}")
     fits = isinstance(log_probs, Tensor) and (log_probs.shape, log_probs.device) == (ids.shape, ids.device)

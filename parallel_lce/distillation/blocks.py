@@ -171,6 +171,7 @@ class _Pass:
         projection = student.of_block(self._projections[0], block)
         numbers, factor = layout.take(self.numbers, block).contiguous(), layout.take(self._factor, block)
         if factor is not None:
+            assert self._dtype is not None  # of gradients
             gradient, factor = _aligned(hidden[0], projection, self._dtype), factor.contiguous()
         if not self._known:
             numbers[:DIVERGENCE] = _normalizers(partials, task.calls, layout)

@@ -83,7 +83,8 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
         return DEFERS_WEIGHT_GRADIENT if self.config.defer_embedding_wgrad_compute else None
 
     def _deferred(self, hidden: Tensor, passed: Tensor | None, gather: bool | None, unit: Any) -> tuple:
-        ranks = 1 if self.tp_group is None else self.tp_group.size()
+        group: Any = self.tp_group
+        ranks = 1 if group is None else group.size()
         used, bias, whole = self._used(passed), self.bias, None
         first, *others, _ = hidden.shape
         if self.sequence_parallel and ranks > 1:
@@ -111,7 +112,7 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
 _module = linear_cross_entropy_module()
 
 
-class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnParallelLinear):
+class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnParallelLinear):  # pyright: ignore[reportGeneralTypeIssues]
     """The output layer of Megatron's development branch, which may return losses."""
 
     @outside_graphs
@@ -136,7 +137,8 @@ class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnPar
             losses = fused_losses(logits, target, ignore_index)
         else:
             real = logits.real(THE_LOSS) if isinstance(logits, DeferredLogits) else logits
-            losses = vocab_parallel_cross_entropy(real, target, tp_group=self.tp_group)
+            group: Any = self.tp_group
+            losses = vocab_parallel_cross_entropy(real, target, tp_group=group)
             losses = losses.masked_fill(target == ignore_index, 0.0)
         total = swapped(losses) if reduction == "none" else losses.sum()
         return total / (target != ignore_index).sum() if reduction == "mean" else total

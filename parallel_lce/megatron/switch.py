@@ -188,7 +188,7 @@ def _check_megatron() -> None:
 def _consuming(own: Callable) -> Callable:
     @functools.wraps(own)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        config = named.get("config", given[0] if given else None)
+        config: Any = named.get("config", given[0] if given else None)
         name = getattr(config, "cross_entropy_fusion_impl", None)
         chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
         if chosen and config.cross_entropy_loss_fusion:

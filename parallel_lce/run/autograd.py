@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -65,7 +66,8 @@ class Fused(torch.autograd.Function):
         hidden, weight, bias, partial, gathered, divisor, vocab_size, *others = saved_tensors
         number, coefficients = len(_NO_COEFFICIENTS), None
         if ctx.call.kind == "loss":  # saved-tensor hooks may have changed the strides
-            coefficients = Coefficients(*[c if c is None else c.contiguous() for c in others[:number]])
+            values: list[Any] = [c if c is None else c.contiguous() for c in others[:number]]
+            coefficients = Coefficients(*values)
         call, saved = ctx.call.with_saved(others[number:])
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))

@@ -64,8 +64,9 @@ def _decoded(
     numbers = [0.5] * len(names) if floats is None else floats.tolist()
     if (dtype := constants["reduce_dtype"]) is not None:
         constants["reduce_dtype"] = getattr(torch, dtype.removeprefix("torch."))
-    options = Options(**constants, **dict(zip(names, numbers)), **dict(zip(counted, counts)))
-    return options, Tensors(**dict(zip(given, tensors))), Needs(*needs), group_of_name(group) if group else None
+    values: dict[str, Any] = {**constants, **dict(zip(names, numbers)), **dict(zip(counted, counts))}
+    process_group = group_of_name(group) if group else None
+    return Options(**values), Tensors(**dict(zip(given, tensors))), Needs(*needs), process_group
 
 
 class _Forward:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -180,7 +180,8 @@ def _of_function(
 ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
     """The losses and metrics of a caller's function, and the derivatives of the losses by the statistics, in the order
     of ``DIFFERENTIABLE``."""
-    given, upstream = {name: found.get(name) for name in NAMES}, dict.fromkeys(DIFFERENTIABLE)
+    given: dict[str, Any] = {name: found.get(name) for name in NAMES}
+    upstream = dict.fromkeys(DIFFERENTIABLE)
     leaves = dict[str, Tensor]()
     with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
         if torch.is_grad_enabled():
@@ -212,11 +213,12 @@ def _called(
     into its statistics, on which the gradient depends."""
     present, like = {name: value for name, value in given.items() if value is not None}, given["lse"]
     before = {name: version(value) for name, value in present.items()}
-    result = function.run(_Asked(**given), *values)
+    result: Any = function.run(_Asked(**given), *values)
     for name, value in present.items():
         if version(value) != before[name]:
             raise ValueError(f"loss must not write into its statistics, and it wrote into {name}")
-    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    losses, metrics = cast(Any, result if is_pair else (result, {}))
 
     def fits(value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device

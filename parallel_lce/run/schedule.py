@@ -86,7 +86,8 @@ def forward(
         hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
         single = len(blocks) == 1
         sizes = [feature.message_size(call) for feature in features] if features else []
-        partials = gathers = out = found = None
+        partials = gathers = out = None
+        found: Any = None
         if layout.ranks > 1 or features or not single:
             of_all = call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
             partials = PartialsGather(hidden, *of_all)

@@ -36,6 +36,7 @@ from transformers_models import (
     on_releases,
     same,
     warned,
+    whole,
 )  # fmt: skip
 from transformers_standin import CausalLM, ModulesToSave, install_forward
 from world import Member, mesh_of
@@ -91,7 +92,7 @@ def test_training_equals_that_of_the_models_own_loss(member, release, kind, how)
         near(found.loss.detach(), expected.loss.detach())
         assert_metrics(found, expected, given["labels"])
         for name, p in own.named_parameters():
-            near(inner.get_parameter(name).grad, p.grad)
+            same(whole(inner.get_parameter(name).grad), p.grad)  # relative to the largest element
         assert found.logits.shape == expected.logits.shape and found.logits.dtype == expected.logits.dtype
         if how != "plan":
             near(found.logits.argmax(-1), expected.logits.argmax(-1))
@@ -211,7 +212,7 @@ def two_steps(member: Member, model, wrap, patched: str, use: str = "none") -> t
     outer = wrap(inner)
     if patched == "after":
         patch(inner)
-    optimizer = None if isinstance(outer, ZeRO3) else torch.optim.SGD(outer.parameters(), lr=1.0)
+    optimizer = None if isinstance(outer, ZeRO3) else torch.optim.SGD(outer.parameters(), lr=0.1)
     found = []
     for step in range(2):
         given = batch(10 * step + member.rank)

@@ -200,6 +200,7 @@ def _rank(arguments: list[str]) -> None:
     program.run("train", arguments)
 
 
+@pytest.mark.slow  # three programs import Megatron
 def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, capsys):
     """And losses of one process are those of two with the stock loss. Ranks are forked. That torchrun takes the
     command, and starts a rank by it, a setting shows that the rank refuses."""

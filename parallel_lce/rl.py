@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_lce.call.checks import as_group, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, check_flag, shortened, split_per_token
+from parallel_lce.core.options import Options, Tensors, check_flag, shortened
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.token_count import TokenCount
 
@@ -64,11 +64,19 @@ def linear_cross_entropy(
     _check_tensors(hidden=hidden, weight=weight, labels=labels)
     if hidden.dim() < 1:
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
-    _, number, _, each = split_per_token(1.0, 1.0 if temperature is None else temperature)
+    if isinstance(temperature, Tensor):  # one for each token
+        temperature = temperature.reshape(-1)
     flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
-    tensors = Tensors(flat, weight, labels.reshape(-1), bias, temperature=None if each is None else each.reshape(-1))
-    asked = dict(temperature=number, entropy=True, sum_p_squared=sum_p_squared, reduce_hidden_grad=reduce_hidden_grad)
-    options = Options("token_statistics", vocab_size=vocab_size, logits_budget=logits_budget, **asked)
+    tensors = Tensors(flat, weight, labels.reshape(-1), bias)
+    options = Options(
+        "token_statistics",
+        temperature=1.0 if temperature is None else temperature,
+        entropy=True,
+        sum_p_squared=sum_p_squared,
+        reduce_hidden_grad=reduce_hidden_grad,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
+    )
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
     with renamed(process_group="dist_process_group", **own):
         flat_mask = mask.reshape(-1) if isinstance(mask, Tensor) else mask

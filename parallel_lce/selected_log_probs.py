@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.checks import public
-from parallel_lce.core.options import Options, Tensors, split_per_token
+from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
@@ -61,8 +61,7 @@ def selected_log_probs(
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
-    logit_scale, temperature, token_scale, token_temperature = split_per_token(logit_scale, temperature)
-    tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
+    tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids, picked_offsets=offsets)
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)

@@ -166,3 +166,20 @@ def test_initialisation_on_the_meta_device(member):
     model.to_empty(device=member.device)
     model.reset()
     check(member, model, model, model)
+
+
+@on_ranks(2)
+def test_an_output_layer_wrapped_on_its_own(member):
+    """FSDP2: it is refused as long as nobody makes the weight whole, which its own forward would do."""
+    inner = built(member.device)
+    mesh = mesh_of(member.device.type, (member.ranks,))
+    fully_shard(inner.head, mesh=mesh)
+    model = fully_shard(inner, mesh=mesh)
+    with pytest.raises(ValueError, match=r"or call that module's unshard\(\) before"):
+        model(*batch(member.rank, 0, member.device))
+
+    def step(*given):
+        inner.head.unshard()
+        return model(*given)
+
+    check(member, step, inner, model, 2)

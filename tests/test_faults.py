@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
+from benchmarks.engine.peak_memory import peak_memory
 from cases import dense_loss, make, part
 from measures import assert_close
 from parallel_lce.core import collectives
@@ -449,3 +450,16 @@ def test_a_rank_of_two_groups(member, name):
                 results.append((dweight, truth["dweight"].chunk(2)[places[n].rank]))
     for found, expected in results:  # at the end: a rank that raises earlier leaves the others waiting
         assert_close(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_what_microbatches_hold(name, device):
+    """Before their backwards: exponentials, or nothing of size N * V, or dX and dW in fp32 whatever the budget."""
+    tokens, entries, features, calls = 64, 512, 16, 5
+    t = small(device, tokens, entries, features, dtype="bf16")
+    each = {"save": 2 * tokens * entries, "recompute": 0}.get(name, 2 * tokens * features + 4 * entries * features)
+    with shrunk(32768), chosen_backend("torch"):
+        of_call(name, t)
+        _, alive = peak_memory(lambda: [of_call(name, t) for _ in range(calls)], device)
+    per_token = 100  # bytes: partials, coefficients, upstream gradients
+    assert each <= alive / calls <= 1.03 * each + tokens * per_token + 2048

@@ -18,7 +18,7 @@ from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statist
 from parallel_lce.features.filter import gradient as form
 from parallel_lce.features.filter.products import sparse_product
 from parallel_lce.features.filter.tiles import TILE, active_tile_lists
-from tools import chosen_backend, on_ranks, shrunk, unchecked
+from tools import arguments_to, chosen_backend, on_ranks, shrunk, unchecked
 
 EPS = 2**-7
 
@@ -232,6 +232,15 @@ def test_a_filter_below_every_probability_changes_nothing(slices, device):
     t = wide_problem(device=device)
     for found, exact in zip(recomputed(*t, gradient_filter=1e-30), recomputed(*t)):
         assert_close(found, exact.double(), 6e-3)
+
+
+@pytest.mark.parametrize(("size", "slices"), [(256 << 20, 1), (0, 3)])
+def test_a_recomputed_slice_is_large_enough_for_its_products(size, slices, device, monkeypatch):
+    """Beyond the smallest working memory, in which products would be too small to be filtered."""
+    monkeypatch.setattr(form, "SLICE_BYTES", size)
+    with shrunk(300_000), arguments_to(form, "find_active_tiles") as found:
+        recomputed(*wide_problem(device=device), gradient_filter=WIDE_EPS)
+    assert len(found) == slices
 
 
 def test_masses_of_tokens_are_kept(slices, device):

@@ -16,7 +16,7 @@ import torch
 
 import parallel_lce
 from benchmarks.engine.peak_memory import peak_memory
-from cases import DTYPES, make, part
+from cases import DTYPES, make, normal, part
 from parallel_lce.backends import backend_of, torch_backend, triton_forward
 from parallel_lce.call import prepare
 from parallel_lce.core.options import Options, Tensors
@@ -280,3 +280,20 @@ def test_calls_of_many_lengths_leave_nothing_behind():
     (size, objects), (later_size, later_objects) = held(300), held(1500)
     assert later_size < size + 16
     assert later_objects < objects + 100
+
+
+@pytest.mark.parametrize("name", ["statistics", "a softmax of sets"])
+def test_what_is_known_of_selected_ids_is_saved_once(name, device):
+    """Of the ids themselves, 8 bytes each, and their logits: not whose they are."""
+    x, weight = normal(64, 8).float().to(device).requires_grad_(), normal(4096, 8).float().to(device)
+    ids = torch.arange(64 * 512, device=device).remainder(4096).view(64, 512)
+    target = ids[:, 0].contiguous()
+
+    def call():
+        if name == "statistics":
+            return parallel_lce.token_statistics(x, weight, target, selected=ids, logits_budget=0)
+        return parallel_lce.selected_log_probs(x, weight, ids)
+
+    call()
+    _, alive = peak_memory(call, device)
+    assert alive <= 4 * 2.1 * ids.numel() + 64 * KiB

@@ -32,6 +32,11 @@ _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _SAME_HIDDEN = 0.05
 
 
+def asked_for() -> bool:
+    """Whether the environment asks for debug mode, if only in a malformed way, which :func:`enabled` refuses."""
+    return os.environ.get("PARALLEL_LCE_DEBUG", "") not in ("", "0")
+
+
 def enabled() -> bool:
     """Whether debug mode is on. Not while torch.compile traces: the operator of the graph makes the checks."""
     if torch.compiler.is_compiling():
@@ -68,7 +73,7 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
     reason. Otherwise its message gets a note that the other ranks may wait."""
     if layout.ranks == 1:
         return
-    if os.environ.get("PARALLEL_LCE_DEBUG", "") not in ("", "0"):  # a malformed value may be this rank's, and refused
+    if asked_for():  # a malformed value may be this rank's, and refused
         _gathered(layout, {"refusal": str(refusal)})
     elif isinstance(refusal, (TypeError, ValueError)):
         refusal.args = (

@@ -85,10 +85,10 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 class HostNumber:
     """Starts to copy ``number``, 0-dimensional, of an integer dtype. From a CUDA device it is copied to pinned memory,
-    on a stream of its own, behind the event ``written``, by default behind what the current stream has to do by now. On
-    a CPU nothing is copied. Not in a captured CUDA graph."""
+    on a stream of its own, behind what the current stream has to do by now. On a CPU nothing is copied. Not in a
+    captured CUDA graph."""
 
-    def __init__(self, number: Tensor, written: torch.Event | None = None) -> None:
+    def __init__(self, number: Tensor) -> None:
         # Lives as long as the copy may read it.
         self._number = self._copy = number
         self._copied: Any = None
@@ -96,7 +96,7 @@ class HostNumber:
             stream = _streams.get(number.get_device())
             if stream is None:
                 stream = _streams[number.get_device()] = torch.cuda.Stream(number.device)
-            stream.wait_event(written or torch.cuda.current_stream(number.device).record_event())
+            stream.wait_event(torch.cuda.current_stream(number.device).record_event())
             with torch.cuda.stream(stream):
                 self._copy = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
                 self._copy.copy_(number, non_blocking=True)

@@ -235,11 +235,3 @@ def agreed(options: Options) -> dict[str, Any]:
     """The values that must be equal on all ranks, by the options' names."""
     start = "not given" if options.vocab_start is None else "given"
     return options._asdict() | {"vocab_start": start}
-
-
-def split_per_token(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:
-    """Split scale and temperature, each one number or a tensor of a number per token. Returns both numbers (1 instead
-    of a tensor), then both tensors (None instead of a number)."""
-    of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
-    numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
-    return *numbers, scale if of_scale else None, temperature if of_temperature else None

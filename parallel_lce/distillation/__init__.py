@@ -30,7 +30,6 @@ from parallel_lce.core.options import (
     check_reduction,
     is_number,
     shortened,
-    split_per_token,
 )
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
@@ -127,7 +126,7 @@ def divergence(
     softcap = logit_softcap if teacher_logit_softcap is None else teacher_logit_softcap
     if isinstance(softcap, float) and softcap == math.inf:
         softcap = None
-    one_scale, _, token_scale, _ = split_per_token(its_scale, 1.0)
+    one_scale, token_scale = (1.0, its_scale) if isinstance(its_scale, Tensor) else (its_scale, None)
     teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
     calls, inputs = paired(options, given, its_options, teacher, group)
@@ -258,13 +257,11 @@ def _adapted_student(
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
     check_option("logits_budget", arguments["logits_budget"])
-    scale, temperature, *of_tokens = split_per_token(arguments["logit_scale"], arguments["temperature"])
-    changed = dict(reduction=None, ignore_index=None, logit_scale=scale, temperature=temperature)
+    changed = dict(reduction=None, ignore_index=None)
     name = f"distillation.{name} with {beta=}, {reduction=} and {ignore_index=}"
     options = Options.of(name, arguments | changed)
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
-    token_scale, token_temperature = of_tokens
-    given = Tensors(hidden, weight, arguments["target"], bias, None, token_scale, token_temperature, ids)
+    given = Tensors(hidden, weight, arguments["target"], bias, picked=ids)
     return adapted(options, given, arguments["process_group"], reduction, also)
 
 

@@ -137,7 +137,7 @@ class _Pass:
             factor = factor * (1 - beta)
         if self._dtype == torch.float16 and len(factor):
             # A mean's gradients, 1 / N each, would underflow.
-            largest = Coefficients(factor * _LARGEST_LOG_RATIO, None, None)
+            largest = Coefficients(factor * _LARGEST_LOG_RATIO)
             fp16_scale = fp16_scale_of(largest, factor, projection)
             factor, unscale = factor * fp16_scale, 1 / fp16_scale
         scaled = projection.logit_map.scaled(factor.clone())

@@ -151,9 +151,7 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     softcap = projection.logit_map.softcap
     width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
     saved_windows = even_slices(0, save, width)
-    windows = saved_windows
-    if save < projection.real_rows:
-        windows = windows + even_slices(save, projection.real_rows, width)
+    windows = saved_windows + even_slices(save, projection.real_rows, width)
     saved: Saved | None = None
     if save:
         buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
@@ -222,12 +220,7 @@ class BlockBackward:
         self._row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None
-        width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
-        self._windows: list[slice] = []
-        for of_forward in range(0, self._save, self._saved_width or 1):
-            self._windows += even_slices(of_forward, min(of_forward + self._saved_width, self._save), width)
-        if self._save < real:
-            self._windows += even_slices(self._save, real, width)
+        self._windows = self._cut(window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries))
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -263,6 +256,13 @@ class BlockBackward:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:
             self._epsilon = self._epsilon / sum_exp.square()
+
+    def _cut(self, width: int) -> list[slice]:
+        """Windows of at most ``width`` entries. Each lies in one window of the forward, or is recomputed."""
+        windows: list[slice] = []
+        for start in range(0, self._save, self._saved_width or 1):
+            windows += even_slices(start, min(start + self._saved_width, self._save), width)
+        return windows + even_slices(self._save, self._projection.real_rows, width)
 
     def hidden_grad(self) -> None:
         """Form dX, and dW and dbias of all tiles but the last."""

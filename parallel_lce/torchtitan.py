@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
 from parallel_lce.core.private import comes_from, hooks
-from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED, TORCHTITAN_SOFT_CAPPED
+from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED
 from parallel_lce.patching import is_own, warn
 
 _OURS, _LOSSES = "parallel_lce.torchtitan", "torchtitan.components.loss"
@@ -58,9 +58,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of the result itself
         must follow. A call that is not fused runs torchtitan's own loss, and a warning says once why.
 
-        Hidden states ``pred [b, s, D]``, in the dtype of ``lm_head.weight``, and ids ``labels [b, s]`` are the same on
-        all tensor-parallel ranks. ``pred`` is a DTensor with the backends "full_dtensor" and "partial_dtensor"; so is
-        the loss then.
+        Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel ranks. The loss
+        is a DTensor if ``pred`` is one.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
         reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
@@ -106,7 +105,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
         arguments = {"linear_bias": lm_head.bias, "reduction": "sum", "reduce_hidden_grad": False}
         arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
-        arguments |= _logit_options(lm_head) or {}
         if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
             V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
             rank = dist.get_rank(group)
@@ -132,24 +130,16 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _logit_options(lm_head: Any) -> dict[str, Any] | None:
-    """The scale and soft-cap of ``lm_head`` as arguments of the fused loss. None: it has a forward of its own."""
-    instead, forward = vars(lm_head).get("forward"), type(lm_head).forward  # fully_shard derives a class
-    if instead is None or is_own(instead, TORCHTITAN_DISTRIBUTED):
-        if is_own(forward, "torch.nn.modules.linear", "Linear.forward"):
-            return {}
-        if is_own(forward, *TORCHTITAN_SOFT_CAPPED):
-            return {"logit_scale": lm_head.output_multiplier, "logit_softcap": lm_head.output_soft_cap_temp}
-    return None
-
-
 def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     """Why torchtitan might compute something else, if it might. The same on every rank."""
     functions = (ChunkedLossWrapper.__call__, CrossEntropyLoss.__call__, loss_fn.fn)
     names = ("ChunkedLossWrapper.__call__", "CrossEntropyLoss.__call__", "cross_entropy_loss")
     if not all(is_own(function, _LOSSES, name) for function, name in zip(functions, names, strict=True)):
         return "other code has replaced a function of its losses"
-    if _logit_options(lm_head) is None:
+    instead = vars(lm_head).get("forward")
+    distributed = instead is None or is_own(instead, TORCHTITAN_DISTRIBUTED)
+    # fully_shard derives a class.
+    if not (distributed and is_own(type(lm_head).forward, "torch.nn.modules.linear", "Linear.forward")):
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
     around = hooks(lm_head, "forward", "backward", "backward_pre")
     if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's

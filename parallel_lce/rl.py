@@ -1,6 +1,5 @@
-"""Log-probabilities and entropies, under the names and signatures that RL trainers use.
+"""Log-probabilities and entropies, under the names and signatures that RL trainers use, exact as from an fp32 head.
 
-Logits are summed in fp32 and never rounded, so log-probabilities are as exact as from an fp32 head on the same weights.
 A label outside the vocabulary has the logit 0, as in these trainers' own functions. ``mask`` and ``counted_tokens`` are
 as in :func:`parallel_lce.token_statistics`; results of tokens that do not count are 0. ``vocab_size``,
 ``logits_budget`` and errors are as in :func:`parallel_lce.linear_cross_entropy`.
@@ -40,7 +39,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of the labels and entropies, as verl's ``verl.utils.kernel.linear_cross_entropy``, which slime
     copies. As there, the gradient of ``hidden`` is the term of this rank's shard: a mapping in front of this function
-    must sum it over the ranks, such as Megatron's ``gather_from_sequence_parallel_region``.
+    must sum it over the ranks, such as Megatron's ``gather_from_sequence_parallel_region``, or ``reduce_hidden_grad``.
 
     Args:
         hidden: ``[..., D]``, all N tokens on every rank of the group.
@@ -48,9 +47,6 @@ def linear_cross_entropy(
         labels, mask: N of them in any shape.
         temperature: a number > 0, or N numbers; of the entropies, too. None is 1.
         reduction: of the log-probabilities: 'none', 'sum' or 'mean', in upper or lower case. None is 'none'.
-        dist_process_group: the tensor-parallel group; None for one rank.
-        reduce_hidden_grad: True: the gradient of ``hidden`` is summed here, where no mapping does it.
-        sum_p_squared: the sums of squared probabilities are returned too.
 
     Returns log-probabilities ``[N]``, or 0-dimensional, entropies ``[N]`` in nats, and the sums ``[N]``: fp32 (fp64 for
     fp64), differentiable, identical on every rank.
@@ -80,12 +76,9 @@ def linear_cross_entropy(
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
     with renamed(process_group="dist_process_group", **own):
         flat_mask = mask.reshape(-1) if isinstance(mask, Tensor) else mask
-        found = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
-    assert found.target_log_prob is not None and found.entropy is not None
+        found: Any = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()
-    if found.sum_p_squared is None:
-        return log_probs, found.entropy
-    return log_probs, found.entropy, found.sum_p_squared
+    return (log_probs, found.entropy, found.sum_p_squared) if sum_p_squared else (log_probs, found.entropy)
 
 
 @public
@@ -192,13 +185,13 @@ def _of_shard(
         if bias.shape != (len(weight),):
             raise ValueError(f"bias must have shape [{len(weight)}], got {list(bias.shape)}")
         bias = bias[: end - start]
-    tensors, target = tensors._replace(linear_weight=weight[: end - start], linear_bias=bias), tensors.target
+    target: Any = tensors.target
+    tensors = tensors._replace(linear_weight=weight[: end - start], linear_bias=bias)
     check_flag("inference_only", inference_only)
     own = dict(zip(("input", "linear_weight"), names), linear_bias="bias", vocab_start="vocab_start_index")
     asked, gradients = Options("token_statistics", vocab_start=start, **options), torch.is_grad_enabled()
     with torch.set_grad_enabled(gradients and not inference_only), renamed(process_group="tp_group", **own):
-        found = statistics_of(asked, tensors, group, *counted)
-    assert found.target_log_prob is not None and target is not None
+        found: Any = statistics_of(asked, tensors, group, *counted)
     return found.target_log_prob, (target < 0) | (target >= found.vocab_size)
 
 

@@ -32,7 +32,6 @@ from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
-_LOSS_ARGUMENTS = "logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"
 # Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, their count, whether the loss
 # got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
@@ -43,7 +42,7 @@ class LogitsWarning(UserWarning):
 
 
 class _Door:
-    """What :func:`patch` leaves in a model and in its output layer: the options, and what was said."""
+    """What :func:`patch` leaves in a model and in its output layer: the options, the loss, and what was said."""
 
     def __init__(self, name: str, accuracy: bool, metrics: bool, eval_logits: bool, options: dict[str, Any]) -> None:
         self.name, self.token_accuracy, self.token_metrics, self.eval_logits = name, accuracy, metrics, eval_logits
@@ -61,6 +60,82 @@ class _Door:
         if source.grad:
             where = "beside its fused loss" if source.has_loss else "before its loss"
             self.say(f"makes its logits {where}, since {use!r} wants them", where)
+
+    @private.outside_graphs
+    def loss(
+        self,
+        own: Callable[..., Tensor],
+        logits: Tensor,
+        labels: Any = None,
+        vocab_size: Any = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = NO_LABEL,
+        shift_labels: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
+        others |= dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
+        if type(logits) is not DeferredLogits:
+            return own(logits, labels, vocab_size, **others)
+        call, count, shifted, metrics = _running.get(), None, shift_labels is None, {}
+        if call is not None and ignore_index == NO_LABEL:
+            count = call.counted.of(labels if shifted else shift_labels, shifted)
+        target = as_int64(labels if shifted else shift_labels).to(logits.device)
+        if shifted:
+            target = nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
+        reason = logits.why_not_fused()
+        if vocab_size != logits.shape[-1] or target.numel() * vocab_size != logits.numel():
+            reason = f"its loss has {target.numel()} labels of {vocab_size}, its logits are {[*logits.shape]}"
+        elif not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
+            reason = "torch.nn.functional.cross_entropy was replaced"
+        if reason is None:
+            target = target.reshape(logits.shape[:-1])
+            loss, metrics = self._fused(logits, target, target != ignore_index, num_items_in_batch, count)
+        else:
+            if logits.source.grad:
+                self.say(f"computes its own loss, of all logits: {reason}")
+            loss = own(logits.real(THE_LOSS), labels, vocab_size, **others)
+        if call is not None:
+            call.deferred, call.metrics = True, metrics
+        return loss
+
+    def _fused(self, logits: DeferredLogits, target: Tensor, counted: Tensor, items: Any, count: Any) -> tuple:
+        """The loss of the ``counted`` ones of the ids ``target``, and the metrics as fields of the output."""
+        source, metrics, target = logits.source, dict[str, Tensor](), target.masked_fill(~counted, NO_LABEL)
+        options: dict[str, Any] = {**self.options, **(logits.epilogue() or {}), "counted_tokens": count}
+        options["logits_budget"] = lean_budget(options["logits_budget"])
+        if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
+            options["process_group"] = source.weight.device_mesh  # its dimension may have no name
+
+        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+            options["linear_bias"] = bias
+            if not (self.token_accuracy or self.token_metrics):
+                options["reduction"] = "mean" if items is None else "sum"
+                loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
+            else:
+                options.update(mask=None if count is None else counted, argmax=True, entropy=self.token_metrics)
+                each = token_statistics(hidden, weight, target, **options)
+                ids, log_prob, entropy = [_whole(v) for v in (each.argmax, each.target_log_prob, each.entropy)]
+                if self.token_accuracy:
+                    metrics["token_accuracy"] = ((ids == target) & counted).sum() / counted.sum().clamp(min=1)
+                if self.token_metrics:
+                    metrics["predicted_ids"] = ids.masked_fill(~counted, -1)
+                    metrics["log_probs"] = log_prob.detach().masked_fill(~counted, 0.0)
+                    metrics["entropies"] = entropy.detach().masked_fill(~counted, 0.0)
+                loss = -log_prob.sum() / (1 if items is not None else counted.sum().clamp(min=1))
+            # The mean of no tokens is NaN, as transformers'.
+            return (loss if items is not None else loss.where(counted.any(), float("nan")),)
+
+        (loss,) = logits.run(loss_of)
+        if source.unit is not None:
+            source.close_after(loss)
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        return loss, metrics
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Linear(FusedHead, nn.Linear):
@@ -155,89 +230,6 @@ def _must_be_one_graph(say: bool) -> bool:
     return found
 
 
-class _Loss:
-    """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
-
-    def __init__(self, door: _Door, own: Callable[..., Tensor]) -> None:
-        self.door, self.own = door, own
-
-    @private.outside_graphs
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        given = {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
-        call, logits, ignore = _running.get(), given["logits"], given.get("ignore_index", NO_LABEL)
-        if type(logits) is not DeferredLogits:
-            return self.own(**given)
-        labels, target = given.get("labels"), given.get("shift_labels")
-        count = None
-        if call is not None and ignore == NO_LABEL:
-            count = call.counted.of(labels, shifted=True) if target is None else call.counted.of(target)
-        if target is None:
-            target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
-        target, metrics = as_int64(target).to(logits.device), {}
-        reason = self._reason(logits, target, given.get("vocab_size"))
-        if reason is None:
-            target, items = target.reshape(logits.shape[:-1]), given.get("num_items_in_batch")
-            loss, metrics = self._fused(logits, target, items, ignore, count)
-        else:
-            if logits.source.grad:
-                self.door.say(f"computes its own loss, of all logits: {reason}")
-            loss = self.own(**given | {"logits": logits.real(THE_LOSS)})
-        if call is not None:
-            call.deferred, call.metrics = True, metrics
-        return loss
-
-    def _reason(self, logits: DeferredLogits, target: Tensor, entries: Any) -> str | None:
-        if entries != logits.shape[-1] or target.numel() * entries != logits.numel():
-            return f"its loss has {target.numel()} labels of {entries}, its logits are {[*logits.shape]}"
-        if not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
-            return "torch.nn.functional.cross_entropy was replaced"
-        return logits.why_not_fused()
-
-    def _fused(self, logits: DeferredLogits, target: Tensor, items: Any, ignore: int, count: Any) -> tuple:
-        """The loss, and the metrics as fields of the output."""
-        door, source, counted, metrics = self.door, logits.source, target != ignore, {}
-        options: dict[str, Any] = {**door.options, **(logits.epilogue() or {}), "counted_tokens": count}
-        options["logits_budget"] = lean_budget(options["logits_budget"])
-        if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
-            options["process_group"] = source.weight.device_mesh  # its dimension may have no name
-
-        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-            options["linear_bias"] = bias
-            if not (door.token_accuracy or door.token_metrics):
-                options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
-                loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
-            else:
-                options.update(mask=None if count is None else counted, argmax=True, entropy=door.token_metrics)
-                each = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
-                found = [_whole(value) for value in (each.argmax, each.target_log_prob, each.entropy)]
-                metrics.update(_metrics(door, target, counted, *found))
-                loss = -found[1].sum() / (1 if items is not None else counted.sum().clamp(min=1))
-            # The mean of no tokens is NaN, as transformers'.
-            return (loss if items is not None else loss.where(counted.any(), float("nan")),)
-
-        (loss,) = logits.run(loss_of)
-        if source.unit is not None:
-            source.close_after(loss)
-        if items is not None:
-            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, metrics
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _metrics(door: _Door, target: Tensor, counted: Tensor, argmax: Tensor, log_prob: Tensor, entropy: Any) -> dict:
-    metrics = {}
-    if door.token_accuracy:
-        metrics["token_accuracy"] = ((argmax == target) & counted).sum() / counted.sum().clamp(min=1)
-    if door.token_metrics:
-        metrics["predicted_ids"] = argmax.masked_fill(~counted, -1)
-        metrics["log_probs"] = log_prob.detach().masked_fill(~counted, 0.0)
-        metrics["entropies"] = entropy.detach().masked_fill(~counted, 0.0)
-    return metrics
-
-
 @functools.cache
 def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     """An output's class with these fields. DDP copies outputs field by field: they must be fields."""
@@ -246,12 +238,11 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 
 
 @functools.partial(torch.compiler.disable, recursive=False)
-def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, labels: Any = None, **named: Any) -> Any:
+def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
-    target = named.get("shift_labels")
+    labels, target = named.get("labels"), named.get("shift_labels")
     known = labels if target is None else target
     counted = LabelCount(known if model.training or not door.eval_logits else None, shifted=target is None)
-    named |= {} if labels is None else {"labels": labels}
     labelled = labels is not None
     call = SimpleNamespace(unit=_unit_of(model), labelled=labelled, counted=counted, deferred=False, metrics={})
     token = _running.set(call)
@@ -293,9 +284,9 @@ def _patched(base: type) -> Any:
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
 
         def _loss_of(self):
-            own, door = get(self), self.__dict__.get(_DOOR)
+            own, door = get(self), cast(_Door, self.__dict__.get(_DOOR))
             is_fused = door is not None and not _is_one_graph() and neighbours.is_causal_lm_loss(own)
-            return _Loss(cast(_Door, door), own) if is_fused else own
+            return functools.partial(door.loss, own) if is_fused else own
 
         loss_function = property(_loss_of, base.loss_function.fset)
 
@@ -382,12 +373,9 @@ def explain(model: nn.Module) -> str:
         return "patch(model) was not called"
     if not isinstance(layer, Linear) or _DOOR not in vars(layer):
         return "its output layer was replaced: call patch(model) again"
-    if not isinstance(own, _Loss):
+    if getattr(own, "func", None) != door.loss:
         return f"its loss_function is not transformers' ForCausalLMLoss, but {own!r}"
-    weight = None if is_unit(layer) or isinstance(layer.weight, DTensor) else layer.weight
-    said = [what for key, what in door.said.items() if not key.startswith("beside")]
-    unit = _unit_of(owner)
-    return _reason(None, weight) or (unit if isinstance(unit, str) else (said or ["fused"])[0])
+    return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
 
 
 def _output_layer(model: Any) -> nn.Linear | None:

@@ -32,8 +32,8 @@ from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
-# Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, their count, whether the loss
-# got deferred logits, and the metrics.
+# Within a patched model's forward: FSDP's unit around the output layer, whether there are labels, their count, whether
+# the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 
 
@@ -172,31 +172,35 @@ class Linear(FusedHead, nn.Linear):
 @private.outside_graphs
 def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = False) -> DeferredLogits | None:
     """The deferred logits of this call; None if it must make real ones, for a reason that is said."""
-    door, dtype, call = vars(layer)[_DOOR], None, _running.get() or SimpleNamespace(unit=None, labelled=False)
-    unit = call.unit if getattr(call.unit, "module", None) is layer else unit
+    door, call = vars(layer)[_DOOR], _running.get()
+    outer = None if call is None else call.outer
+    if getattr(outer, "module", None) is layer:
+        unit = outer
     weight, bias = (layer.weight, layer.bias) if unit is None else (None, None)
-    reason = call.unit if isinstance(call.unit, str) else _reason(hidden, None if planned else weight)
-    if reason is None and (is_unit(layer) and unit is None) or (unit is not None and not call.labelled):
+    reason = _reason(hidden, None if planned else weight)
+    if unit is None and outer is not None:
+        reason = "its output layer is in a unit of FSDP with more than the layer: make it one of its own"
+    elif unit is None and is_unit(layer):
         reason = "its output layer gathers its weight for itself, and has hooks, or the model's call has no labels"
+    elif unit is not None and not call.labelled:
+        reason = "its output layer gathers its weight for itself, and the model's call has no labels"
     if reason is not None:
         if torch.is_grad_enabled():
             door.say(f"makes its logits: {reason}")
         return None
-    operands = tuple(each for each in (weight, bias) if each is not None and not planned)
-    if isinstance(unit, FSDPModule):
-        dtype = private.fsdp_output_dtype(cast(nn.Module, unit))
-    module = cast(nn.Module, unit)
+    make: Any = nn.functional.linear
+    operands, dtype = tuple(each for each in (weight, bias) if each is not None), None
+    if planned:
+        make, operands = functools.partial(nn.Module.__call__, layer), ()
+    elif unit is not None:
+        dtype = private.fsdp_output_dtype(unit) if isinstance(unit, FSDPModule) else None
 
-    def make(hidden: Tensor, *operands: Tensor) -> Tensor:
-        if planned:
-            return nn.Module.__call__(layer, hidden)
-        if unit is None:
-            return nn.functional.linear(hidden, *operands)
-        logits = call_unit(module, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
-        return logits[0].to(dtype or hidden.dtype)
+        def make(hidden: Tensor) -> Tensor:
+            (logits,) = call_unit(unit, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
+            return logits.to(dtype or hidden.dtype)
 
     parameter = private.parameters_of(layer).get("weight")
-    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, module, parameter)
+    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
 
 
@@ -224,9 +228,9 @@ def _is_one_graph(say: bool = False) -> bool:
 
 @private.constant_in_graphs
 def _must_be_one_graph(say: bool) -> bool:
-    if (found := private.must_be_one_graph()) and say:
-        said = "a model compiled with fullgraph=True computes its own loss, of all logits: leave it at False to fuse it"
-        warn(f"parallel_lce: {said}", LogitsWarning)
+    found = private.must_be_one_graph()
+    if found and say:
+        warn("parallel_lce: a model compiled with fullgraph=True computes its own loss, of all logits", LogitsWarning)
     return found
 
 
@@ -244,7 +248,7 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     known = labels if target is None else target
     counted = LabelCount(known if model.training or not door.eval_logits else None, shifted=target is None)
     labelled = labels is not None
-    call = SimpleNamespace(unit=_unit_of(model), labelled=labelled, counted=counted, deferred=False, metrics={})
+    call = SimpleNamespace(outer=_outer_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)
@@ -258,14 +262,11 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     return output
 
 
-def _unit_of(model: Any) -> Any:
-    """FSDP1's unit of the output layer alone; or why its weight will not be whole in the loss; else None."""
-    layer, kinds = model.get_output_embeddings(), (FSDPModule, FullyShardedDataParallel)
-    outer = next((each for each in layer.modules() if isinstance(each, kinds)), None)
-    if outer is None or isinstance(outer, FusedHead):
-        return None
-    said = "its output layer is in a unit of FSDP with more than the layer: make it one of its own"
-    return outer if isinstance(getattr(outer, "module", None), FusedHead) else said
+def _outer_unit(model: Any) -> Any:
+    """FSDP's unit around the output layer, which then is whole in calls of the unit alone. None if there is none."""
+    units, layer = (FSDPModule, FullyShardedDataParallel), model.get_output_embeddings()
+    outer = next((each for each in layer.modules() if isinstance(each, units)), None)
+    return None if isinstance(outer, FusedHead) else outer
 
 
 @functools.cache
@@ -314,7 +315,7 @@ def patch(
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
             transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
             PEFT's models the base model is patched. The classes of it and of its output layer become subclasses of the
-            same names; parameters, modules and state dict stay. A second call replaces the options.
+            same names. A second call replaces the options.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
+_NO_ONE_GRAPH = "parallel_lce breaks the graph of a training step: leave fullgraph at False, or unpatch(model)"
 # Within a patched model's forward: FSDP's unit around the output layer, whether there are labels, their count, whether
 # the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
@@ -142,7 +143,7 @@ class Linear(FusedHead, nn.Linear):
     """A patched model's output layer."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if not self._is_wanted():
+        if _door_of(self) is None:
             return nn.Module.__call__(self, *arguments, **options)
         # A forward of transformers' tensor parallelism gathers the logits: it is for real ones.
         weight, planned = private.parameters_of(self).get("weight"), vars(self).get("forward")
@@ -153,7 +154,7 @@ class Linear(FusedHead, nn.Linear):
         return super().__call__(*arguments, **options)
 
     def forward(self, input: Tensor) -> Any:
-        if not self._is_wanted():
+        if _door_of(self) is None:
             return nn.Linear.forward(self, input)
         if (loss := self.loss_within()) is not None:
             return loss(input)
@@ -164,9 +165,11 @@ class Linear(FusedHead, nn.Linear):
         labelled = (call := _running.get()) is not None and call.labelled
         return _deferred(self, arguments[0], unit=self) if labelled and len(arguments) == 1 and not options else None
 
-    def _is_wanted(self) -> bool:
-        door = self.__dict__.get(_DOOR)
-        return door is not None and (self.training or not door.eval_logits) and not _is_one_graph()
+
+def _door_of(module: nn.Module) -> _Door | None:
+    """That of a patched model or of its output layer. None where no logits are deferred: everything is stock then."""
+    door = module.__dict__.get(_DOOR)  # as Dynamo can trace it
+    return door if door is not None and (module.training or not door.eval_logits) else None
 
 
 @private.outside_graphs
@@ -221,19 +224,6 @@ def _reason(hidden: Any, weight: Any) -> str | None:
     return None
 
 
-def _is_one_graph(say: bool = False) -> bool:
-    """Whether a trace runs that must not break the graph."""
-    return torch.compiler.is_exporting() or (torch.compiler.is_dynamo_compiling() and _must_be_one_graph(say))
-
-
-@private.constant_in_graphs
-def _must_be_one_graph(say: bool) -> bool:
-    found = private.must_be_one_graph()
-    if found and say:
-        warn("parallel_lce: a model compiled with fullgraph=True computes its own loss, of all logits", LogitsWarning)
-    return found
-
-
 @functools.cache
 def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     """An output's class with these fields. DDP copies outputs field by field: they must be fields."""
@@ -241,12 +231,11 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
 
 
-@functools.partial(torch.compiler.disable, recursive=False)
+@functools.partial(torch.compiler.disable, recursive=False, reason=_NO_ONE_GRAPH)
 def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
     labels, target = named.get("labels"), named.get("shift_labels")
-    known = labels if target is None else target
-    counted = LabelCount(known if model.training or not door.eval_logits else None, shifted=target is None)
+    counted = LabelCount(labels if target is None else target, shifted=target is None)
     labelled = labels is not None
     call = SimpleNamespace(outer=_outer_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
     token = _running.set(call)
@@ -279,14 +268,13 @@ def _patched(base: type) -> Any:
 
         @functools.partial(named_as, base.forward)
         def forward(self, *arguments, **named):
-            door = self.__dict__.get(_DOOR)
-            if door is None or _is_one_graph(say=self.training):
+            if (door := _door_of(self)) is None:
                 return base.forward(self, *arguments, **named)
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
 
         def _loss_of(self):
-            own, door = get(self), cast(_Door, self.__dict__.get(_DOOR))
-            is_fused = door is not None and not _is_one_graph() and neighbours.is_causal_lm_loss(own)
+            own, door = get(self), _door_of(self)
+            is_fused = door is not None and neighbours.is_causal_lm_loss(own)
             return functools.partial(door.loss, own) if is_fused else own
 
         loss_function = property(_loss_of, base.loss_function.fset)
@@ -374,7 +362,7 @@ def explain(model: nn.Module) -> str:
         return "patch(model) was not called"
     if not isinstance(layer, Linear) or _DOOR not in vars(layer):
         return "its output layer was replaced: call patch(model) again"
-    if getattr(own, "func", None) != door.loss:
+    if getattr(own, "func", None) != door.loss and not neighbours.is_causal_lm_loss(own):
         return f"its loss_function is not transformers' ForCausalLMLoss, but {own!r}"
     return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
 

@@ -56,17 +56,13 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, and no metrics. As of
         ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of the result itself
-        must follow. A call that is not fused runs torchtitan's own loss, and a warning says once why.
-
-        Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel ranks. The loss
-        is a DTensor if ``pred`` is one.
+        must follow. Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel
+        ranks. The loss is a DTensor if ``pred`` is one.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
-        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
-
-        Raises:
-            ValueError: no ``lm_head`` is set, its rows are no shard of torchtitan's, ``skip_masked`` meets a CUDA
-                graph, or as :func:`parallel_lce.linear_cross_entropy`.
+        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: no
+        ``lm_head`` is set, its rows are no shard of torchtitan's, ``skip_masked`` meets a CUDA graph, or as that
+        function.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:

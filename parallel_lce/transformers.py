@@ -32,7 +32,7 @@ from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
-_NO_ONE_GRAPH = "parallel_lce breaks the graph of a training step: leave fullgraph at False, or unpatch(model)"
+_NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
 # Within a patched model's forward: FSDP's unit around the output layer, whether there are labels, their count, whether
 # the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)

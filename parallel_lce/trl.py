@@ -80,9 +80,7 @@ _replacements = Replacements()
 def patch(*, logits_budget: int | None = None) -> None:
     """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`, for models and trainers
     built before and after. The results are those of TRL's function, ``[N]`` each: ``is_top1`` in bool, the others in
-    fp32.
-
-    ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else
+    fp32. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else
     128 MiB; a second call replaces it.
 
     What ours refuses TRL's own computes, with one :class:`TRLWarning` for each reason: a parameter of ZeRO-3, a

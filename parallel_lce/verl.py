@@ -114,8 +114,7 @@ def patch(*, skip_masked: bool | None = None) -> None:
 
     ``skip_masked``: tokens that a batch's ``loss_mask`` leaves out of verl's losses cost nothing in the FSDP engine
     (with ``use_remove_padding``, without Ulysses) and the Megatron engine, from a process's second batch on; their
-    log-probabilities and entropies are 0. To this end functions of the engines are wrapped when the fused one is first
-    called. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
+    log-probabilities and entropies are 0. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
 
     Raises:
         ImportError: there is no verl, or one without this function. ValueError: an invalid ``skip_masked``.

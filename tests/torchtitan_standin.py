@@ -99,4 +99,4 @@ def installed(mesh=None, checking: bool = False):
         try:
             yield importlib.import_module("parallel_lce.torchtitan")
         finally:
-            sys.modules.pop("parallel_lce.torchtitan")
+            sys.modules.pop("parallel_lce.torchtitan", None)

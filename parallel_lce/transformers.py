@@ -91,7 +91,7 @@ class _Door:
             reason = "torch.nn.functional.cross_entropy was replaced"
         if reason is None:
             target = target.reshape(logits.shape[:-1])
-            loss, metrics = self._fused(logits, target, target != ignore_index, num_items_in_batch, count)
+            loss, metrics = self._fused(logits, target, ignore_index, num_items_in_batch, count)
         else:
             if logits.source.grad:
                 self.say(f"computes its own loss, of all logits: {reason}")
@@ -100,9 +100,9 @@ class _Door:
             call.deferred, call.metrics = True, metrics
         return loss
 
-    def _fused(self, logits: DeferredLogits, target: Tensor, counted: Tensor, items: Any, count: Any) -> tuple:
-        """The loss of the ``counted`` ones of the ids ``target``, and the metrics as fields of the output."""
-        source, metrics, target = logits.source, dict[str, Tensor](), target.masked_fill(~counted, NO_LABEL)
+    def _fused(self, logits: DeferredLogits, target: Tensor, ignore: int, items: Any, count: Any) -> tuple:
+        """The loss, and the metrics as fields of the output."""
+        source, metrics, counted = logits.source, dict[str, Tensor](), target != ignore
         options: dict[str, Any] = {**self.options, **(logits.epilogue() or {}), "counted_tokens": count}
         options["logits_budget"] = lean_budget(options["logits_budget"])
         if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
@@ -111,11 +111,11 @@ class _Door:
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             options["linear_bias"] = bias
             if not (self.token_accuracy or self.token_metrics):
-                options["reduction"] = "mean" if items is None else "sum"
+                options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
             else:
                 options.update(mask=None if count is None else counted, argmax=True, entropy=self.token_metrics)
-                each = token_statistics(hidden, weight, target, **options)
+                each = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
                 ids, log_prob, entropy = [_whole(v) for v in (each.argmax, each.target_log_prob, each.entropy)]
                 if self.token_accuracy:
                     metrics["token_accuracy"] = ((ids == target) & counted).sum() / counted.sum().clamp(min=1)

@@ -36,8 +36,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
         """``logits_budget`` and ``gradient_filter`` are those of :func:`parallel_lce.linear_cross_entropy`. With
-        ``skip_masked`` labels of ``IGNORE_INDEX`` cost nothing: the host waits for the model's forward and counts them.
-        It needs ``training.disable_cuda_graphs``, and the cross-entropy is not compiled."""
+        ``skip_masked`` labels of ``IGNORE_INDEX`` cost nothing, except in a CUDA graph: the host waits for the model's
+        forward and counts them, and the cross-entropy is not compiled."""
 
         logits_budget: int | None = None
         gradient_filter: float | None = None
@@ -61,8 +61,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
         reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: no
-        ``lm_head`` is set, its rows are no shard of torchtitan's, ``skip_masked`` meets a CUDA graph, or as that
-        function.
+        ``lm_head`` is set, its rows are no shard of torchtitan's, or as that function.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:
@@ -109,9 +108,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
             arguments |= {"process_group": group, "vocab_start": start}
         if self.config.skip_masked:
-            arguments["counted_tokens"] = count = parallel_lce.count_tokens(_local(labels))
-            if count.unknown:
-                raise ValueError(f"{_OURS}: skip_masked needs training.disable_cuda_graphs: no graph can read a count")
+            arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels))
         return arguments
 
 

@@ -60,21 +60,17 @@ def is_causal_lm_loss(loss: Any) -> bool:
     return getattr(loss, "__name__", None) == "ForCausalLMLoss" and all(is_of(TRANSFORMERS, each) for each in both)
 
 
-# --- TRL, 1.16: modules and names that hold its two autograd functions; the first is that function's own ---
-TRL_LOG_PROBS = [("trl.kernels.chunked_logprob", "ChunkedLogProbFunction")]
-TRL_LOG_PROBS += [("trl.trainer.utils", "_ChunkedLogProbFunction")]  # imported with the module of the divergence
-TRL_DIVERGENCE = [("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction")]
-TRL_DIVERGENCE += [("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction")]
+# --- TRL, 1.16: the module of its autograd function; the module whose functions call it, and its name there ---
+TRL_KERNEL, TRL_USER, TRL_FUNCTION = "trl.kernels.chunked_logprob", "trl.trainer.utils", "_ChunkedLogProbFunction"
 
 # --- verl, 0.9.1: the module of its linear_cross_entropy, and those that import it when they are imported; backwards of
-# Megatron-core's mappings that sum the gradient of the hidden states over the ranks; the steps of its engines ---
+# Megatron-core's mappings that sum the gradient of the hidden states over the ranks; what makes its engines' labels ---
 VERL_KERNEL = "verl.utils.kernel.linear_cross_entropy", "verl.models.mcore.model_forward_fused"
 VERL_KERNEL += ("verl.models.mcore.model_forward_1f1b_overlap",)
 VERL_SUMMED = "_GatherFromSequenceParallelRegionBackward", "_CopyToModelParallelRegionBackward"
-VERL_FSDP_STEP = "verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead", "forward_step"
-VERL_MEGATRON_STEP = "verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead", "forward_step"
+VERL_FSDP = "verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead", "prepare_model_inputs"
+VERL_MEGATRON = "verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead", "prepare_model_inputs"
 VERL_PACKING = "verl.models.mcore.model_forward_fused", "preprocess_thd_engine"
 
-# --- torchtitan, 0.3.0: the module of a forward that distributes a layer's tensors; a soft-capping output layer's ---
+# --- torchtitan, 0.3.0: the module of a forward that distributes a layer's tensors ---
 TORCHTITAN_DISTRIBUTED = "torchtitan.protocols.module"
-TORCHTITAN_SOFT_CAPPED = "torchtitan.models.muse_glimmer.model", "SoftCappedLinear.forward"

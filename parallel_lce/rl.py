@@ -1,6 +1,5 @@
-"""Log-probabilities and entropies, under the names and signatures that RL trainers use.
+"""Log-probabilities and entropies, under the names and signatures that RL trainers use, exact as from an fp32 head.
 
-Logits are summed in fp32 and never rounded, so log-probabilities are as exact as from an fp32 head on the same weights.
 A label outside the vocabulary has the logit 0, as in these trainers' own functions. ``mask`` and ``counted_tokens`` are
 as in :func:`parallel_lce.token_statistics`; results of tokens that do not count are 0. ``vocab_size``,
 ``logits_budget`` and errors are as in :func:`parallel_lce.linear_cross_entropy`.
@@ -40,7 +39,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of the labels and entropies, as verl's ``verl.utils.kernel.linear_cross_entropy``, which slime
     copies. As there, the gradient of ``hidden`` is the term of this rank's shard: a mapping in front of this function
-    must sum it over the ranks, such as Megatron's ``gather_from_sequence_parallel_region``.
+    must sum it over the ranks, such as Megatron's ``gather_from_sequence_parallel_region``, or ``reduce_hidden_grad``.
 
     Args:
         hidden: ``[..., D]``, all N tokens on every rank of the group.
@@ -48,9 +47,6 @@ def linear_cross_entropy(
         labels, mask: N of them in any shape.
         temperature: a number > 0, or N numbers; of the entropies, too. None is 1.
         reduction: of the log-probabilities: 'none', 'sum' or 'mean', in upper or lower case. None is 'none'.
-        dist_process_group: the tensor-parallel group; None for one rank.
-        reduce_hidden_grad: True: the gradient of ``hidden`` is summed here, where no mapping does it.
-        sum_p_squared: the sums of squared probabilities are returned too.
 
     Returns log-probabilities ``[N]``, or 0-dimensional, entropies ``[N]`` in nats, and the sums ``[N]``: fp32 (fp64 for
     fp64), differentiable, identical on every rank.
@@ -80,12 +76,9 @@ def linear_cross_entropy(
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
     with renamed(process_group="dist_process_group", **own):
         flat_mask = mask.reshape(-1) if isinstance(mask, Tensor) else mask
-        found = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
-    assert found.target_log_prob is not None and found.entropy is not None
+        found: Any = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()
-    if found.sum_p_squared is None:
-        return log_probs, found.entropy
-    return log_probs, found.entropy, found.sum_p_squared
+    return (log_probs, found.entropy, found.sum_p_squared) if sum_p_squared else (log_probs, found.entropy)
 
 
 @public
@@ -116,27 +109,25 @@ def from_parallel_hidden_states_to_logprobs(
         output_weight_layer, bias: this rank's vocabulary shard ``[V/P, D]`` and ``[V/P]``, whose first row is
             ``vocab_start_index``. Rows from ``vocab_end_index`` on are padding, and left out.
         target: token ids ``[B, S]``. Position s is scored with the token at s + 1, if a ``mask [B, S]`` is true at s.
-        inference_only: nothing is saved for a backward.
-        cp_group: None or a group of one rank, as there.
-        runtime_gather_output, chunk_size: not used.
+        cp_group: None or a group of one rank, as there. ``runtime_gather_output`` and ``chunk_size`` are not used.
 
-    Collectives: those of :func:`parallel_lce.token_statistics` under sequence parallelism, C = 3. ``ValueError``: also
-    for a ``cp_group`` of several ranks, and for ids that do not fit the shard's rows.
+    Collectives: those of :func:`parallel_lce.token_statistics` under sequence parallelism, C = 3.
     """
     with renamed(process_group="cp_group"):
         cp_ranks = Layout.of(as_group(cp_group), False).ranks
     if cp_ranks > 1:
         raise ValueError(f"cp_group must have one rank, got {cp_ranks}")
-    hidden, weight = tensor_parallel_hidden_states, output_weight_layer
-    _check_tensors(tensor_parallel_hidden_states=hidden, output_weight_layer=weight, target=target)
-    if target.dim() != 2 or weight.dim() != 2:
-        given = f"{list(target.shape)} and {list(weight.shape)}"
-        raise ValueError(f"target must be [B, S] and output_weight_layer [V/P, D], got {given}")
-    tensors = Tensors(hidden, weight, int64_ids("target", target).roll(-1, -1).t(), bias)
-    counted = mask.t() if isinstance(mask, Tensor) and mask.dim() == 2 else mask, counted_tokens
-    names, shard = ("tensor_parallel_hidden_states", "output_weight_layer"), (vocab_start_index, vocab_end_index)
-    options = dict(sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
-    log_probs, outside = _of_shard(tensors, names, shard, tp_group, inference_only, counted, **options)
+    target = int64_ids("target", target)
+    if target.dim() != 2:
+        raise ValueError(f"target must be [B, S], got {list(target.shape)}")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        mask = mask.t()
+    options = Options("token_statistics", sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
+    tensors = Tensors(tensor_parallel_hidden_states, output_weight_layer, target.roll(-1, -1).t(), bias)
+    with renamed(hidden="tensor_parallel_hidden_states", weight="output_weight_layer"):
+        log_probs, outside = _of_ids(
+            options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens
+        )
     return log_probs.masked_fill(outside, 0.0).t()[:, :-1].contiguous()
 
 
@@ -167,38 +158,38 @@ class FusedLinearLogprobTriton:
         Others, and errors: as in :func:`from_parallel_hidden_states_to_logprobs`. Collectives: those of
         :func:`linear_cross_entropy`, but C = 3.
         """
-        _check_tensors(hidden=hidden, weight=weight, target=target)
-        if weight.dim() != 2:
-            raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
+        _check_tensors(hidden=hidden, weight=weight)
         tensors = Tensors(hidden.to(weight.dtype), weight, int64_ids("target", target))
-        names, shard, counted = ("hidden", "weight"), (vocab_start_index, vocab_end_index), (mask, counted_tokens)
-        log_probs, outside = _of_shard(
-            tensors, names, shard, tp_group, inference_only, counted, reduce_hidden_grad=False
+        options = Options("token_statistics", reduce_hidden_grad=False)
+        log_probs, outside = _of_ids(
+            options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens
         )
         return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
 
 
-def _of_shard(
-    tensors: Tensors, names: tuple, shard: tuple, group: Any, inference_only: bool, counted: tuple, **options: Any
+def _of_ids(
+    options: Options, tensors: Tensors, start: Any, end: Any, group: Any, inference_only: Any, mask: Any, count: Any
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and which of them are outside of the vocabulary. ``names``: of hidden states
-    and weight, in messages. ``shard``: the first id of the weight's rows, and the last + 1; further rows are left out.
-    ``counted``: a mask of the tokens that count, and their number."""
-    weight, bias, (start, end) = tensors.linear_weight, tensors.linear_bias, shard
+    """Log-probabilities of the targets, and which of them are outside of the vocabulary. The weight's rows are those of
+    the ids from ``start`` on; rows from ``end`` on are left out."""
+    hidden, weight, target, bias, *_ = tensors
+    _check_tensors(hidden=hidden, weight=weight)
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
         bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
-        raise ValueError(f"{names[1]} has {len(weight)} rows, which do not fit the ids from {bounds}")
+        raise ValueError(f"weight has {len(weight)} rows, which do not fit the ids from {bounds}")
     if isinstance(bias, Tensor):
         if bias.shape != (len(weight),):
             raise ValueError(f"bias must have shape [{len(weight)}], got {list(bias.shape)}")
         bias = bias[: end - start]
-    tensors, target = tensors._replace(linear_weight=weight[: end - start], linear_bias=bias), tensors.target
     check_flag("inference_only", inference_only)
-    own = dict(zip(("input", "linear_weight"), names), linear_bias="bias", vocab_start="vocab_start_index")
-    asked, gradients = Options("token_statistics", vocab_start=start, **options), torch.is_grad_enabled()
-    with torch.set_grad_enabled(gradients and not inference_only), renamed(process_group="tp_group", **own):
-        found = statistics_of(asked, tensors, group, *counted)
-    assert found.target_log_prob is not None and target is not None
+    tensors = tensors._replace(linear_weight=weight[: end - start], linear_bias=bias)
+    options = options._replace(vocab_start=start)
+    own = dict(input="hidden", linear_weight="weight", linear_bias="bias", vocab_start="vocab_start_index")
+    gradients = torch.is_grad_enabled() and not inference_only
+    with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **own):
+        found: Any = statistics_of(options, tensors, group, mask, count)
     return found.target_log_prob, (target < 0) | (target >= found.vocab_size)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
 from parallel_lce.core.private import comes_from, hooks
-from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED, TORCHTITAN_SOFT_CAPPED
+from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED
 from parallel_lce.patching import is_own, warn
 
 _OURS, _LOSSES = "parallel_lce.torchtitan", "torchtitan.components.loss"
@@ -36,8 +36,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
         """``logits_budget`` and ``gradient_filter`` are those of :func:`parallel_lce.linear_cross_entropy`. With
-        ``skip_masked`` labels of ``IGNORE_INDEX`` cost nothing: the host waits for the model's forward and counts them.
-        It needs ``training.disable_cuda_graphs``, and the cross-entropy is not compiled."""
+        ``skip_masked`` labels of ``IGNORE_INDEX`` cost nothing, except in a CUDA graph: the host waits for the model's
+        forward and counts them, and the cross-entropy is not compiled."""
 
         logits_budget: int | None = None
         gradient_filter: float | None = None
@@ -56,18 +56,12 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, and no metrics. As of
         ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of the result itself
-        must follow. A call that is not fused runs torchtitan's own loss, and a warning says once why.
-
-        Hidden states ``pred [b, s, D]``, in the dtype of ``lm_head.weight``, and ids ``labels [b, s]`` are the same on
-        all tensor-parallel ranks. ``pred`` is a DTensor with the backends "full_dtensor" and "partial_dtensor"; so is
-        the loss then.
+        must follow. Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel
+        ranks. The loss is a DTensor if ``pred`` is one.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
-        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
-
-        Raises:
-            ValueError: no ``lm_head`` is set, its rows are no shard of torchtitan's, ``skip_masked`` meets a CUDA
-                graph, or as :func:`parallel_lce.linear_cross_entropy`.
+        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: no
+        ``lm_head`` is set, its rows are no shard of torchtitan's, or as that function.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:
@@ -106,7 +100,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
         arguments = {"linear_bias": lm_head.bias, "reduction": "sum", "reduce_hidden_grad": False}
         arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
-        arguments |= _logit_options(lm_head) or {}
         if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
             V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
             rank = dist.get_rank(group)
@@ -115,9 +108,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
             arguments |= {"process_group": group, "vocab_start": start}
         if self.config.skip_masked:
-            arguments["counted_tokens"] = count = parallel_lce.count_tokens(_local(labels))
-            if count.unknown:
-                raise ValueError(f"{_OURS}: skip_masked needs training.disable_cuda_graphs: no graph can read a count")
+            arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels))
         return arguments
 
 
@@ -132,24 +123,16 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _logit_options(lm_head: Any) -> dict[str, Any] | None:
-    """The scale and soft-cap of ``lm_head`` as arguments of the fused loss. None: it has a forward of its own."""
-    instead, forward = vars(lm_head).get("forward"), type(lm_head).forward  # fully_shard derives a class
-    if instead is None or is_own(instead, TORCHTITAN_DISTRIBUTED):
-        if is_own(forward, "torch.nn.modules.linear", "Linear.forward"):
-            return {}
-        if is_own(forward, *TORCHTITAN_SOFT_CAPPED):
-            return {"logit_scale": lm_head.output_multiplier, "logit_softcap": lm_head.output_soft_cap_temp}
-    return None
-
-
 def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     """Why torchtitan might compute something else, if it might. The same on every rank."""
     functions = (ChunkedLossWrapper.__call__, CrossEntropyLoss.__call__, loss_fn.fn)
     names = ("ChunkedLossWrapper.__call__", "CrossEntropyLoss.__call__", "cross_entropy_loss")
     if not all(is_own(function, _LOSSES, name) for function, name in zip(functions, names, strict=True)):
         return "other code has replaced a function of its losses"
-    if _logit_options(lm_head) is None:
+    instead = vars(lm_head).get("forward")
+    distributed = instead is None or is_own(instead, TORCHTITAN_DISTRIBUTED)
+    # fully_shard derives a class.
+    if not (distributed and is_own(type(lm_head).forward, "torch.nn.modules.linear", "Linear.forward")):
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
     around = hooks(lm_head, "forward", "backward", "backward_pre")
     if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,9 @@ from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
-_LOSS_ARGUMENTS = "logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"
-# Within a patched model's forward: what :func:`_unit_of` gives, whether there are labels, their count, whether the loss
-# got deferred logits, and the metrics.
+_NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
+# Within a patched model's forward: FSDP's unit around the output layer, whether there are labels, their count, whether
+# the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 
 
@@ -43,7 +43,7 @@ class LogitsWarning(UserWarning):
 
 
 class _Door:
-    """What :func:`patch` leaves in a model and in its output layer: the options, and what was said."""
+    """What :func:`patch` leaves in a model and in its output layer: the options, the loss, and what was said."""
 
     def __init__(self, name: str, accuracy: bool, metrics: bool, eval_logits: bool, options: dict[str, Any]) -> None:
         self.name, self.token_accuracy, self.token_metrics, self.eval_logits = name, accuracy, metrics, eval_logits
@@ -62,12 +62,88 @@ class _Door:
             where = "beside its fused loss" if source.has_loss else "before its loss"
             self.say(f"makes its logits {where}, since {use!r} wants them", where)
 
+    @private.outside_graphs
+    def loss(
+        self,
+        own: Callable[..., Tensor],
+        logits: Tensor,
+        labels: Any = None,
+        vocab_size: Any = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = NO_LABEL,
+        shift_labels: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
+        others |= dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
+        if type(logits) is not DeferredLogits:
+            return own(logits, labels, vocab_size, **others)
+        call, count, shifted, metrics = _running.get(), None, shift_labels is None, {}
+        if call is not None and ignore_index == NO_LABEL:
+            count = call.counted.of(labels if shifted else shift_labels, shifted)
+        target = as_int64(labels if shifted else shift_labels).to(logits.device)
+        if shifted:
+            target = nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
+        reason = logits.why_not_fused()
+        if vocab_size != logits.shape[-1] or target.numel() * vocab_size != logits.numel():
+            reason = f"its loss has {target.numel()} labels of {vocab_size}, its logits are {[*logits.shape]}"
+        elif not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
+            reason = "torch.nn.functional.cross_entropy was replaced"
+        if reason is None:
+            target = target.reshape(logits.shape[:-1])
+            loss, metrics = self._fused(logits, target, ignore_index, num_items_in_batch, count)
+        else:
+            if logits.source.grad:
+                self.say(f"computes its own loss, of all logits: {reason}")
+            loss = own(logits.real(THE_LOSS), labels, vocab_size, **others)
+        if call is not None:
+            call.deferred, call.metrics = True, metrics
+        return loss
+
+    def _fused(self, logits: DeferredLogits, target: Tensor, ignore: int, items: Any, count: Any) -> tuple:
+        """The loss, and the metrics as fields of the output."""
+        source, metrics, counted = logits.source, dict[str, Tensor](), target != ignore
+        options: dict[str, Any] = {**self.options, **(logits.epilogue() or {}), "counted_tokens": count}
+        options["logits_budget"] = lean_budget(options["logits_budget"])
+        if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
+            options["process_group"] = source.weight.device_mesh  # its dimension may have no name
+
+        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+            options["linear_bias"] = bias
+            if not (self.token_accuracy or self.token_metrics):
+                options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
+                loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
+            else:
+                options.update(mask=None if count is None else counted, argmax=True, entropy=self.token_metrics)
+                each = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
+                ids, log_prob, entropy = [_whole(v) for v in (each.argmax, each.target_log_prob, each.entropy)]
+                if self.token_accuracy:
+                    metrics["token_accuracy"] = ((ids == target) & counted).sum() / counted.sum().clamp(min=1)
+                if self.token_metrics:
+                    metrics["predicted_ids"] = ids.masked_fill(~counted, -1)
+                    metrics["log_probs"] = log_prob.detach().masked_fill(~counted, 0.0)
+                    metrics["entropies"] = entropy.detach().masked_fill(~counted, 0.0)
+                loss = -log_prob.sum() / (1 if items is not None else counted.sum().clamp(min=1))
+            # The mean of no tokens is NaN, as transformers'.
+            return (loss if items is not None else loss.where(counted.any(), float("nan")),)
+
+        (loss,) = logits.run(loss_of)
+        if source.unit is not None:
+            source.close_after(loss)
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        return loss, metrics
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
 
 class Linear(FusedHead, nn.Linear):
     """A patched model's output layer."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if not self._is_wanted():
+        if _door_of(self) is None:
             return nn.Module.__call__(self, *arguments, **options)
         # A forward of transformers' tensor parallelism gathers the logits: it is for real ones.
         weight, planned = private.parameters_of(self).get("weight"), vars(self).get("forward")
@@ -78,7 +154,7 @@ class Linear(FusedHead, nn.Linear):
         return super().__call__(*arguments, **options)
 
     def forward(self, input: Tensor) -> Any:
-        if not self._is_wanted():
+        if _door_of(self) is None:
             return nn.Linear.forward(self, input)
         if (loss := self.loss_within()) is not None:
             return loss(input)
@@ -89,39 +165,45 @@ class Linear(FusedHead, nn.Linear):
         labelled = (call := _running.get()) is not None and call.labelled
         return _deferred(self, arguments[0], unit=self) if labelled and len(arguments) == 1 and not options else None
 
-    def _is_wanted(self) -> bool:
-        door = self.__dict__.get(_DOOR)
-        return door is not None and (self.training or not door.eval_logits) and not _is_one_graph()
+
+def _door_of(module: nn.Module) -> _Door | None:
+    """That of a patched model or of its output layer. None where no logits are deferred: everything is stock then."""
+    door = module.__dict__.get(_DOOR)  # as Dynamo can trace it
+    return door if door is not None and (module.training or not door.eval_logits) else None
 
 
 @private.outside_graphs
 def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = False) -> DeferredLogits | None:
     """The deferred logits of this call; None if it must make real ones, for a reason that is said."""
-    door, dtype, call = vars(layer)[_DOOR], None, _running.get() or SimpleNamespace(unit=None, labelled=False)
-    unit = call.unit if getattr(call.unit, "module", None) is layer else unit
+    door, call = vars(layer)[_DOOR], _running.get()
+    outer = None if call is None else call.outer
+    if getattr(outer, "module", None) is layer:
+        unit = outer
     weight, bias = (layer.weight, layer.bias) if unit is None else (None, None)
-    reason = call.unit if isinstance(call.unit, str) else _reason(hidden, None if planned else weight)
-    if reason is None and (is_unit(layer) and unit is None) or (unit is not None and not call.labelled):
+    reason = _reason(hidden, None if planned else weight)
+    if unit is None and outer is not None:
+        reason = "its output layer is in a unit of FSDP with more than the layer: make it one of its own"
+    elif unit is None and is_unit(layer):
         reason = "its output layer gathers its weight for itself, and has hooks, or the model's call has no labels"
+    elif unit is not None and not call.labelled:
+        reason = "its output layer gathers its weight for itself, and the model's call has no labels"
     if reason is not None:
         if torch.is_grad_enabled():
             door.say(f"makes its logits: {reason}")
         return None
-    operands = tuple(each for each in (weight, bias) if each is not None and not planned)
-    if isinstance(unit, FSDPModule):
-        dtype = private.fsdp_output_dtype(cast(nn.Module, unit))
-    module = cast(nn.Module, unit)
+    make: Any = nn.functional.linear
+    operands, dtype = tuple(each for each in (weight, bias) if each is not None), None
+    if planned:
+        make, operands = functools.partial(nn.Module.__call__, layer), ()
+    elif unit is not None:
+        dtype = private.fsdp_output_dtype(unit) if isinstance(unit, FSDPModule) else None
 
-    def make(hidden: Tensor, *operands: Tensor) -> Tensor:
-        if planned:
-            return nn.Module.__call__(layer, hidden)
-        if unit is None:
-            return nn.functional.linear(hidden, *operands)
-        logits = call_unit(module, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
-        return logits[0].to(dtype or hidden.dtype)
+        def make(hidden: Tensor) -> Tensor:
+            (logits,) = call_unit(unit, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
+            return logits.to(dtype or hidden.dtype)
 
     parameter = private.parameters_of(layer).get("weight")
-    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, module, parameter)
+    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
 
 
@@ -142,102 +224,6 @@ def _reason(hidden: Any, weight: Any) -> str | None:
     return None
 
 
-def _is_one_graph(say: bool = False) -> bool:
-    """Whether a trace runs that must not break the graph."""
-    return torch.compiler.is_exporting() or (torch.compiler.is_dynamo_compiling() and _must_be_one_graph(say))
-
-
-@private.constant_in_graphs
-def _must_be_one_graph(say: bool) -> bool:
-    if (found := private.must_be_one_graph()) and say:
-        said = "a model compiled with fullgraph=True computes its own loss, of all logits: leave it at False to fuse it"
-        warn(f"parallel_lce: {said}", LogitsWarning)
-    return found
-
-
-class _Loss:
-    """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
-
-    def __init__(self, door: _Door, own: Callable[..., Tensor]) -> None:
-        self.door, self.own = door, own
-
-    @private.outside_graphs
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        given = {**dict(zip(_LOSS_ARGUMENTS, arguments)), **named}
-        call, logits, ignore = _running.get(), given["logits"], given.get("ignore_index", NO_LABEL)
-        if type(logits) is not DeferredLogits:
-            return self.own(**given)
-        labels, target = given.get("labels"), given.get("shift_labels")
-        count = None
-        if call is not None and ignore == NO_LABEL:
-            count = call.counted.of(labels, shifted=True) if target is None else call.counted.of(target)
-        if target is None:
-            target = nn.functional.pad(as_int64(labels), (0, 1), value=ignore)[..., 1:]
-        target, metrics = as_int64(target).to(logits.device), {}
-        reason = self._reason(logits, target, given.get("vocab_size"))
-        if reason is None:
-            target, items = target.reshape(logits.shape[:-1]), given.get("num_items_in_batch")
-            loss, metrics = self._fused(logits, target, items, ignore, count)
-        else:
-            if logits.source.grad:
-                self.door.say(f"computes its own loss, of all logits: {reason}")
-            loss = self.own(**given | {"logits": logits.real(THE_LOSS)})
-        if call is not None:
-            call.deferred, call.metrics = True, metrics
-        return loss
-
-    def _reason(self, logits: DeferredLogits, target: Tensor, entries: Any) -> str | None:
-        if entries != logits.shape[-1] or target.numel() * entries != logits.numel():
-            return f"its loss has {target.numel()} labels of {entries}, its logits are {[*logits.shape]}"
-        if not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
-            return "torch.nn.functional.cross_entropy was replaced"
-        return logits.why_not_fused()
-
-    def _fused(self, logits: DeferredLogits, target: Tensor, items: Any, ignore: int, count: Any) -> tuple:
-        """The loss, and the metrics as fields of the output."""
-        door, source, counted, metrics = self.door, logits.source, target != ignore, {}
-        options: dict[str, Any] = {**door.options, **(logits.epilogue() or {}), "counted_tokens": count}
-        options["logits_budget"] = lean_budget(options["logits_budget"])
-        if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
-            options["process_group"] = source.weight.device_mesh  # its dimension may have no name
-
-        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-            options["linear_bias"] = bias
-            if not (door.token_accuracy or door.token_metrics):
-                options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
-                loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
-            else:
-                options.update(mask=None if count is None else counted, argmax=True, entropy=door.token_metrics)
-                each = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
-                found = [_whole(value) for value in (each.argmax, each.target_log_prob, each.entropy)]
-                metrics.update(_metrics(door, target, counted, *found))
-                loss = -found[1].sum() / (1 if items is not None else counted.sum().clamp(min=1))
-            # The mean of no tokens is NaN, as transformers'.
-            return (loss if items is not None else loss.where(counted.any(), float("nan")),)
-
-        (loss,) = logits.run(loss_of)
-        if source.unit is not None:
-            source.close_after(loss)
-        if items is not None:
-            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        return loss, metrics
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _metrics(door: _Door, target: Tensor, counted: Tensor, argmax: Tensor, log_prob: Tensor, entropy: Any) -> dict:
-    metrics = {}
-    if door.token_accuracy:
-        metrics["token_accuracy"] = ((argmax == target) & counted).sum() / counted.sum().clamp(min=1)
-    if door.token_metrics:
-        metrics["predicted_ids"] = argmax.masked_fill(~counted, -1)
-        metrics["log_probs"] = log_prob.detach().masked_fill(~counted, 0.0)
-        metrics["entropies"] = entropy.detach().masked_fill(~counted, 0.0)
-    return metrics
-
-
 @functools.cache
 def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     """An output's class with these fields. DDP copies outputs field by field: they must be fields."""
@@ -245,15 +231,13 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
 
 
-@functools.partial(torch.compiler.disable, recursive=False)
-def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, labels: Any = None, **named: Any) -> Any:
+@functools.partial(torch.compiler.disable, recursive=False, reason=_NO_ONE_GRAPH)
+def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
-    target = named.get("shift_labels")
-    known = labels if target is None else target
-    counted = LabelCount(known if model.training or not door.eval_logits else None, shifted=target is None)
-    named |= {} if labels is None else {"labels": labels}
+    labels, target = named.get("labels"), named.get("shift_labels")
+    counted = LabelCount(labels if target is None else target, shifted=target is None)
     labelled = labels is not None
-    call = SimpleNamespace(unit=_unit_of(model), labelled=labelled, counted=counted, deferred=False, metrics={})
+    call = SimpleNamespace(outer=_outer_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)
@@ -267,14 +251,11 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, labels: An
     return output
 
 
-def _unit_of(model: Any) -> Any:
-    """FSDP1's unit of the output layer alone; or why its weight will not be whole in the loss; else None."""
-    layer, kinds = model.get_output_embeddings(), (FSDPModule, FullyShardedDataParallel)
-    outer = next((each for each in layer.modules() if isinstance(each, kinds)), None)
-    if outer is None or isinstance(outer, FusedHead):
-        return None
-    said = "its output layer is in a unit of FSDP with more than the layer: make it one of its own"
-    return outer if isinstance(getattr(outer, "module", None), FusedHead) else said
+def _outer_unit(model: Any) -> Any:
+    """FSDP's unit around the output layer, which then is whole in calls of the unit alone. None if there is none."""
+    units, layer = (FSDPModule, FullyShardedDataParallel), model.get_output_embeddings()
+    outer = next((each for each in layer.modules() if isinstance(each, units)), None)
+    return None if isinstance(outer, FusedHead) else outer
 
 
 @functools.cache
@@ -287,15 +268,14 @@ def _patched(base: type) -> Any:
 
         @functools.partial(named_as, base.forward)
         def forward(self, *arguments, **named):
-            door = self.__dict__.get(_DOOR)
-            if door is None or _is_one_graph(say=self.training):
+            if (door := _door_of(self)) is None:
                 return base.forward(self, *arguments, **named)
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
 
         def _loss_of(self):
-            own, door = get(self), self.__dict__.get(_DOOR)
-            is_fused = door is not None and not _is_one_graph() and neighbours.is_causal_lm_loss(own)
-            return _Loss(cast(_Door, door), own) if is_fused else own
+            own, door = get(self), _door_of(self)
+            is_fused = door is not None and neighbours.is_causal_lm_loss(own)
+            return functools.partial(door.loss, own) if is_fused else own
 
         loss_function = property(_loss_of, base.loss_function.fset)
 
@@ -323,7 +303,7 @@ def patch(
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
             transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
             PEFT's models the base model is patched. The classes of it and of its output layer become subclasses of the
-            same names; parameters, modules and state dict stay. A second call replaces the options.
+            same names. A second call replaces the options.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
@@ -382,12 +362,9 @@ def explain(model: nn.Module) -> str:
         return "patch(model) was not called"
     if not isinstance(layer, Linear) or _DOOR not in vars(layer):
         return "its output layer was replaced: call patch(model) again"
-    if not isinstance(own, _Loss):
+    if getattr(own, "func", None) != door.loss and not neighbours.is_causal_lm_loss(own):
         return f"its loss_function is not transformers' ForCausalLMLoss, but {own!r}"
-    weight = None if is_unit(layer) or isinstance(layer.weight, DTensor) else layer.weight
-    said = [what for key, what in door.said.items() if not key.startswith("beside")]
-    unit = _unit_of(owner)
-    return _reason(None, weight) or (unit if isinstance(unit, str) else (said or ["fused"])[0])
+    return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
 
 
 def _output_layer(model: Any) -> nn.Linear | None:

@@ -7,12 +7,10 @@ that variable an import changes nothing.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar, copy_context
-from functools import partial
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,14 +19,15 @@ from torch import Tensor
 
 from parallel_lce import neighbours, rl
 from parallel_lce.core.options import check_flag
+from parallel_lce.core.private import keep_with, take_from
 from parallel_lce.patching import Replacements, exchange, warn
-from parallel_lce.run.token_count import TokenCount, count_tokens
+from parallel_lce.run.token_count import count_tokens
 
 _PLACES = [(module, "linear_cross_entropy") for module in neighbours.VERL_KERNEL]
 _settings = {"skip_masked": False}
 _replacements = Replacements()
-# Of the tokens of this step, which count, and their number: None until the tokens are packed for the model.
-_counted: ContextVar[tuple[Tensor, TokenCount | None] | None] = ContextVar("counted", default=None)
+# Of each token of an engine's step whether it counts: from its inputs on until Megatron's labels are packed.
+_mask: ContextVar[Tensor | None] = ContextVar("_mask", default=None)
 
 
 def _linear_cross_entropy(
@@ -45,56 +44,44 @@ def _linear_cross_entropy(
             "use_fused_kernels=False. In a forward of your own call parallel_lce.rl.linear_cross_entropy"
         )
     if _settings["skip_masked"]:
-        _wrap_steps()
-        mask, count = _counted.get() or (None, None)
-        if mask is not None and count is not None:
-            padding = max(0, labels.numel() - mask.numel())
-            mask = torch.nn.functional.pad(mask.flatten().to(labels.device), (0, padding))
-            named |= dict(mask=mask, counted_tokens=count)
-    given = hidden, weight, labels, temperature, reduction, dist_process_group
-    return rl.linear_cross_entropy(*given, **named)
+        _wrap_engines()
+        named |= take_from(labels) or {}
+    return rl.linear_cross_entropy(hidden, weight, labels, temperature, reduction, dist_process_group, **named)
 
 
-# Each of the functions below is called instead of ``own``, one of verl's. The steps run in a context of their own.
+def _keep(labels: Tensor, mask: Tensor) -> None:
+    """With the memory of a step's labels, before the model's forward, so that the host need not wait for the count."""
+    keep_with(labels, dict(mask=mask, counted_tokens=count_tokens(mask)))
 
 
-def _fsdp_step(own: Callable, engine: Any, micro_batch: Any, *rest: Any, **named: Any) -> Any:
-    from verl.utils.tensordict_utils import get_non_tensor_data
+def _preparing(own: Callable) -> Callable:
+    def prepare_model_inputs(engine: Any, *batch: Any, **named: Any) -> Any:
+        mask = _mask_of(*batch, *named.values())
+        _mask.set(mask)
+        found = own(engine, *batch, **named)
+        # Megatron's engine gives no labels. Ulysses gives each rank a part of them.
+        if mask is not None and isinstance(found, tuple) and not engine.use_ulysses_sp:
+            if (labels := found[0].get("shift_labels")) is not None:
+                _keep(labels, torch.nn.functional.pad(mask.roll(-1), (0, labels.numel() - len(mask))))
+        return found
 
-    packed = get_non_tensor_data(micro_batch, "use_remove_padding", True)
-    # Ulysses would give each rank a part of the tokens.
-    mask = _mask_of(micro_batch) if packed and not engine.use_ulysses_sp else None
-    counted = None if mask is None else (mask, count_tokens(mask))
-    return _in_step(counted, own, engine, micro_batch, *rest, **named)
-
-
-def _megatron_step(own: Callable, engine: Any, batch_iter: Any, *rest: Any, **named: Any) -> Any:
-    batch = next(batch_iter)
-    mask = _mask_of(batch)
-    counted = None if mask is None else (mask, None)
-    return _in_step(counted, own, engine, itertools.chain([batch], batch_iter), *rest, **named)
+    return prepare_model_inputs
 
 
-def _in_step(counted: Any, own: Callable, *given: Any, **named: Any) -> Any:
-    """``own(*given)`` in a context of its own, with these ``counted`` tokens."""
-    context = copy_context()
-    context.run(_counted.set, counted)
-    return context.run(own, *given, **named)
+def _packing(own: Callable) -> Callable:
+    def preprocess_thd_engine(ids: Any, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
+        found, mask = own(ids, *rest, need_roll=need_roll, **named), _mask.get()
+        if mask is not None and need_roll:  # of the labels, and so of the mask
+            of_tokens = torch.nested.nested_tensor_from_jagged(mask.to(ids.dtype), ids.offsets())
+            _keep(found[0], own(of_tokens, *rest, need_roll=True, **named)[0] != 0)
+        return found
 
-
-def _pack(own: Callable, ids: Any, *rest: Any, need_roll: bool = False, **named: Any) -> tuple:
-    """Packs the mask as verl packs the labels, which alone come with ``need_roll=True``."""
-    mask, _ = _counted.get() or (None, None)
-    if mask is not None and need_roll:
-        of_tokens = torch.nested.nested_tensor_from_jagged(mask.to(ids.device, ids.dtype), ids.offsets())
-        packed = own(of_tokens, *rest, **named)[0] != 0
-        _counted.set((packed, count_tokens(packed)))
-    return own(ids, *rest, need_roll=need_roll, **named)
+    return preprocess_thd_engine
 
 
 def _mask_of(batch: Any) -> Tensor | None:
-    """Of each token of the batch whether the next one counts in verl's losses: bool ``[total]``. None if masked tokens
-    are not skipped, or if there is no mask of a known form."""
+    """Of each token of the batch whether it counts in verl's losses: bool ``[total]``. None if masked tokens are not
+    skipped, or if there is no mask of a known form."""
     ids, mask, attention = batch["input_ids"], batch.get("loss_mask"), batch.get("attention_mask")
     if not _settings["skip_masked"] or mask is None or not (mask.is_nested or attention is not None):
         return None
@@ -105,26 +92,18 @@ def _mask_of(batch: Any) -> Tensor | None:
     column = torch.arange(rows.shape[1], device=rows.device)
     place = torch.where(column < lengths[:, None], starts[:, None] + column, total)
     flat = rows.new_zeros(total + 1).index_copy(0, place.flatten(), rows.flatten())
-    return flat[:total].roll(-1) != 0
+    return flat[:total] != 0
 
 
-_WRAPPERS = {
-    neighbours.VERL_FSDP_STEP: _fsdp_step,
-    neighbours.VERL_MEGATRON_STEP: _megatron_step,
-    neighbours.VERL_PACKING: _pack,
-}
+_WRAPPED = [(neighbours.VERL_FSDP, _preparing), (neighbours.VERL_MEGATRON, _preparing)]
+_WRAPPED += [(neighbours.VERL_PACKING, _packing)]
 
 
-def _wrap_steps() -> None:
-    """Wrap the steps of the engines that are imported, once."""
-    for (module, *of_class, name), function in _WRAPPERS.items():
+def _wrap_engines() -> None:
+    """Wrap the functions of the engines that are imported, once."""
+    for (module, *of_class, name), wrap in _WRAPPED:
         if (owner := sys.modules.get(module)) is not None:
-            owner = getattr(owner, of_class[0]) if of_class else owner
-            _replacements.replace(owner, name, partial(_around, function))
-
-
-def _around(function: Callable, own: Callable) -> Callable:
-    return lambda *given, **named: function(own, *given, **named)
+            _replacements.replace(getattr(owner, of_class[0]) if of_class else owner, name, wrap)
 
 
 def patch(*, skip_masked: bool | None = None) -> None:
@@ -135,8 +114,7 @@ def patch(*, skip_masked: bool | None = None) -> None:
 
     ``skip_masked``: tokens that a batch's ``loss_mask`` leaves out of verl's losses cost nothing in the FSDP engine
     (with ``use_remove_padding``, without Ulysses) and the Megatron engine, from a process's second batch on; their
-    log-probabilities and entropies are 0. To this end the engines' ``forward_step`` is wrapped when the function is
-    first called. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
+    log-probabilities and entropies are 0. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
 
     Raises:
         ImportError: there is no verl, or one without this function. ValueError: an invalid ``skip_masked``.

@@ -183,7 +183,9 @@ OF_VERL = [
     ("hidden", "must be a dense tensor", ZEROS.to_sparse()),
     ("hidden", r"must be \[..., D\], got \[\]", ZEROS[0]),
     ("labels", "must hold .* integer dtype", ZEROS),
+    ("labels", r"must have shape \[6\]", IDS[1:]),
     ("temperature", "must be", 0),
+    ("temperature", "must be .* got one of shape", ZEROS[1:]),
     ("weight", "must be", ZEROS),
 ]
 OF_SKYRL = [
@@ -191,12 +193,14 @@ OF_SKYRL = [
     ("weight", r"must be \[V/P, D\]", ZEROS),
     ("weight", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("target", "must be ids of an integer dtype", ZEROS),
+    ("target", r"must have shape \[6\]", IDS[:, None]),
 ]
 OF_NEMO = [
     ("target", "must be", "x", IDS),
     ("bias", r"must have shape \[10\], got \[5\]", ZEROS[1:]),
     ("output_weight_layer", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("", r"output_weight_layer .*\[V/P, D\]", dict(output_weight_layer=ZEROS)),
+    ("", "ids from vocab_start_index=9 to vocab_end_index=8", dict(vocab_start_index=9, vocab_end_index=8)),
     ("vocab_size", "must be", 0),
     ("", ".*", dict(tensor_parallel_hidden_states=ZEROS)),
     ("inference_only", "must be True or False, got", TWO),
@@ -239,6 +243,7 @@ ONE_RANK = [
     ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got str", "tp"),
     ("loss", "process_group", "must be .* got str", dict(counted_tokens=3, process_group="tp")),
     ("top_k", "process_group", "must be", 5),
+    ("nemo", "tp_group", "must be a .*ProcessGroup, .* or None, got str", "tp"),
     ("statistics", "selected", "has 6 ids, and there is no token that could have them", NO_TOKENS),
     *((name, "", "got an unexpected keyword argument 'other'", dict(other=1)) for name in TABLES),
 ]

@@ -20,29 +20,21 @@ from tools import on_ranks
 
 @pytest.mark.slow
 @on_ranks(2, path_of=lambda given: str(torchtitan_training.release()))
-def test_torchtitans_output_layers_compute_what_the_fused_loss_is_told(member):
+def test_torchtitans_forward_that_distributes_an_output_layer_is_known(member):
     from torchtitan.distributed import parallel_dims
     from torchtitan.models.common.decoder_sharding import colwise_config
-    from torchtitan.models.muse_glimmer.model import SoftCappedLinear
+    from torchtitan.models.common.linear import Linear
 
-    from parallel_lce.torchtitan import _logit_options
-
-    lm_head = SoftCappedLinear.Config(
-        in_features=4, out_features=6, output_multiplier=0.7, output_soft_cap_temp=3.0, sharding_config=colwise_config()
-    ).build()
-    nn.init.normal_(lm_head.weight)
-    x, given = torch.arange(8.0).view(1, 2, 4), _logit_options(lm_head)
-    scale, cap = given["logit_scale"], given["logit_softcap"]
-    torch.testing.assert_close(lm_head(x), cap * torch.tanh(scale * (x @ lm_head.weight.T) / cap))
+    lm_head = Linear.Config(in_features=4, out_features=6, sharding_config=colwise_config()).build()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_dims, "device_type", "cpu")
         lm_head.parallelize(parallel_dims.ParallelDims(1, 1, 1, 2, 1, 1, 2))  # sets a forward of the instance
-    assert "forward" in vars(lm_head) and _logit_options(lm_head) == given
+    assert is_own(vars(lm_head)["forward"], neighbours.TORCHTITAN_DISTRIBUTED)
 
 
 @pytest.mark.slow
 @on_ranks(1, path_of=lambda given: transformers_models.site())
-def test_losses_and_plans_of_transformers_and_functions_of_trl_are_known(member):
+def test_losses_and_plans_of_transformers_and_the_function_of_trl_are_known(member):
     from transformers.distributed.tensor_parallel import ColwiseParallel
     from transformers.loss import loss_utils
 
@@ -54,9 +46,8 @@ def test_losses_and_plans_of_transformers_and_functions_of_trl_are_known(member)
     layer = ColwiseParallel().install_forward(nn.Linear(2, 2), None)
     of_transformers = functools.partial(neighbours.is_of, neighbours.TRANSFORMERS)
     assert of_transformers(layer.forward) and not of_transformers(nn.Linear(2, 2).forward)
-    for places in (neighbours.TRL_DIVERGENCE, neighbours.TRL_LOG_PROBS):
-        (function,) = {getattr(importlib.import_module(module), name) for module, name in places}
-        assert is_own(function.forward, places[0][0]) and is_own(function.backward, places[0][0])
+    function = getattr(importlib.import_module(neighbours.TRL_USER), neighbours.TRL_FUNCTION)
+    assert is_own(function.forward, neighbours.TRL_KERNEL) and is_own(function.backward, neighbours.TRL_KERNEL)
 
 
 @pytest.mark.slow
@@ -65,7 +56,7 @@ def test_verls_modules_hold_its_functions_by_these_names(member):
     kernel, *others = [test_verl.verls(name.removeprefix("verl.")) for name in neighbours.VERL_KERNEL]
     assert kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply
     assert all(module.linear_cross_entropy is kernel.linear_cross_entropy for module in others)
-    for name, *path in (neighbours.VERL_FSDP_STEP, neighbours.VERL_MEGATRON_STEP, neighbours.VERL_PACKING):
+    for name, *path in (neighbours.VERL_FSDP, neighbours.VERL_MEGATRON, neighbours.VERL_PACKING):
         assert callable(functools.reduce(getattr, path, test_verl.verls(name.removeprefix("verl."))))
 
 

@@ -49,18 +49,6 @@ def test_graphs_break_at_a_function_outside_of_them_and_none_is_made_within():
         torch.compile(called, backend="eager", fullgraph=True)(torch.ones(1))
 
 
-@torch.compiler.assume_constant_result
-def _is_one_graph() -> bool:
-    return private.must_be_one_graph()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_torch_compile_says_whether_it_must_make_one_graph(whole):
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: x + (2 if _is_one_graph() else 1), backend="eager", fullgraph=whole)
-    assert compiled(torch.zeros(1)).item() == (2 if whole else 1)
-
-
 @pytest.mark.parametrize("allowed", [True, False])
 def test_tensors_are_saved_without_the_hooks_around(allowed):
     x, seen = torch.ones(2, requires_grad=True), []

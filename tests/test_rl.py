@@ -166,28 +166,3 @@ def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size,
         assert_near(torch.cat(dx) if nemo else sum(dx), gradients[0], 2e-6)
         for shards, gradient in zip(of_rows, gradients[1:], strict=True):
             assert_near(torch.cat(shards), gradient, 2e-6)
-
-
-LABELS = torch.zeros(N, dtype=torch.int64)
-# Beyond those of tests/test_checks.py.
-REFUSED = [
-    ("verl", dict(temperature=torch.ones(3)), "temperature must be .* got one of shape"),
-    ("verl", dict(labels=LABELS[:3]), r"labels must have shape \[30\]"),
-    ("nemo", dict(vocab_start_index=9, vocab_end_index=8), "fit the ids from vocab_start_index=9 to vocab_end_index=8"),
-    ("nemo", dict(tp_group="tp"), "tp_group must be a .*ProcessGroup, .* or None, got str"),
-    ("skyrl", dict(target=LABELS), r"target must have shape \[3, 10\]"),
-]
-
-
-@pytest.mark.parametrize(("function", "change", "message"), REFUSED)
-def test_refused(function, change, message):
-    x, w, *_ = tensors()
-    shard = dict(target=LABELS.view(B, S), vocab_start_index=0, vocab_end_index=V, tp_group=None)
-    nemo = dict(tensor_parallel_hidden_states=x.view(S, B, D), output_weight_layer=w, runtime_gather_output=None)
-    called, given = {
-        "verl": (rl.linear_cross_entropy, dict(hidden=x, weight=w, labels=LABELS)),
-        "nemo": (rl.from_parallel_hidden_states_to_logprobs, nemo | shard),
-        "skyrl": (rl.FusedLinearLogprobTriton.apply, dict(hidden=x.view(B, S, D), weight=w, chunk_size=None) | shard),
-    }[function]
-    with pytest.raises(ValueError, match=message):
-        called(**given | change)

@@ -118,6 +118,17 @@ def assert_metrics(found, expected, labels) -> None:
         assert not (found["log_probs"].requires_grad or found["entropies"].requires_grad)
 
 
+@pytest.mark.parametrize("kind", ["plain", "tied, biased"])
+def test_gradients_in_bf16_are_as_exact_as_those_of_its_own_loss(kind):
+    found = []
+    for dtype, change in (torch.float64, unpatch), (torch.bfloat16, unpatch), (torch.bfloat16, patch):
+        model = change(model_of("stand-in", kind).train().bfloat16().to(dtype))
+        model(**batch(0))["loss"].backward()
+        found.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
+    exact, own, ours = found
+    assert 0 < (ours - exact).norm() <= 1.1 * (own - exact).norm()
+
+
 @pytest.mark.parametrize("accuracy", [False, True])
 @pytest.mark.parametrize("how", ["labels", "shift_labels", "no label", "another index"])
 @RELEASES

@@ -80,6 +80,13 @@ def as_accelerate(model, given, patch):
     return found, copied, trained(model, given), [*inspect.signature(model.forward).parameters]
 
 
+def after_accelerate(model, given, patch):
+    """The forward on the instance is of the class before the patch."""
+    own = type(model).forward
+    model.forward = types.MethodType(functools.wraps(own)(lambda *args, **named: own(*args, **named)), model)
+    return trained(patch(model), given)
+
+
 def in_a_checkpoint(model, given, patch):
     """With an auxiliary loss of the logits."""
     patch(model)
@@ -194,6 +201,7 @@ HABITS = {
     "a derived head": (derive_head, None),
     "head replaced": (after(replace_head), "did not defer: call patch(model) again"),
     "as accelerate": (as_accelerate, None),
+    "after accelerate.prepare": (after_accelerate, None),
     "reentrant checkpoint": (in_a_checkpoint, AFTER),
     "deepcopy": (copied(copy.deepcopy), None),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
@@ -206,7 +214,6 @@ HABITS = {
     "without the loss_function": (of_its_own, "its forward does not call model.loss_function"),
     "state and names": (state, None),
     "compiled": (functools.partial(compiled, training=True), None),
-    "compiled as one graph": (functools.partial(compiled, training=True, fullgraph=True), "fullgraph=True computes"),
     "compiled in eval": (functools.partial(compiled, training=False, fullgraph=True), None),
     "exported in eval": (exported, None),
     "no_grad in training": (lambda model, given, patch: torch.no_grad()(patch(model))(**given)["loss"], None),
@@ -266,6 +273,11 @@ def test_a_second_patch_changes_the_options_and_unpatch_ends_them(head):
     out = door.unpatch(model)(**batch(1))
     assert type(model) is type(own) and type(model.lm_head) is head and type(out["logits"]) is torch.Tensor
     assert vars(model).keys() == vars(own).keys() and vars(model.lm_head).keys() == vars(own.lm_head).keys()
+
+
+def test_a_training_step_as_one_graph_is_refused():
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph at False, or unpatch"):
+        torch.compile(patched(), backend="eager", fullgraph=True)(**batch(1))
 
 
 def test_generation_in_training_mode_says_nothing():

@@ -172,13 +172,14 @@ def uncollected():
 @contextmanager
 def with_modules(given: dict):
     """``sys.modules`` with these, afterwards as before. What was imported of torch meanwhile stays: it cannot be
-    imported twice, since it registers its names."""
+    imported twice, since it registers its names. So do modules of this package: others may hold them already."""
     before = dict(sys.modules)
     sys.modules.update(given)
     try:
         yield
     finally:
-        before |= {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
+        kept = {name: module for name, module in sys.modules.items() if name.startswith(("torch.", "parallel_lce."))}
+        before |= {name: module for name, module in kept.items() if name not in given}
         sys.modules.clear()
         sys.modules.update(before)
 

@@ -96,4 +96,7 @@ def installed(mesh=None, checking: bool = False):
     names = "config", "config.override", "distributed.spmd_types"
     loss = {"torchtitan.components.loss": sys.modules[__name__]}
     with with_modules({"spmd_types": own, **{f"torchtitan.{name}": own for name in names}, **loss}):
-        yield importlib.import_module("parallel_lce.torchtitan")
+        try:
+            yield importlib.import_module("parallel_lce.torchtitan")
+        finally:
+            sys.modules.pop("parallel_lce.torchtitan", None)

@@ -49,9 +49,9 @@ def postprocess_thd_engine(output, packed_seq_params, input_ids, batch_size):
     return torch.nested.as_nested_tensor([row[: len(ids)] for row, ids in rows], layout=torch.jagged)
 
 
-def fused_forward_model_engine(model, input_ids, temperature):
+def fused_forward_model_engine(model, input_ids, labels, temperature):
     ids, params, _ = preprocess_thd_engine(input_ids, pre_process=True)
-    labels, _, _ = preprocess_thd_engine(input_ids, pre_process=True, need_roll=True)
+    labels, _, _ = preprocess_thd_engine(labels, pre_process=True, need_roll=True)
     output = _fused_GPTModel_forward(model, ids, None, None, labels=labels, temperature=temperature)
     values = dict(log_probs=output.log_probs, entropy=output.entropy)
     return {name: postprocess_thd_engine(v[None], params, input_ids, len(input_ids)) for name, v in values.items()}
@@ -85,21 +85,29 @@ class MegatronEngineWithLMHead:
     def _maybe_enable_fused_kernels(self):
         pass
 
+    def prepare_model_inputs(self, batch):
+        return {"input_ids": batch["input_ids"], "loss_mask": batch["loss_mask"].to(bool)}
+
     def forward_step(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func):
         batch = next(batch_iter)
+        input_ids = self.prepare_model_inputs(batch)["input_ids"]
         fused = importlib.import_module("verl.models.mcore.model_forward_fused")
-        output = fused.fused_forward_model_engine(model, batch["input_ids"], batch["temperature"])
+        output = fused.fused_forward_model_engine(model, input_ids, input_ids.clone(), batch["temperature"])
         return output, partial(postprocess_micro_batch_func, data=batch, local_cp_size=None)
 
 
 class FSDPEngineWithLMHead:
-    def forward_step(self, micro_batch, loss_function, forward_only):
+    def prepare_model_inputs(self, micro_batch):
         ids = micro_batch["input_ids"]
         padding = (0, -len(ids.values()) % self.pad_to_length_bucket)
-        labels = pad(ids.values().roll(-1), padding)[None]
-        inputs = dict(temperature=micro_batch["temperature"], return_dict=True, shift_labels=labels)
-        output = self.module(input_ids=pad(ids.values(), padding)[None], **inputs)
-        found = {}
+        labels = pad(ids.values().roll(-1), padding)
+        inputs = dict(temperature=micro_batch["temperature"], return_dict=True, shift_labels=labels[None])
+        return dict(input_ids=pad(ids.values(), padding)[None], **inputs), {"input_ids_rmpad_rolled": labels}
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        ids = micro_batch["input_ids"]
+        inputs, _ = self.prepare_model_inputs(micro_batch=micro_batch)
+        output, found = self.module(**inputs), {}
         for name in ("log_probs", "entropy"):
             values = getattr(output, name)[: len(ids.values())]
             found[name] = torch.nested.nested_tensor_from_jagged(values, ids.offsets())

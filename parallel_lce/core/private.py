@@ -59,14 +59,6 @@ def outside_graphs(function: F, reason: str | None = None) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def must_be_one_graph() -> bool:
-    """Called by torch.compile while it traces: whether it must not break the graph."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    tracer = InstructionTranslator.current_tx()
-    return bool(tracer.one_graph or tracer.error_on_graph_break)
-
-
 # The module of the tensor classes with which torch traces: FakeTensor, FunctionalTensor.
 TRACING = "torch._subclasses."
 

@@ -124,8 +124,7 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
     )
     chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
-    loss = fused_loss(chosen, tensors, group, counted_tokens=counted_tokens)
-    return loss if adapter is None else adapter.loss(loss)
+    return adapter.loss(fused_loss(chosen, tensors, group, counted_tokens=counted_tokens))
 
 
 @public
@@ -217,11 +216,9 @@ def statistics_of(
     counted_tokens: int | TokenCount | None = None,
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
-    options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
-    if adapter is not None and mask is not None:
-        mask = adapter.per_token("mask", mask)
-    statistics = fused_statistics(options, tensors, group, mask=mask, counted_tokens=counted_tokens)
-    return statistics if adapter is None else adapter.statistics(statistics)
+    options, tensors, group, adapter = adapted(options, tensors, process_group)
+    mask = adapter.per_token("mask", mask)
+    return adapter.statistics(fused_statistics(options, tensors, group, mask=mask, counted_tokens=counted_tokens))
 
 
 @partial(outside_graphs, reason="graphs of torch.compile break at token_loss: for one graph use token_statistics")
@@ -288,11 +285,7 @@ def token_loss(
     tensors, options = Tensors(input, linear_weight, target, linear_bias), Options.of("token_loss", locals())
     options = options._replace(loss_function=True)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
-    if adapter is not None:
-        per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
+    per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
     values = check_values(loss, per_token, reduction, tensors.target)
     total, metrics = fused_token_loss(options, tensors, group, loss, values, counted_tokens=counted_tokens)
-    if adapter is not None:
-        total = adapter.loss(total)
-        metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}
-    return total, metrics
+    return adapter.loss(total), {name: adapter.of_tokens(metric) for name, metric in metrics.items()}

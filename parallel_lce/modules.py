@@ -68,7 +68,8 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         for name in ("logit_scale", "temperature"):
             if isinstance(given[name], Tensor):
-                raise ValueError(f"{name} must be one number in a LinearCrossEntropy, got {described(given[name])}")
+                got = f"{described(given[name])}: pass one per token to parallel_lce.linear_cross_entropy"
+                raise ValueError(f"{name} must be one number in a LinearCrossEntropy, got {got}")
         options, no_tensors = Options.of(type(self).__name__, given), Tensors(None, None)
         check_reduction(reduction)
         check_options(options)

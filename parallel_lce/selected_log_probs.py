@@ -34,7 +34,8 @@ def selected_log_probs(
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
 ) -> Tensor:
-    """Log-softmax over each token's selected entries alone: the distribution of a sampler with a mask. Only the E selected rows of the weight are read.
+    """Log-softmax over each token's selected entries alone: the distribution of a sampler with a mask. Only the E
+    selected rows of the weight are read.
 
     Args: as of :func:`parallel_lce.linear_cross_entropy`, and
 
@@ -62,4 +63,4 @@ def selected_log_probs(
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)
-    return log_probs if adapter is None else adapter.of_tokens(log_probs)
+    return adapter.of_tokens(log_probs)

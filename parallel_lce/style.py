@@ -26,8 +26,7 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: for another placement, another module, a mesh of several dimensions, and a weight that no style has
-            sharded.
+        ValueError: another placement or module, a mesh of several dimensions, a weight that no style has sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
@@ -67,7 +66,3 @@ class LinearCrossEntropyParallel(ParallelStyle):
         if self.use_local_output:
             module.register_forward_hook(local)
         return module
-
-    def __repr__(self) -> str:
-        given = f"input_layouts={self.input_layouts}, use_local_output={self.use_local_output}"
-        return f"{type(self).__name__}({given})"

@@ -119,10 +119,9 @@ def divergence(
         softcap = None
     hidden, weight, bias = teacher_hidden, teacher_weight, teacher_bias
     with renamed(**_STUDENT):
-        options, given, group, adapter = _adapted_student("divergence", locals(), also=scale)
-        if adapter is not None:
-            hidden, bias = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_bias", bias, weight)
-            weight, scale = adapter.weight("teacher_weight", weight), adapter.per_token("teacher_logit_scale", scale)
+        options, given, group, adapter = _adapted_student("divergence", locals())
+        hidden, bias = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_bias", bias, weight)
+        weight, scale = adapter.weight("teacher_weight", weight), adapter.per_token("teacher_logit_scale", scale)
     one_scale, token_scale = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
@@ -134,7 +133,7 @@ def divergence(
     else:
         losses, _ = divergences(calls, inputs, beta)
         result = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
-    return result if adapter is None else adapter.loss(result)
+    return adapter.loss(result)
 
 
 @outside_graphs
@@ -190,9 +189,8 @@ def top_k_divergence(
     ignore_index = NO_LABEL if ignore_index is None else ignore_index
     name, log_q = f"top_k_divergence of {tail=}", teacher_log_probs
     with renamed(**_STUDENT):
-        options, given, group, adapter = _adapted_student(name, locals(), teacher_ids, log_q)
-        if adapter is not None:
-            log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
+        options, given, group, adapter = _adapted_student(name, locals(), teacher_ids)
+        log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
         check(options, given, group)
         ids = given.picked
         _check_stored(ids, log_q)
@@ -215,7 +213,7 @@ def top_k_divergence(
         total = log_q.logsumexp(-1, keepdim=True)
         log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
     losses = _reduced(of_classes(log_p, log_q, float(beta)), counted, reduction)
-    return losses if adapter is None else adapter.loss(losses)
+    return adapter.loss(losses)
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
@@ -240,8 +238,8 @@ def _reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
 
 
 def _adapted_student(
-    name: str, arguments: dict[str, Any], ids: Any = None, also: Any = None
-) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter | None]:
+    name: str, arguments: dict[str, Any], ids: Any = None
+) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter]:
     """:func:`adapted` from a public function's ``arguments``, of the student. ``ids``: selected. The call itself
     reduces and ignores nothing: the settings are in its name, which ranks compare."""
     beta, reduction, ignore_index = as_float(arguments["beta"]), arguments["reduction"], arguments["ignore_index"]
@@ -252,7 +250,7 @@ def _adapted_student(
     options = Options.of(name, arguments | dict(reduction=None, ignore_index=None))
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
     given = Tensors(hidden, weight, arguments["target"], bias, picked=ids)
-    return adapted(options, given, arguments["process_group"], reduction, also)
+    return adapted(options, given, arguments["process_group"], reduction)
 
 
 def paired(

@@ -22,8 +22,8 @@ from megatron.core.transformer.module import Float16Module
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.engine.peak_memory import peak_memory
+from examples.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.config import Config, TrainConfig
-from training.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.model import build_model, padded_vocab_size
 from training.report import WARM_UP_STEPS, Metrics
 from training.text import Batch, Batches, by_frequency, load_text, split

@@ -103,7 +103,7 @@ def divergence(
 
     1. Under sequence parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E
        elements per rank, each started a block ahead.
-    2. An all-gather of 4 R + 3 elements per rank, and one of 3 R, fp32 (fp64 for fp64).
+    2. All-gathers of 6 R + 3 and of 3 R elements per rank, fp32 (fp64 for fp64).
     3. If gradients are formed in forward: an all-reduce, or reduce-scatter, of dX, R * D elements of ``reduce_dtype``,
        beside dW. None with ``reduce_hidden_grad=False``.
 

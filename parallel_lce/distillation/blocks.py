@@ -27,9 +27,9 @@ from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import ForwardTask, Projection
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
-from parallel_lce.core.collectives import digest_of, gather_whole, gather_with_trailer
+from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole
 from parallel_lce.core.memory import device_without_autocast, in_memory
-from parallel_lce.core.partials import TRAILER, Columns
+from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
 from parallel_lce.distillation.torch_part import DIVERGENCE, NEGATIVE_ENTROPY, ROWS
 from parallel_lce.run.autograd import first_order_only
@@ -129,7 +129,7 @@ def _pass(
             gradient = None if factor is None else _aligned(x, of_block, gradient_dtype)
             work = partial_of(part.divergence, logits, its_logits, own, beta, times, of_block.logit_map)
             if known is None:
-                own[:DIVERGENCE] = _normalizers((partial, its_partial), (student, teacher))
+                own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
                 of_ranks = own.new_empty(layout.ranks, ROWS - DIVERGENCE, len(x))
                 # The gradient of KL(teacher || student) needs no sum: one pass computes both.
                 work(of_ranks[layout.rank], gradient if beta == 0 else None)
@@ -160,7 +160,7 @@ def _of_output(factor: Tensor, beta: float, projection: Projection, dtype: torch
 
 
 def _logits(call: Call, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits ``[R, V/P]`` of a block, in the statistics' dtype, and this rank's partials ``[>= 2, R]``."""
+    """The logits ``[R, V/P]`` of a block, in the statistics' dtype, and this rank's partials ``[3, R]``."""
     logits = _aligned(x, projection, projection.dtype)
     partial, *_ = call.backend.block_forward(ForwardTask(projection, x, None, Columns(), 0, logits=logits))
     return logits, partial
@@ -192,14 +192,13 @@ def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     return x.new_empty(len(x), -(-entries // 16) * 16, dtype=dtype)[:, :entries]
 
 
-def _normalizers(partials: Sequence[Tensor], calls: Sequence[Call]) -> Tensor:
+def _normalizers(partials: Sequence[Tensor], student: Call, teacher: Call) -> Tensor:
     """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
-    all ranks, from this rank's ``partials [>= 2, R]`` of both. NaN where the ranks' trailers do not match."""
-    layout, rows, (student, teacher) = calls[0].layout, partials[0].shape[1], [call.shard for call in calls]
-    packed = partials[0].new_empty(layout.ranks, 4 * rows + TRAILER)
-    torch.stack([partial[:2] for partial in partials], out=packed[layout.rank, : 4 * rows].view(2, 2, rows))
-    _, broken = gather_with_trailer(packed, replace(student, digest=digest_of(student.digest, teacher.digest)), layout)
-    maxima, sums = packed[:, : 4 * rows].view(layout.ranks, 2, 2, rows).unbind(2)
-    largest = maxima.amax(0)
-    numbers = torch.stack([largest, (sums * (maxima - largest).exp()).sum(0).log()], 1).view(4, rows)
-    return numbers if broken is None else numbers.masked_fill_(broken, torch.nan)
+    all ranks, from this rank's ``partials [3, R]`` of both. NaN where the ranks' trailers do not match."""
+    rows, shard = partials[0].shape[1], student.shard
+    shard = replace(shard, digest=digest_of(shard.digest, teacher.shard.digest))
+    gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout, student.dtype)
+    torch.cat(partials, 1, out=gather.local)
+    gather.start()
+    merged = gather.local if student.layout.ranks == 1 else gather.finish(student.backend.merge_ranks)[0]
+    return torch.stack([merged[MAX].view(2, rows), merged[SUM_EXP].log().view(2, rows)], 1).view(4, rows)

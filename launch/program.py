@@ -69,8 +69,8 @@ def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
 
 
 def _prepare(config: "Config", torchrun: list[str]) -> int:
-    """Raises a Refusal for a training that cannot work. Tokenizes the text into this host's cache, so that the ranks
-    only read it. Removes earlier results: if a run fails, they must not stay. Returns the number of hosts."""
+    """Raises a Refusal for a training that cannot work. Tokenizes the text, so that the ranks only read the cache, and
+    removes earlier results, which must not stay if a run fails. Returns the number of hosts."""
     import megatron.core  # noqa: F401  missing here rather than on every rank
 
     from training.report import folders_of
@@ -96,8 +96,8 @@ def _prepare(config: "Config", torchrun: list[str]) -> int:
 
 
 def _demo(config: "Config", command: list[str], hosts: int, words: str) -> int:
-    """Trains all runs, and prints and writes their report; `words`: the command that the user gave. Returns 0 if the
-    curves agree, or on a host without rank 0, which has the results; 1 if they part or a run fails."""
+    """Trains all runs, and prints and writes their report, with the user's `words`. Returns 0 if the curves agree, or
+    on a host without rank 0, which has the results; 1 if they part or a run fails."""
     from training.report import RUNS, compare, folders_of, write_report
 
     folders = folders_of(config)

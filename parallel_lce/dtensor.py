@@ -38,11 +38,9 @@ def adapted(
     for name in ("logit_scale", "temperature"):
         if isinstance(value := getattr(options, name), Tensor):  # one number per token
             options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})
-    sequence_dim = options.sequence_dim
-    if type(sequence_dim) is not int or sequence_dim != 0:
-        check_option("sequence_dim", sequence_dim)
+    check_option("sequence_dim", options.sequence_dim)
     adapter = DTensorAdapter(options, tensors, group, reduction or options.reduction)
-    if sequence_dim or has_dtensor(tensors):
+    if options.sequence_dim or has_dtensor(tensors):
         tensors = adapter.enter(tensors)
     return adapter.options, tensors, adapter.group, adapter
 
@@ -197,9 +195,9 @@ class DTensorAdapter:
         """A weight ``[V, D]``, or the bias ``[V]`` ``of`` a weight, as this rank's plain shard."""
         if value is None or not _alike(name, value, "linear_weight", self._weight):
             return value
+        entries, rows, size = value.shape[0], (self._weight if of is None else of).shape[0], self.options.vocab_size
+        ranks = 1 if self._tp is None else self.mesh.size(self._tp)
         # With vocab_size the rows of padding may differ.
-        like, ranks = self._weight if of is None else of, 1 if self._tp is None else self.mesh.size(self._tp)
-        entries, rows, size = value.shape[0], like.shape[0], self.options.vocab_size
         padded = of is None and size is not None and size <= entries and -(-entries // ranks) == -(-rows // ranks)
         if entries != rows and not padded:
             raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {rows} rows")

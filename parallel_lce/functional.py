@@ -50,8 +50,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
-    There is no ``[N, V]`` tensor of logits. N is the number of tokens, V that of vocabulary entries, P that of ranks of
-    ``process_group``. docs/usage.md has the meaning of all arguments, and differences from PyTorch's function.
+    N is the number of tokens, V that of vocabulary entries, P that of ranks of ``process_group``. docs/usage.md has the
+    meaning of all arguments, and differences from PyTorch's function.
 
     Args:
         input: ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism ``[S/P, ..., D]``, or
@@ -73,8 +73,8 @@ def linear_cross_entropy(
         gradient_filter: a probability in (0, 1); not with ``label_smoothing``.
 
     Returns:
-        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit. Its upstream gradient may be any tensor,
-        the same on all ranks.
+        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit; a DTensor if ``input`` is one
+        (docs/pytorch.md). Its upstream gradient may be any tensor, the same on all ranks.
 
     Collectives run on ``process_group`` alone, on every rank in this order. N tokens are in B blocks, 1 unless the
     budget splits them; sizes are elements per rank, of all blocks together:
@@ -91,8 +91,6 @@ def linear_cross_entropy(
     If forward forms the gradients, each block of R tokens gathers its hidden states and its partials (C * R + 3) there,
     and reduces its dX after the next block's gather; backward has no collective. A second backward repeats those of
     forward. With ``counted_tokens``, sequence parallelism gathers all hidden states, and all-reduces dX.
-
-    **DTensors**: docs/pytorch.md has their placements. The loss is a DTensor if ``input`` is one.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective. For a target
@@ -157,9 +155,8 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
-    Arguments, layouts, DTensors and errors are those of :func:`linear_cross_entropy`, and:
+    Args: as of :func:`linear_cross_entropy`, as are layouts and errors, and:
 
-    Args:
         target: None: no statistics of a target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, without
             a gradient; another one outside ``[0, V)`` has NaN, and on a CPU is refused.
         mean_logit, entropy, argmax, sum_p_squared: ask for the fields of these names; ``mean_logit`` also for
@@ -254,16 +251,16 @@ def token_loss(
     :func:`linear_cross_entropy`: in forward, where the logits exceed the budget. docs/rl.md has PPO as an example.
 
     Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd, or under ``torch.no_grad``
-    if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the gradients, and ``loss`` is
-    called once, with all tokens. A second backward, and a checkpoint around the call, call it again.
+    if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the gradients, and ``loss``
+    gets all tokens. A second backward, and a checkpoint around the call, call it again.
 
     Args: as of :func:`linear_cross_entropy`, ``gradient_filter`` as of :func:`token_statistics`, and:
 
         loss: gets :class:`TokenStatistics` with ``[R]`` tensors, and the block's ``per_token`` values ``[R]``. Returns
             losses ``[R]``, or losses and a dict of metrics ``[R]``, which need no gradient. Elementwise over tokens,
-            since R depends on the budget: pass means over a sequence as ``per_token`` values. The same on all ranks.
-            Debug mode checks both, but for the gradients. It must not write into its statistics. Gradients flow to
-            ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has from elsewhere.
+            since R depends on the budget, and the same on all ranks; debug mode checks both, but for the gradients.
+            Gradients flow to ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has
+            from elsewhere.
         per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
             ``target_logit`` and ``target_log_prob``. To read another one is refused.

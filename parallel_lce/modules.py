@@ -32,10 +32,8 @@ class _Held:
 class LinearCrossEntropy(nn.Module):
     """:func:`parallel_lce.linear_cross_entropy` with its options fixed. It owns no parameters.
 
-    A copy has the same ``process_group``. A pickle has none: an unpickled module refuses to run until
-    :attr:`process_group` is set again.
-
-    Args: as of the function. ``logit_scale`` and ``temperature`` must be numbers.
+    ``logit_scale`` and ``temperature`` must be numbers. A copy has the same ``process_group``. A pickle has none: an
+    unpickled module refuses to run until :attr:`process_group` is set again.
 
     Attributes:
         options: the keyword arguments of each call, without ``process_group``.

@@ -39,8 +39,7 @@ def vocab_parallel_cross_entropy(
     Megatron does, so the loss then depends on the rank. ``tp_group=None``: Megatron's tensor-parallel group, or a
     single process where torch.distributed is not initialised.
 
-    Unlike Megatron's it does not change the logits, and saves an id and three numbers per token, no softmax. The layer
-    that made the logits sums the gradient of its input over the ranks.
+    Unlike Megatron's it does not change the logits, and saves an id and three numbers per token, no softmax.
 
     Collectives: forward, one all-gather of 3 N + 3 fp32 (fp64) elements per rank; backward, none. The upstream gradient
     must be the same on all ranks.

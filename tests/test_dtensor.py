@@ -90,14 +90,15 @@ CASES: dict[str, tuple] = {
 }  # fmt: skip
 
 
-RUNS = [(name, reduction, False) for name in CASES for reduction in ("none", "sum", "mean")]
-RUNS += [(name, "sum", True) for name in ("replicated", "uneven vocabulary")]
+RUNS = [(name, reduction, "") for name in CASES for reduction in ("none", "sum", "mean")]
+RUNS += [(name, "sum", "compiled") for name in ("replicated", "uneven vocabulary")]
+RUNS += [("replicated", "mean", "dX is not summed")]
 
 
-@pytest.mark.parametrize(("ranks", "name", "reduction", "compiled"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
-@pytest.mark.thinned("name", "reduction", "compiled")
+@pytest.mark.parametrize(("ranks", "name", "reduction", "how"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
+@pytest.mark.thinned("name", "reduction", "how")
 @on_ranks()
-def test_placements(member, name, reduction, compiled):
+def test_placements(member, name, reduction, how):
     shape, names, weight, x, target, sizes, tokens, of_weight = CASES[name]
     mesh, whole = (mesh_of(member.device.type, shape, names), problem(device=member.device, **sizes))
     want, *gradients = dense(whole, reduction)
@@ -109,10 +110,11 @@ def test_placements(member, name, reduction, compiled):
             parallel_lce.linear_cross_entropy(**given, reduction=reduction)
         return
     function = lambda input, **given: parallel_lce.linear_cross_entropy(input * 1.0, **given) * 1.0  # noqa: E731
-    function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-    loss, dx, dweight, dbias = loss_and_gradients(given, function, reduction=reduction)
+    function = torch.compile(function, fullgraph=True, backend="aot_eager") if how == "compiled" else function
+    options = dict(reduction=reduction, reduce_hidden_grad=how != "dX is not summed")
+    loss, dx, dweight, dbias = loss_and_gradients(given, function, **options)
     same(loss, want, tokens if reduction == "none" else splits)
-    same(dx, gradients[0], x)
+    same(dx, gradients[0], x if options["reduce_hidden_grad"] else [Partial()])
     same(dweight, gradients[1], of_weight)
     same(dbias, gradients[2], of_weight)
 
@@ -134,14 +136,6 @@ def test_a_plain_input_beside_a_sharded_weight(member):
             assert type(found[0]) is Tensor
             for one, other in zip(found, (want, expected, dweight, dbias)):
                 same(one, other)
-
-
-@on_ranks(2)
-def test_a_gradient_of_the_input_that_is_not_summed(member):
-    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
-    given = as_dtensors(whole, mesh, input=[WHOLE], linear_weight=[ROWS], linear_bias=[ROWS])
-    _, dx, *_ = loss_and_gradients(given, reduce_hidden_grad=False)
-    same(dx, dense(whole, "mean")[1], [Partial()])
 
 
 # --- what is refused ----------------------------------------------------------------------------------
@@ -400,18 +394,16 @@ def test_the_lines_of_the_page(member):
     hidden, weight, target = (whole[n] for n in ("input", "linear_weight", "target"))
     want = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), target.flatten())
 
-    def headed() -> nn.ModuleDict:
-        head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
-        head.weight.data.copy_(weight)
-        return nn.ModuleDict({"head": head})
-
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 5
     names = dict(globals()) | dict(mesh=mesh, target=target, loss_parallel=loss_parallel)
     torch.set_default_dtype(torch.float64)
     try:
         for index, block in enumerate(blocks):
-            names |= dict(model=headed(), hidden=hidden.clone().requires_grad_(), weight=weight.clone(), loss=None)
+            head = nn.Linear(D, V, bias=False, device=member.device)
+            head.weight.data.copy_(weight)
+            model, leaf = nn.ModuleDict({"head": head}), hidden.clone().requires_grad_()
+            names |= dict(model=model, hidden=leaf, weight=weight.clone(), loss=None)
             with torch.device(member.device):
                 exec(block, names)
             if index < 3:

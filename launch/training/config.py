@@ -18,7 +18,6 @@ DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
 # The settings that are paths: overrides of them are taken literally.
 PATHS = ("text.path", "text.cache", "compare.report", "output")
-
 FEWEST_SAMPLES = 4  # of a step, with a yardstick: fewer have too few different orders
 
 Count = Annotated[int, Field(ge=1)]

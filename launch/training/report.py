@@ -4,10 +4,10 @@ Rank 0 of a run writes snapshots as step-STEP.safetensors if they are asked for,
 
 Without a yardstick (fp32), the losses of the two may differ by at most `compare.tolerance` at any step.
 
-In bf16 rounding alone makes curves part, so the allowed difference is measured. Stock is trained three times more, with
-the samples of each step in other orders: it then sums the same terms in another order. Over the steps, parallel_lce's
-difference from stock has a mean and a maximum. Each must be at most `compare.factor` times the largest one between any
-two of the four stock runs. One fp32 rounding of the loss is always allowed. All losses must be finite.
+In bf16 rounding alone makes curves part. There stock is trained three times more, with a step's samples in other
+orders: it then sums the same terms in another order. The mean and the maximum of parallel_lce's difference from stock
+must each be at most `compare.factor` times the largest one between any two of the four stock runs. One fp32 rounding of
+the loss is always allowed. All losses must be finite.
 """
 
 import math
@@ -27,7 +27,6 @@ RUNS = {
     "parallel_lce": ["loss.impl=parallel_lce", "train.sample_order=0"],
     **{f"stock-{order}": ["loss.impl=stock", f"train.sample_order={order}"] for order in (1, 2, 3)},
 }
-STOCK = "*stock* is Megatron's unfused loss, its default."
 WARM_UP_STEPS = 2  # not in the step times and the peak memory
 
 
@@ -54,12 +53,7 @@ class Metrics(BaseModel):
         return times[round(0.1 * last)], statistics.median(times), times[round(0.9 * last)]
 
 
-# --- the comparison --------------------------------------------------------------------------------
-
-
 class Comparison(BaseModel):
-    """The metrics of the runs and the verdict on them."""
-
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     agree: bool
@@ -124,7 +118,7 @@ def write_report(comparison: Comparison, folder: Path, command: str) -> str:
 
 {summary}
 
-{STOCK} {others}
+*stock* is Megatron's unfused loss, its default. {others}
 
 {description}. report.json has all settings and losses. Made by
 
@@ -134,7 +128,7 @@ def write_report(comparison: Comparison, folder: Path, command: str) -> str:
 """)
     (folder / "report.json").write_text(comparison.model_dump_json(indent=1) + "\n")
     _draw(comparison.differences, folder / "report.png")
-    return f"{description}\n\n{summary}\n\n{STOCK}"
+    return f"{description}\n\n{summary}"
 
 
 def _summary_table(comparison: Comparison) -> str:

@@ -128,12 +128,12 @@ def divergence(
     calls, inputs = paired(options, given, its_options, teacher, group)
     student, beta = calls[0], float(beta)
     counted = _counted(student.target, ignore_index, student.shape.numel(), inputs[0].device)
-    if reduction != "none" and any(student.needs) and inputs[0].dtype != torch.float16:
-        result, _ = divergences(calls, inputs, beta, counted.to(student.dtype) / _divisor(counted, reduction))
-    else:
+    if reduction == "none" or inputs[0].dtype == torch.float16:
         losses, _ = divergences(calls, inputs, beta)
-        result = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
-    return adapter.loss(result)
+        losses = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
+    else:
+        losses, _ = divergences(calls, inputs, beta, counted.to(student.dtype) / _divisor(counted, reduction))
+    return adapter.loss(losses)
 
 
 @outside_graphs

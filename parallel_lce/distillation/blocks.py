@@ -62,8 +62,7 @@ class _Divergences(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         *inputs, (student, teacher), beta, blocks, factor = given
         ctx.student, ctx.teacher, ctx.settings = student, teacher, (beta, blocks)
-        needs = Needs(*ctx.needs_input_grad[:3])
-        ctx.gradients, numbers = _pass(student, teacher, beta, blocks, inputs, needs, factor, True)
+        ctx.gradients, numbers = _pass(student, teacher, beta, blocks, inputs, student.needs, factor, True)
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses, entropy = numbers[DIVERGENCE], -numbers[NEGATIVE_ENTROPY]
         ctx.mark_non_differentiable(entropy)
@@ -111,8 +110,8 @@ def _pass(
     projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
     # On CPUs low-precision products are slower, and no more exact.
     gradient_dtype, unscale = x.dtype if x.is_cuda else dtype, None
-    if factor is None:
-        needs = Needs(False, False, False)
+    if factor is None or not any(needs):
+        factor, needs = None, Needs(False, False, False)
     else:
         factor, unscale = _of_output(factor, beta, projection, gradient_dtype)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known

@@ -20,16 +20,7 @@ from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import described, public, renamed
 from parallel_lce.call.prepare import check, prepare
 from parallel_lce.core.memory import out_of_inference
-from parallel_lce.core.options import (
-    NO_LABEL,
-    Options,
-    Tensors,
-    as_float,
-    check_option,
-    check_reduction,
-    is_number,
-    shortened,
-)
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.distillation.blocks import divergences
@@ -99,20 +90,15 @@ def divergence(
         are formed in forward, except in fp16, dW in fp32; else backward projects student and teacher again. Shards with
         a gap or overlap give NaN, as do options that differ between ranks. A graph of torch.compile breaks here.
 
-    Collectives, on ``process_group`` alone, for each block of R tokens in this order; P ranks:
-
-    1. Under sequence parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E
-       elements per rank, each started a block ahead.
-    2. All-gathers of 6 R + 3 and of 3 R elements per rank, fp32 (fp64 for fp64).
-    3. If gradients are formed in forward: an all-reduce, or reduce-scatter, of dX, R * D elements of ``reduce_dtype``,
-       beside dW. None with ``reduce_hidden_grad=False``.
-
-    A backward that projects again runs 1 and 3.
+    Collectives, on ``process_group`` alone, for each block of R tokens in this order, elements per rank: under sequence
+    parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E, each started a
+    block ahead; all-gathers of 6 R + 3 and of 3 R, fp32 (fp64 for fp64); and if gradients are formed in forward, an
+    all-reduce, or reduce-scatter, of dX, R * D of ``reduce_dtype``, beside dW, but with ``reduce_hidden_grad=False``
+    none. A backward that projects again runs the first and the last.
 
     Raises:
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
-    ignore_index = NO_LABEL if ignore_index is None else ignore_index
     scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     softcap = logit_softcap if teacher_logit_softcap is None else teacher_logit_softcap
     if isinstance(softcap, float) and softcap == math.inf:
@@ -186,7 +172,6 @@ def top_k_divergence(
     """
     if tail not in ("class", "renormalize"):
         raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
-    ignore_index = NO_LABEL if ignore_index is None else ignore_index
     name, log_q = f"top_k_divergence of {tail=}", teacher_log_probs
     with renamed(**_STUDENT):
         options, given, group, adapter = _adapted_student(name, locals(), teacher_ids)
@@ -222,9 +207,11 @@ def _with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
 
-def _counted(target: Tensor | None, ignore_index: int, shape: Any, device: torch.device) -> Tensor:
+def _counted(target: Tensor | None, ignore_index: int | None, shape: Any, device: torch.device) -> Tensor:
     """Which tokens are not ignored."""
-    return torch.ones(shape, dtype=torch.bool, device=device) if target is None else target != ignore_index
+    if target is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    return target != (NO_LABEL if ignore_index is None else ignore_index)
 
 
 def _divisor(counted: Tensor, reduction: str) -> Tensor | int:
@@ -242,8 +229,9 @@ def _adapted_student(
 ) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter]:
     """:func:`adapted` from a public function's ``arguments``, of the student. ``ids``: selected. The call itself
     reduces and ignores nothing: the settings are in its name, which ranks compare."""
-    beta, reduction, ignore_index = as_float(arguments["beta"]), arguments["reduction"], arguments["ignore_index"]
+    beta, reduction, ignore_index = (arguments[name] for name in ("beta", "reduction", "ignore_index"))
     check_beta(beta)
+    beta = float(beta)
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
     name = f"distillation.{name} with {beta=}, {reduction=} and {ignore_index=}"
@@ -287,19 +275,15 @@ def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensor
     traits = [(t.shape[:-1], t.device, accumulation_dtype(t.dtype)) for t in (x, own)]
     if traits[0] != traits[1]:
         given = " and ".join(f"{described(t)} on {t.device}" for t in (x, own))
-        raise ValueError(
-            f"teacher_hidden must have the tokens and the device of student_hidden, and both or none must be float64, "
-            f"got {given}"
-        )
+        expected = "the tokens and the device of student_hidden, and both or none must be float64"
+        raise ValueError(f"teacher_hidden must have {expected}, got {given}")
     shards = shard_of(options, weight, student.layout), student.shard
     # An empty shard may have any start.
     entries = [(shard.start if shard.real_rows else 0, shard.real_rows) for shard in shards]
     if entries[0] != entries[1]:
-        given, expected = (f"[{start}, {start + rows})" for start, rows in entries)
-        raise ValueError(
-            f"teacher_weight {list(weight.shape)} has the vocabulary entries {given} and student_weight "
-            f"{list(inputs[1].shape)} has {expected}"
-        )
+        given, expected = (f"has the vocabulary entries [{start}, {start + rows})" for start, rows in entries)
+        shapes = list(weight.shape), list(inputs[1].shape)
+        raise ValueError(f"teacher_weight {shapes[0]} {given} and student_weight {shapes[1]} {expected}")
 
 
 def _check_stored(ids: object, log_probs: Any) -> None:

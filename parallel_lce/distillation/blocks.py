@@ -54,15 +54,15 @@ def divergences(
     row_bytes = layout.sp_size * entries * (2 * student.dtype.itemsize + hidden.dtype.itemsize)
     rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
     blocks = blocks_within(options.logits_budget or 0, rows, row_bytes, fewest)
-    return _Divergences.apply(*inputs, calls, beta, blocks, factor)
+    return _Divergences.apply(*inputs, (*calls, beta, blocks), factor)
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        *inputs, (student, teacher), beta, blocks, factor = given
-        ctx.student, ctx.teacher, ctx.settings = student, teacher, (beta, blocks)
-        ctx.gradients, numbers = _pass(student, teacher, beta, blocks, inputs, student.needs, factor, True)
+        *inputs, ctx.task, factor = given
+        student, teacher, *_ = ctx.task
+        ctx.gradients, numbers = _pass(ctx.task, inputs, student.needs, factor, True)
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses, entropy = numbers[DIVERGENCE], -numbers[NEGATIVE_ENTROPY]
         ctx.mark_non_differentiable(entropy)
@@ -75,35 +75,29 @@ class _Divergences(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
+        student, teacher, *settings = ctx.task
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         upstream, summed = in_memory(upstream), factor is not None
         if not summed or gradients is None:
-            student, tensors = ctx.student.with_saved(tensors)
-            teacher, _ = ctx.teacher.with_saved(tensors)
+            student, tensors = student.with_saved(tensors)
+            teacher, _ = teacher.with_saved(tensors)
             needs, times = Needs(*ctx.needs_input_grad[:3]), factor if summed else upstream
-            gradients, _ = _pass(student, teacher, *ctx.settings, inputs, needs, times, summed, numbers)
+            gradients, _ = _pass((student, teacher, *settings), inputs, needs, times, summed, numbers)
         if summed:
-            scaled = ctx.student.backend.scaled
+            scaled = student.backend.scaled
             with device_without_autocast(inputs[1]):
                 gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
-        return *gradients, *[None] * 7
+        return *gradients, *[None] * 5
 
 
 def _pass(
-    student: Call,
-    teacher: Call,
-    beta: float,
-    blocks: Sequence[Block],
-    inputs: Sequence[Any],
-    needs: Needs,
-    factor: Tensor | None,
-    summed: bool,
-    known: Tensor | None = None,
+    task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, known: Tensor | None = None
 ) -> tuple[Gradients, Tensor]:
-    """One pass over the blocks. Returns the gradients of the sum of factor times divergence, None each without a
-    ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known`` from an earlier pass. ``summed``: dW and dbias
-    stay in the statistics' dtype, since they will be scaled."""
+    """One pass over the blocks of a ``task``: student, teacher, beta and blocks. Returns the gradients of the sum of
+    factor times divergence, None each without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known``
+    from an earlier pass. ``summed``: dW and dbias stay in the statistics' dtype, since they will be scaled."""
+    student, teacher, beta, blocks = task
     layout, dtype = student.layout, student.dtype
     # Saved-tensor hooks may have changed strides.
     x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]

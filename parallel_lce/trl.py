@@ -94,7 +94,8 @@ def _divergence(
     teacher_bias = None if teacher_bias is None else teacher_bias[: len(weight)]
     teacher_weight = teacher_weight[: len(weight)]
     teacher = _side(teacher_hidden, teacher_weight, teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
-    losses, entropy = divergences(*paired(*student, *teacher), float(beta))
+    losses, entropy = divergences(*paired(*student, *teacher), float(beta), entropy=True)
+    assert entropy is not None  # wanted
     return losses.float(), entropy.float()
 
 

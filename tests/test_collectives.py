@@ -195,7 +195,7 @@ OTHERS = {
 def expected_of_other(name: str, split: bool) -> tuple[list, list]:
     gather, reduced = [("all_gather", N // 2 * D)] * split, [("reduce_scatter" if split else "all_reduce", N * D)]
     gather = gather + [("all_gather", N // 2 * 3)] * split
-    forward = gather + [("all_gather", 6 * N + 3), ("all_gather", 3 * N)]
+    forward = gather + [("all_gather", 6 * N + 3), ("all_gather", 2 * N)]
     return (forward + reduced, []) if name == "mean divergence" else (forward, gather + reduced)
 
 

@@ -92,7 +92,7 @@ def divergence(
 
     Collectives, on ``process_group`` alone, for each block of R tokens in this order, elements per rank: under sequence
     parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E, each started a
-    block ahead; all-gathers of 6 R + 3 and of 3 R, fp32 (fp64 for fp64); and if gradients are formed in forward, an
+    block ahead; all-gathers of 6 R + 3 and of 2 R, fp32 (fp64 for fp64); and if gradients are formed in forward, an
     all-reduce, or reduce-scatter, of dX, R * D of ``reduce_dtype``, beside dW, but with ``reduce_hidden_grad=False``
     none. A backward that projects again runs the first and the last.
 

@@ -44,9 +44,10 @@ def lce_backward_divergence(
     rest,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     """``TEACHER``, ``STUDENT``: whether the divergence contains the sum over the teacher's, or the student's,
-    probabilities."""
+    probabilities. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
     of_row = numbers + row
     top, log_sum = tl.load(of_row), tl.load(of_row + rows)
@@ -88,7 +89,8 @@ def lce_backward_divergence(
             if STUDENT:
                 of_student += tl.sum(tl.where(valid, _term(p, of_p, r), 0.0), 0)
                 student_sum += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
-            negative_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
+            if ENTROPY:
+                negative_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
         if gradient is not None:
             g = tl.where(p != 0.0, p * (of_p - mean), 0.0) if STUDENT else p - q
             if logit_map.softcap is not None:
@@ -102,7 +104,8 @@ def lce_backward_divergence(
         else:
             tl.store(sums + row, of_teacher + of_student)
         tl.store(sums + rows + row, student_sum)
-        tl.store(sums + 2 * rows + row, negative_entropy)
+        if ENTROPY:
+            tl.store(sums + 2 * rows + row, negative_entropy)
 
 
 def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradient) -> None:
@@ -127,5 +130,6 @@ def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradien
             1 - beta,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
+            ENTROPY=sums is not None and len(sums) > 2,
             num_warps=8,
         )

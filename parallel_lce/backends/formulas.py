@@ -80,8 +80,7 @@ def without_factor(coefficients: Coefficients) -> Coefficients:
         factor = (1.0 if factor is None else factor) / coefficients.divisor
     if factor is None:
         return coefficients
-    values = [(c * factor).masked_fill_(c == 0, 0.0) for c in coefficients.present]
-    return Coefficients.named(coefficients.names, values)
+    return coefficients.each(lambda c: (c * factor).masked_fill_(c == 0, 0.0))
 
 
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,13 @@ from parallel_lce.call import debug
 from parallel_lce.call.agreement import check_together, digest, shard_of
 from parallel_lce.call.call import Call, Inputs, Needs, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
-from parallel_lce.call.seam import Feature, features_of
-from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.call.seam import features_of
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, as_int64, check_options, with_floats
-from parallel_lce.core.partials import Columns, accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import (
     BUDGET_VARIABLE,
@@ -160,41 +160,34 @@ def _planned(
     planned: bool,
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
-    weight, kinds = tensors.linear_weight, features_of(options, tensors)
-    backend = backend_of(weight)
-    budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
-    options = options._replace(logits_budget=budget)
-    shard = shard_of(options, weight, layout)
-    if layout.ranks > 1:
-        shard = replace(shard, digest=digest(options, tensors, shape))
-    columns = replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1)
-    gradients = gradients_of(tensors, main_grad, needs)
-    its_plan: Any = None
-    if planned:
-        its_plan = _plan(options, tensors, kinds, columns, layout, shard, backend, gradients, main_grad)
-    number = None
+    weight = tensors.linear_weight
+    backend, gradients = backend_of(weight), gradients_of(tensors, main_grad, needs)
+    if options.logits_budget is None:
+        options = options._replace(logits_budget=default_budget(weight.device))
+    number, no_plan = None, cast(Plan, None)
     if debug.enabled():
         check_together(options, tensors, layout, gradients)
         number = debug.next_call(layout)
-    if options.token_weight_gradient:
-        options = options._replace(reduction="none")
-    dtype, logit_map = accumulation_dtype(weight.dtype), LogitMap.of(options)
-    return Call(
-        options,
-        "statistics" if options.reduction is None else "loss",
-        backend,
-        shard,
-        columns,
-        its_plan,
-        shape,
-        needs,
-        logit_map,
-        dtype,
-        _ONE_RANK,
-        feature_kinds=kinds,
+    shard = shard_of(options, weight, layout)
+    if layout.ranks > 1:
+        shard = replace(shard, digest=digest(options, tensors, shape))
+    call = Call(
+        options=options._replace(reduction="none") if options.token_weight_gradient else options,
+        kind="statistics" if options.reduction is None else "loss",
+        backend=backend,
+        shard=shard,
+        columns=replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1),
+        plan=no_plan,
+        shape=shape,
+        needs=needs,
+        logit_map=LogitMap.of(options),
+        dtype=accumulation_dtype(weight.dtype),
+        layout=_ONE_RANK,
+        feature_kinds=features_of(options, tensors),
         readable_size=readable_size(options, weight, layout),
         number=number,
     )
+    return call.replaced(plan=_plan(call, tensors, layout, gradients)) if planned else call
 
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
@@ -242,57 +235,45 @@ def gradients_of(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> 
     )
 
 
-def _plan(
-    options: Options,
-    tensors: Tensors,
-    kinds: tuple[type[Feature], ...],
-    columns: Columns,
-    layout: Layout,
-    shard: Shard,
-    backend: Backend,
-    gradients: GradientTraits | None,
-    main_grad: MainGrad | None,
-) -> Plan:
-    hidden, weight = tensors.input, tensors.linear_weight
+def _plan(call: Call, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> Plan:
+    """The plan of a call without its tensors."""
+    options, backend, shard, dtype = call.options, call.backend, call.shard, tensors.linear_weight.dtype
     # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
-        and not options.token_weight_gradient
-        and main_grad is None
+        and (gradients is None or gradients.weight_new)
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
-        and hidden.dtype != torch.float16
+        and dtype != torch.float16
     )
     # Codes have too little precision for differences of entries, and for logits. A bias may set entries so far apart,
     # or exclude one, that a window's few codes are too far from each other.
-    codable = backend.CODES and weight.dtype == torch.bfloat16 and not kinds and not columns.differ
-    codable = codable and tensors.linear_bias is None
-    itemsize = weight.element_size()
+    plain = not call.feature_kinds and not call.columns.differ and options.logit_softcap is None
+    codable = backend.CODES and plain and dtype == torch.bfloat16 and tensors.linear_bias is None
     problem = Problem(
-        token_count(hidden, layout),
+        token_count(tensors.input, layout),
         shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size),
-        hidden.shape[-1],
-        itemsize,
+        tensors.input.shape[-1],
+        dtype.itemsize,
         budget=options.logits_budget or 0,
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
         savable=_savable(options, tensors, backend),
-        codable=codable and options.logit_softcap is None,
+        codable=codable,
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
     )
-    return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
+    return plan(problem).limited(shard.real_rows, dtype.itemsize, layout.sp_size)
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
-    if options.label_smoothing and not backend.recovers_differences(tensors.linear_weight.dtype):
+    dtype, capped = tensors.linear_weight.dtype, options.logit_softcap is not None
+    if options.label_smoothing and not backend.recovers_differences(dtype):
         return False
     # With a temperature per token, the caps are unknown to the host.
-    if options.logit_softcap is None or tensors.temperature is not None:
-        return options.logit_softcap is None
-    return savable(tensors.linear_weight.dtype, LogitMap.of(options).softcap)
+    return not capped or (tensors.temperature is None and savable(dtype, LogitMap.of(options).softcap))
 
 
 def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:

@@ -23,7 +23,7 @@ The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -136,8 +136,8 @@ class Coefficients(NamedTuple):
     """
 
     alpha: Tensor
-    beta: Tensor | None
-    gamma: Tensor | None
+    beta: Tensor | None = None
+    gamma: Tensor | None = None
     delta: Tensor | None = None
     epsilon: Tensor | None = None
     # alpha - beta, formed apart: where a target's p is near 1, its gradient is little more than that, and a difference
@@ -148,27 +148,15 @@ class Coefficients(NamedTuple):
     # 0-dimensional; None is 1
     divisor: Tensor | None = None
 
-    @classmethod
-    def named(cls, names: Iterable[str], values: Iterable[Tensor], **others: Tensor | None) -> Coefficients:
-        """The coefficients of these names; the others are 0."""
-        given: Any = dict(zip(names, values))
-        return cls(**{"beta": None, "gamma": None, **given, **others})
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the coefficients that are not 0."""
-        return [name for name, c in zip(self._fields[:6], self) if c is not None]
-
-    @property
-    def present(self) -> list[Tensor]:
-        """The coefficients that are not 0, without factor and divisor."""
-        return [c for c in self[:6] if c is not None]
+    def each(self, change: Callable[[Tensor], Tensor]) -> Coefficients:
+        """The coefficients from alpha to excess, each changed, without factor and divisor."""
+        changed: Any = [c if c is None else change(c) for c in self[:6]]
+        return Coefficients(*changed)
 
     def of_rows(self, rows: slice) -> Coefficients:
         """The coefficients of some tokens."""
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
-        values = [c[rows] for c in self.present]
-        return Coefficients.named(self.names, values, factor=factor, divisor=self.divisor)
+        return self.each(lambda c: c[rows])._replace(factor=factor, divisor=self.divisor)
 
 
 def integer_view(column: Tensor) -> Tensor:

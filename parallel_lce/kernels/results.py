@@ -365,7 +365,7 @@ def lce_backward_statistics(
 
 
 def _new_coefficients(names: Iterable[str], rows: int, device: torch.device) -> Coefficients:
-    return Coefficients.named(names, [torch.empty(rows, dtype=torch.float32, device=device) for _ in names])
+    return Coefficients(**{name: torch.empty(rows, dtype=torch.float32, device=device) for name in names})
 
 
 def statistics_gradient(
@@ -439,8 +439,7 @@ def without_factor(coefficients: Coefficients) -> Coefficients:
     """:func:`parallel_lce.backends.formulas.without_factor` in one launch."""
     if coefficients.factor is None and coefficients.divisor is None:
         return coefficients
-    rows = coefficients.alpha.shape[0]
-    out = _new_coefficients(coefficients.names, rows, coefficients.alpha.device)
-    stride = factor_stride_of(coefficients)
+    rows, stride = coefficients.alpha.shape[0], factor_stride_of(coefficients)
+    out = coefficients.each(torch.empty_like)
     lce_backward_coefficients.launch((max(1, -(-rows // _TOKENS.value)),), coefficients, out, rows, stride)
     return out

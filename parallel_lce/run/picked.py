@@ -98,6 +98,7 @@ def _gathered(call: Call, hidden: Tensor) -> Tensor:
 
 def _tokens_of(picked: Picked, owner: Tensor, entries: int) -> Picked:
     """The transpose: row j of ``entries`` rows has the tokens that picked the id j, and their gradients."""
-    ids, order = picked.ids.sort(stable=True)
-    starts = torch.searchsorted(ids, torch.arange(entries + 1, device=ids.device))
+    # Of 32 bits, which are sorted in half the time.
+    ids, order = picked.ids.clamp(-1, entries).int().sort(stable=True)
+    starts = torch.searchsorted(ids, torch.arange(entries + 1, device=ids.device, dtype=torch.int32))
     return Picked(owner[order], starts[:-1], starts[1:], gradient=picked.gradient[order])

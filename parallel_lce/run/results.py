@@ -165,12 +165,11 @@ def of_tokens(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficie
     except Exception as failure:
         function.failure = function.failure or failure
         losses = torch.full_like(merged.partial[MAX], torch.nan)
-        return losses, Coefficients(losses, None, None), {}
+        return losses, Coefficients(losses), {}
     coefficients = of_statistics(call, merged.partial, found["vocab_size"], upstream)
     # An ignored token has no loss and no gradient, whatever the function makes of its values.
     ignored = call.target == call.options.ignore_index
-    values = [c.masked_fill(ignored, 0.0) for c in coefficients.present]
-    coefficients = Coefficients.named(coefficients.names, values)
+    coefficients = coefficients.each(lambda c: c.masked_fill(ignored, 0.0))
     metrics = {name: metric.detach().masked_fill(ignored, 0) for name, metric in metrics.items()}
     return losses.to(call.dtype).masked_fill(ignored, 0.0), coefficients, metrics
 

@@ -247,11 +247,8 @@ def backward(
         if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
             sums.scratch.adopt(kept.exponentials)
             kept = ()
-        tokens = None
         if len(blocks) > 1:
             coefficients = call.backend.without_factor(coefficients)
-            # All per-token vectors stacked: one copy then extracts a block.
-            tokens = torch.cat([partial, torch.stack(coefficients.present)])
         # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
         whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
         source = Gathers(hidden, blocks, layout) if whole is None else whole
@@ -262,12 +259,11 @@ def backward(
                 if block.start:
                     x.wait()
                 source.start()
-            merged, block_coefficients = partial, coefficients
-            if tokens is not None:
-                stacked = layout.take(tokens, block).contiguous()
-                merged, present = stacked[: len(partial)], stacked[len(partial) :]
-                block_coefficients = Coefficients.named(coefficients.names, present.unbind())
-            sums.add_block(block, x, merged, block_coefficients, kept)
+            merged, of_tokens = partial, coefficients
+            if len(blocks) > 1:
+                merged = layout.take(partial, block).contiguous()
+                of_tokens = coefficients.each(partial_of(layout.take, block=block))
+            sums.add_block(block, x, merged, of_tokens, kept)
             if len(blocks) > 1 and kept:
                 sums.scratch.adopt(kept.exponentials)
             kept = ()

@@ -59,9 +59,8 @@ def lce_backward_divergence(
         if STUDENT:
             mean = tl.load(of_row + _MEAN * rows)
     cap = caps_of(logit_map, row, True)
-    of_teacher = 0.0
-    of_student = 0.0
-    student_sum = 0.0
+    total = 0.0
+    student_mean = 0.0
     negative_entropy = 0.0
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
@@ -84,11 +83,15 @@ def lce_backward_divergence(
             of_p = tl.where(up, 0.0, log_ratio) - log_of_sum
         if sums is not None:
             r = beta * q + rest * p
-            if TEACHER:
-                of_teacher += tl.sum(tl.where(valid, _term(q, of_q, r), 0.0), 0)
+            if not STUDENT:
+                terms = _term(q, of_q, r)
+            elif not TEACHER:
+                terms = _term(p, of_p, r)
+            else:
+                terms = beta * _term(q, of_q, r) + rest * _term(p, of_p, r)
+            total += tl.sum(tl.where(valid, terms, 0.0), 0)
             if STUDENT:
-                of_student += tl.sum(tl.where(valid, _term(p, of_p, r), 0.0), 0)
-                student_sum += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+                student_mean += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
             if ENTROPY:
                 negative_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
         if gradient is not None:
@@ -99,11 +102,8 @@ def lce_backward_divergence(
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
-        if TEACHER and STUDENT:
-            tl.store(sums + row, beta * of_teacher + rest * of_student)
-        else:
-            tl.store(sums + row, of_teacher + of_student)
-        tl.store(sums + rows + row, student_sum)
+        tl.store(sums + row, total)
+        tl.store(sums + rows + row, student_mean)
         if ENTROPY:
             tl.store(sums + 2 * rows + row, negative_entropy)
 

@@ -3,26 +3,19 @@
 torchrun --nproc-per-node=2 examples/megatron_gpt.py
 """
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import parallel_lce.megatron
+from megatron_cpu import adapt_megatron_to_cpu
 from ranks import join
 
 V, D, S, B, STEPS = 512, 64, 32, 8, 5  # vocabulary, hidden size, sequence, batch, training steps
-
-
-def adapt_to_cpu() -> None:
-    """What Megatron's forward needs where there is no GPU. This model draws no random numbers: it has no dropout."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    get_cuda_rng_tracker().fork = contextlib.nullcontext
 
 
 def build(ranks: int, device: torch.device) -> GPTModel:
@@ -47,7 +40,9 @@ def main() -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     torch.manual_seed(0)
-    adapt_to_cpu() if device.type == "cpu" else model_parallel_cuda_manual_seed(0)
+    if device.type == "cpu":
+        adapt_megatron_to_cpu()
+    model_parallel_cuda_manual_seed(0)
     model = build(ranks, device)
     if rank == 0:
         print(f"{ranks} rank(s): {parallel_lce.megatron.explain(model)}")

@@ -21,8 +21,8 @@ KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 ARGUMENTS = " torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
 DESCRIPTIONS = {
     "train": "Trains stock Megatron-core's GPTModel with either loss." + ARGUMENTS,
-    "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce, and compares the "
-    "two. Exits with 1 if a run fails or the loss curves part." + ARGUMENTS,
+    "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce. Exits with 1 if a "
+    "run fails or the loss curves part." + ARGUMENTS,
 }
 
 
@@ -69,8 +69,8 @@ def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
 
 
 def _prepare(config: "Config", torchrun: list[str]) -> int:
-    """Raises a Refusal for a training that cannot work. Tokenizes the text into this host's cache, so that the ranks
-    only read it. Removes earlier results: if a run fails, they must not stay. Returns the number of hosts."""
+    """Raises a Refusal for a training that cannot work. Tokenizes the text, so that the ranks only read the cache, and
+    removes earlier results, which must not stay if a run fails. Returns the number of hosts."""
     import megatron.core  # noqa: F401  missing here rather than on every rank
 
     from training.report import folders_of
@@ -96,8 +96,8 @@ def _prepare(config: "Config", torchrun: list[str]) -> int:
 
 
 def _demo(config: "Config", command: list[str], hosts: int, words: str) -> int:
-    """Trains all runs, and prints and writes their report; `words`: the command that the user gave. Returns 0 if the
-    curves agree, or on a host without rank 0, which has the results; 1 if they part or a run fails."""
+    """Trains all runs, and prints and writes their report, with the user's `words`. Returns 0 if the curves agree, or
+    on a host without rank 0, which has the results; 1 if they part or a run fails."""
     from training.report import RUNS, compare, folders_of, write_report
 
     folders = folders_of(config)
@@ -111,7 +111,7 @@ def _demo(config: "Config", command: list[str], hosts: int, words: str) -> int:
         print("another host has the results")  # rank 0 writes them, on its own host
         return 0
     comparison, folder = compare(config), Path(config.compare.report or config.output)
-    print(f"\n{write_report(comparison, folder, config.compare.tolerance, words)}")
+    print(f"\n{write_report(comparison, folder, words)}")
     print(f"\nreport: {folder / 'report.md'}\n{comparison.verdict}")
     return 0 if comparison.agree else 1
 

@@ -1,12 +1,8 @@
 """DTensors, and sequences that are sharded along the second dimension, as the plain tensors of a call.
 
-A call takes plain tensors, and a sequence in equal parts along the first dimension. A :class:`DTensorAdapter` makes
-them from the user's tensors, and puts the results back. The call does not depend on the order of the tokens, so hidden
-states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to ``[P * b, S/P]``, the order in which
-an all-gather returns the tokens.
-
-DTensors follow the rules of PyTorch's ``loss_parallel``; docs/pytorch.md has the placements. TP is the mesh dimension
-that shards the weight.
+A call takes plain tensors, and a sequence in equal parts along the first dimension. It does not depend on the order of
+the tokens, so hidden states ``[b, S/P, D]`` are not transposed: only values per token are, ``[b, S]`` to
+``[P * b, S/P]``, the order in which an all-gather returns the tokens. docs/pytorch.md has the placements of DTensors.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import SPOKEN, Options, Tensors, as_int64, check_option, is_count
-from parallel_lce.run.results import NAMES, TokenStatistics
+from parallel_lce.run.results import TokenStatistics
 
 _SHARDED_PARAMETER = (
     "If fully_shard (FSDP2) sharded it, call the loss inside the forward of the module that fully_shard wraps, where "
@@ -32,34 +28,33 @@ _SHARDED_PARAMETER = (
 
 
 def adapted(
-    options: Options, tensors: Tensors, group: Any, reduction: str | None = None, also: Any = None
-) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter | None]:
-    """The call's options, plain tensors and group; ids are int64. The adapter restores order and placements of the
-    results; None: there is nothing to restore. ``reduction``: of the result, if it differs from that of the options.
-    ``also``: a further value per token, which the caller passes to :meth:`DTensorAdapter.per_token`. Raises
-    ``ValueError`` for a group, placements or shapes that are not supported."""
+    options: Options, tensors: Tensors, group: Any, reduction: str | None = None
+) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter]:
+    """The call's options, plain tensors and group; ids are int64. The adapter changes further tensors likewise, and
+    restores order and placements of the results. ``reduction``: of the result, if it differs from that of the options.
+    Raises ``ValueError`` for a group, placements or shapes that are not supported."""
     ids = {name: as_int64(getattr(tensors, name)) for name in ("target", "picked", "picked_offsets")}
     group, tensors = group and as_group(group), tensors._replace(**ids)
     for name in ("logit_scale", "temperature"):
         if isinstance(value := getattr(options, name), Tensor):  # one number per token
             options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})
-    sequence_dim = options.sequence_dim
-    if type(sequence_dim) is not int or sequence_dim != 0:
-        check_option("sequence_dim", sequence_dim)
-    if not sequence_dim and not has_dtensor((*tensors, also)):
-        return options, tensors, group, None
-    adapter = DTensorAdapter(options, group, reduction or options.reduction)
-    plain = adapter.enter(tensors)
-    return adapter.options, plain, adapter.group, adapter
+    check_option("sequence_dim", options.sequence_dim)
+    adapter = DTensorAdapter(options, tensors, group, reduction or options.reduction)
+    if options.sequence_dim or has_dtensor(tensors):
+        tensors = adapter.enter(tensors)
+    return adapter.options, tensors, adapter.group, adapter
 
 
 class DTensorAdapter:
-    """How a call's tokens and results are placed, from the placements of its tensors."""
+    """How a call's tokens and results are placed, from the placements of its tensors. By default it changes nothing."""
 
-    def __init__(self, options: Options, group: dist.ProcessGroup | None, reduction: str | None) -> None:
-        # Later the options and the group of the call, from the placements.
-        self.options, self.group = options, group
-        self._group_given, self._reduction, self._gives_dtensors = group is not None, reduction, False
+    def __init__(
+        self, options: Options, tensors: Tensors, group: dist.ProcessGroup | None, reduction: str | None
+    ) -> None:
+        # After `enter` the options and the group of the call, from the placements.
+        self.options, self.group, self._reduction = options, group, reduction
+        self._input, self._weight = tensors.input, tensors.linear_weight
+        self._gives_dtensors = is_dtensor(tensors.input)
         # The DTensors' mesh, and its dimension of tensor parallelism.
         self.mesh: Any = None
         self._tp: int | None = None
@@ -68,32 +63,31 @@ class DTensorAdapter:
 
     def enter(self, tensors: Tensors) -> Tensors:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
-        input, weight, _, bias, *_ = tensors
-        self._input, self._weight, self._gives_dtensors = input, weight, is_dtensor(input)
         sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
         check_option("sequence_parallel", sequence_parallel)
-        if is_dtensor(weight):
-            self.mesh = weight.device_mesh
+        if is_dtensor(self._weight):
+            self.mesh, group_given = self._weight.device_mesh, self.group is not None
             self._place_weight()
-            split = self._place_tokens()
             if self._gives_dtensors:
+                split = self._split()
                 sequence_parallel, sequence_dim = split is not None, split or 0
+            self._place_tokens(group_given)
         elif self._gives_dtensors:
-            raise ValueError(f"{_placed('input', input)}, and linear_weight is a plain tensor: pass input.to_local()")
+            self._check_mesh("input", self._input)
         self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
-        hidden = self.hidden("input", input)
+        hidden = self.hidden("input", self._input)
         if sequence_dim and sequence_parallel and self.group is not None and isinstance(hidden, Tensor):
             if hidden.dim() < 3:
                 raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(hidden.shape)}")
             self.parts, self._part = dist.get_world_size(self.group), hidden.shape[:-1]
         if tensors.picked_offsets is not None and (self.mesh is not None or self.parts > 1):
-            raise ValueError(
-                f"{SPOKEN['picked']} must be ids [..., K], without offsets, for DTensors and sequence_dim=1"
-            )
+            name = SPOKEN["picked"]
+            raise ValueError(f"{name} must be ids [..., K], without offsets, for DTensors and sequence_dim=1")
         others = {
             name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
             for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
         }
+        weight, bias = self._weight, tensors.linear_bias
         weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias, weight)
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
@@ -130,63 +124,59 @@ class DTensorAdapter:
             if entries % ranks or size is not None:
                 self.options = self.options._replace(vocab_start=first, vocab_size=entries if size is None else size)
 
-    def _place_tokens(self) -> int | None:
-        """Find the placements of tokens and gradients. Returns the dimension of the input that tensor parallelism
-        splits; None: every rank has all tokens."""
+    def _place_tokens(self, group_given: bool) -> None:
+        """Find the placements of tokens, gradients and sums over the tokens."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         mesh, tp, x = self.mesh, self._tp, self._input
-        placements, split = [Replicate()] * mesh.ndim, None
-        if self._gives_dtensors:
-            self._check_mesh("input", x)
-            placements = list(x.placements)
-            for dim, placement in enumerate(placements):
-                if not placement.is_replicate() and not _shards(placement, range(min(2, x.dim() - 1))):
-                    raise ValueError(
-                        f"{_placed('input', x)}: on mesh dimension {dim} it must be Replicate, or Shard of the first "
-                        "or second dimension of the tokens"
-                    )
-            split = None if tp is None or placements[tp].is_replicate() else placements[tp].dim
-            self._check_split(split)
-        elif tp is None or not self._group_given or any([dim != tp and mesh.size(dim) > 1 for dim in range(mesh.ndim)]):
+        others = [dim for dim in range(mesh.ndim) if dim != tp]
+        if not self._gives_dtensors and (tp is None or not group_given or any([mesh.size(dim) > 1 for dim in others])):
             # FSDP2 shards weights in the same way, over ranks with different tokens.
             raise ValueError(
                 f"{_placed('linear_weight', self._weight)}, and input is a plain tensor: pass input as a DTensor, or "
                 "linear_weight.to_local(); or process_group, the mesh's only one, if its ranks have the same tokens "
                 f"(tensor parallelism). {_SHARDED_PARAMETER}"
             )
-        self._input_placements, self._input_gradient, self._tokens = placements, list(placements), list(placements)
+        self._tokens = list(x.placements) if self._gives_dtensors else [Replicate()] * mesh.ndim
+        self._input_gradient = list(self._tokens)
         if tp is not None:
             self._tokens[tp] = Replicate()
-        self._splits = [dim for dim, placement in enumerate(self._tokens) if not placement.is_replicate()]
-        self._weight_gradient = [Partial() if dim in self._splits else Replicate() for dim in range(mesh.ndim)]
-        if tp is not None:
-            self._weight_gradient[tp] = Shard(0)
             if self.options.reduce_hidden_grad is False:
                 self._input_gradient[tp] = Partial()
-        if self._splits and self._reduction == "mean":
+        splits = [dim for dim in others if not self._tokens[dim].is_replicate()]
+        self._sums = [Partial() if dim in splits else Replicate() for dim in range(mesh.ndim)]
+        self._weight_gradient = [Shard(0) if dim == tp else placement for dim, placement in enumerate(self._sums)]
+        if splits and self._reduction == "mean":
             raise ValueError(
-                f"reduction='mean', and {_placed('input', x)}. Mesh dimension {self._splits[0]} splits its tokens and "
+                f"reduction='mean', and {_placed('input', x)}. Mesh dimension {splits[0]} splits its tokens and "
                 "does not shard linear_weight: use reduction='sum', and divide by the number of tokens of all ranks"
             )
-        return split
 
-    def _check_split(self, split: int | None) -> None:
-        """Raise ``ValueError`` for options that contradict the placements of a DTensor input, and for a sequence that
-        tensor parallelism does not split last, in equal parts."""
+    def _split(self) -> int | None:
+        """The dimension of a DTensor input that tensor parallelism splits; None: every rank has all tokens. Raises
+        ``ValueError`` for placements that are not supported, or contradict the options."""
         x, sequence_parallel, sequence_dim = self._input, self.options.sequence_parallel, self.options.sequence_dim
+        self._check_mesh("input", x)
+        for dim, placement in enumerate(x.placements):
+            if not placement.is_replicate() and not _shards(placement, range(min(2, x.dim() - 1))):
+                raise ValueError(
+                    f"{_placed('input', x)}: on mesh dimension {dim} it must be Replicate, or Shard of the first or "
+                    "second dimension of the tokens"
+                )
+        split = None if self._tp is None or x.placements[self._tp].is_replicate() else x.placements[self._tp].dim
         if (split is None and sequence_parallel) or (split == 0 and sequence_dim == 1):
             raise ValueError(f"{sequence_parallel=} and {sequence_dim=} contradict this: {_placed('input', x)}")
-        if split is None:
-            return
         dims = [dim for dim, placement in enumerate(x.placements) if _shards(placement, (split,))]
-        if dims[-1] != self._tp or x.shape[split] % math.prod([self.mesh.size(dim) for dim in dims]):
+        if dims and (dims[-1] != self._tp or x.shape[split] % math.prod([self.mesh.size(dim) for dim in dims])):
             raise ValueError(
                 f"{_placed('input', x)}: mesh dimension {self._tp} must be the last that splits its {x.shape[split]} "
                 "tokens, into equal parts; else redistribute it to Replicate there"
             )
+        return split
 
     def _check_mesh(self, name: str, value: Any) -> None:
+        if self.mesh is None:
+            raise ValueError(f"{_placed(name, value)}, and linear_weight is a plain tensor: pass {name}.to_local()")
         if value.device_mesh != self.mesh:
             raise ValueError(f"{_placed(name, value)}, and linear_weight is on the mesh {self.mesh}: use one mesh")
 
@@ -199,15 +189,15 @@ class DTensorAdapter:
         if value.shape[:-1] != self._input.shape[:-1]:
             given, expected = list(value.shape), list(self._input.shape)
             raise ValueError(f"{name} {given} must have the tokens of input {expected}")
-        return self._local(name, value, self._input_placements, self._input_gradient)
+        return self._local(name, value, list(self._input.placements), self._input_gradient)
 
     def weight(self, name: str, value: Any, of: Any = None) -> Any:
         """A weight ``[V, D]``, or the bias ``[V]`` ``of`` a weight, as this rank's plain shard."""
         if value is None or not _alike(name, value, "linear_weight", self._weight):
             return value
+        entries, rows, size = value.shape[0], (self._weight if of is None else of).shape[0], self.options.vocab_size
+        ranks = 1 if self._tp is None else self.mesh.size(self._tp)
         # With vocab_size the rows of padding may differ.
-        like, ranks = self._weight if of is None else of, 1 if self._tp is None else self.mesh.size(self._tp)
-        entries, rows, size = value.shape[0], like.shape[0], self.options.vocab_size
         padded = of is None and size is not None and size <= entries and -(-entries // ranks) == -(-rows // ranks)
         if entries != rows and not padded:
             raise ValueError(f"{name} {list(value.shape)} has {entries} entries, and linear_weight has {rows} rows")
@@ -219,8 +209,7 @@ class DTensorAdapter:
         if not isinstance(value, Tensor):
             return value
         if is_dtensor(value):
-            if self.mesh is None:
-                raise ValueError(f"{_placed(name, value)}, and linear_weight is a plain tensor: pass {name}.to_local()")
+            self._check_mesh(name, value)
             if self._gives_dtensors:
                 self._check_shape(name, value, list(self._input.shape), trailing)
             value = self._local(name, value, self._tokens, self._tokens)
@@ -257,17 +246,11 @@ class DTensorAdapter:
         """A call's loss, as the user expects it."""
         if self._reduction == "none":
             return self.of_tokens(value)
-        if not self._gives_dtensors:
-            return value
-        from torch.distributed.tensor import Partial, Replicate
-
-        return self._placed(value, [Partial() if dim in self._splits else Replicate() for dim in range(self.mesh.ndim)])
+        return self._as_dtensor(value, self._sums) if self._gives_dtensors else value
 
     def statistics(self, statistics: TokenStatistics) -> TokenStatistics:
         """A call's statistics, as the user expects them."""
-        values: dict[str, Any] = {name: getattr(statistics, name) for name in NAMES}
-        of_tokens = {n: self.of_tokens(v) for n, v in values.items() if v is not None and n != "vocab_size"}
-        return TokenStatistics(**(values | of_tokens))
+        return statistics.changed(self.of_tokens) if self._gives_dtensors or self.parts > 1 else statistics
 
     def of_tokens(self, value: Any) -> Any:
         """A call's values ``[...]`` or ``[..., K]`` of the tokens, in the user's order and placements."""
@@ -277,27 +260,25 @@ class DTensorAdapter:
         if not self._gives_dtensors:
             return value
         tokens = self._input.shape[:-1]
-        return self._placed(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
+        return self._as_dtensor(value, self._tokens, (*tokens, *value.shape[len(tokens) :]))
 
-    def _placed(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
+    def _as_dtensor(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor
 
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        stride, value = torch.empty(shape, device="meta").stride(), value.contiguous()
+        given = dict(run_check=False, shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(value, self.mesh, placements, **given)
 
 
 def _alike(name: str, value: Any, other_name: str, other: Any) -> bool:
     """Whether ``value`` is a DTensor. Raises ``ValueError`` unless both tensors are, or none."""
     if isinstance(value, Tensor) and is_dtensor(value) != is_dtensor(other):
-        raise ValueError(
-            f"{_placed(name, value)}, and {_placed(other_name, other)}: pass DTensors for both, or neither"
-        )
+        both = f"{_placed(name, value)}, and {_placed(other_name, other)}"
+        raise ValueError(f"{both}: pass DTensors for both, or neither")
     return is_dtensor(value)
 
 
-def _shards(placement: Any, dims: Iterable[int]) -> bool:
+def _shards(placement: Any, dims: Iterable[int | None]) -> bool:
     """Whether the placement is a plain ``Shard`` of one of the ``dims``; not a strided one."""
     # By name: where torch 2.11 compiles a call, comparisons of a placement's type are wrong.
     return type(placement).__name__ == "Shard" and placement.dim in dims

@@ -50,52 +50,31 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
-    There is no ``[N, V]`` tensor of logits. docs/usage.md has the differences from PyTorch's function of this name.
-    N is the number of tokens, V that of vocabulary entries, P that of ranks of ``process_group``.
+    N is the number of tokens, V that of vocabulary entries, P that of ranks of ``process_group``. docs/usage.md has the
+    meaning of all arguments, and differences from PyTorch's function.
 
     Args:
-        input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
-            ``[S/P, ..., D]``, with S/P equal on all ranks.
-        linear_weight: this rank's shard ``[V/P, D]``, in the input's dtype or cast by autocast. Shards may be uneven,
-            or empty. Copied if its rows are not contiguous, or are misaligned (docs/usage.md, "Memory").
-        target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
-            ``[S, ...]``. One outside ``[0, V)`` that is not ``ignore_index`` has loss and gradients NaN, whatever its
-            ``token_weight``; on a CPU it is refused.
-        linear_bias: ``[V/P]`` or None.
+        input: ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism ``[S/P, ..., D]``, or
+            ``[b, S/P, ..., D]`` with ``sequence_dim=1``, with S/P equal on all ranks.
+        linear_weight, linear_bias: this rank's shards ``[V/P, D]`` and ``[V/P]``, in the input's dtype or cast by
+            autocast. Shards may be uneven, or empty. A weight is copied if its rows are not contiguous, or misaligned.
+        target: ids ``[...]`` of any integer dtype, the same on all ranks; of the whole sequence. One outside ``[0, V)``
+            that is not ``ignore_index`` has loss and gradients NaN, whatever its weight; on a CPU it is refused.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the weights of the tokens
             that are not ignored, over the whole sequence; 0 with gradients of 0 if there is none.
-        ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
-        label_smoothing: in [0, 1], over the V entries of all ranks.
-        z_loss: a number >= 0; adds ``z_loss * lse**2`` per token.
-        logit_scale, temperature: a Python number; or a floating-point tensor of the target's shape, one number per
-            token, the same on all ranks, without a gradient. Temperatures are > 0; those of a tensor are not checked,
-            and with a ``logit_softcap`` backward then recomputes every logit.
-        logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
-        process_group: the tensor-parallel group, or a one-dimensional DeviceMesh. None: no parallelism.
-        sequence_parallel: ``input`` is split along ``sequence_dim`` over ``process_group``.
-        sequence_dim: 0; or 1 for ``input`` ``[b, S/P, ..., D]``, ``target`` ``[b, S, ...]`` and results in that order.
-        token_weight: of the target's shape and any real dtype; multiplies the loss of each token. If it needs a
-            gradient, after the fused call. A weight of 0 gives a gradient of 0, whatever comes from above.
-        vocab_start: id of this shard's first row, given on all ranks or on none. None: ``rank * rows``.
-        vocab_size: V; rows from id V on are padding, out of the softmax. None: all rows of all ranks.
-        logits_budget: bytes per rank and call for tensors of the logits' shape, equal on all ranks. None: that of
-            ``PARALLEL_LCE_LOGITS_BUDGET``, else 1/32 of the GPU's memory, or 1 GiB on a CPU (docs/usage.md, "Memory").
-        reduce_dtype: dtype in which dX is summed over the ranks; None: the input's. With torch.float32 each rank's term
-            is sent and added unrounded: for bf16 twice the bytes.
-        reduce_hidden_grad: False: each rank gets the term of its own shard in dX, in the input's dtype, for hidden
-            states from a mapping that sums in its own backward. Not with ``sequence_parallel``.
-        counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks, or what
-            :func:`parallel_lce.count_tokens` counts: the others then cost nothing. A wrong number is refused on a CPU
-            and in debug mode, and gives NaN on a GPU and in a compiled graph. Under sequence parallelism all hidden
-            states are gathered, and dX is all-reduced. A count that the host cannot read: the call works on all
-            tokens, on a copy of ``input`` with 0 for those that do not count.
-        gradient_filter: None; or a probability in (0, 1), such as 2**-13, below which gradients are estimated
-            (docs/gradient_filter.md). Not with ``label_smoothing``.
-        weight, options: PyTorch's arguments, refused.
+        token_weight: of the target's shape and any real dtype. A weight of 0 gives a gradient of 0, whatever comes from
+            above.
+        logit_scale, temperature: a Python number; or a floating-point tensor of the target's shape, the same on all
+            ranks, without a gradient. Temperatures are > 0; those of a tensor are not checked.
+        counted_tokens: the number of targets that are not ``ignore_index``, the same on all ranks; or a result of
+            :func:`parallel_lce.count_tokens`. A wrong number is refused on a CPU and in debug mode, and gives NaN on a
+            GPU and in a compiled graph. A count that the host cannot read: the call works on all tokens, on a copy of
+            ``input`` with 0 for those that do not count.
+        gradient_filter: a probability in (0, 1); not with ``label_smoothing``.
 
     Returns:
-        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit. Its upstream gradient may be any tensor,
-        the same on all ranks.
+        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit; a DTensor if ``input`` is one
+        (docs/pytorch.md). Its upstream gradient may be any tensor, the same on all ranks.
 
     Collectives run on ``process_group`` alone, on every rank in this order. N tokens are in B blocks, 1 unless the
     budget splits them; sizes are elements per rank, of all blocks together:
@@ -111,17 +90,13 @@ def linear_cross_entropy(
 
     If forward forms the gradients, each block of R tokens gathers its hidden states and its partials (C * R + 3) there,
     and reduces its dX after the next block's gather; backward has no collective. A second backward repeats those of
-    forward.
-
-    **DTensors** of one mesh are taken, with the placements of docs/pytorch.md, and those of values per token are
-    redistributed before the call. The loss is a DTensor if ``input`` is one.
+    forward. With ``counted_tokens``, sequence parallelism gathers all hidden states, and all-reduces dX.
 
     Raises:
         ValueError: shapes, dtypes, devices, numbers or placements that do not fit, before any collective. For a target
             outside the vocabulary it is an IndexError, too. Ranks that differ give NaN, a failed or a hanging
             collective; ``PARALLEL_LCE_DEBUG=1`` raises on all of them (docs/faults.md).
-        TypeError: an unknown keyword argument. NotImplementedError: forward-mode differentiation.
-        RuntimeError: in backward, with ``create_graph=True``.
+        NotImplementedError: forward-mode differentiation. RuntimeError: in backward, with ``create_graph=True``.
     """
     if weight is not None or options is not None:
         name, instead = ("options", "logits_budget") if weight is None else ("weight", "token_weight")
@@ -147,8 +122,7 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
     )
     chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
-    loss = fused_loss(chosen, tensors, group, counted_tokens=counted_tokens)
-    return loss if adapter is None else adapter.loss(loss)
+    return adapter.loss(fused_loss(chosen, tensors, group, counted_tokens=counted_tokens))
 
 
 @public
@@ -181,22 +155,21 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
-    Arguments, layouts, DTensors and errors are those of :func:`linear_cross_entropy`, and:
+    Args: as of :func:`linear_cross_entropy`, as are layouts and errors, and:
 
-    Args:
         target: None: no statistics of a target. The target -100 has ``target_logit`` and ``target_log_prob`` 0, without
             a gradient; another one outside ``[0, V)`` has NaN, and on a CPU is refused.
         mean_logit, entropy, argmax, sum_p_squared: ask for the fields of these names; ``mean_logit`` also for
             ``mean_log_prob``, ``entropy`` for ``expected_logit``. Fields that are not asked for are None.
-        selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
-            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks, else the
-            statistics are NaN. An id may come twice; one outside ``[0, V)`` has log-probability -inf and no gradient.
-            Offsets give NaN if they do not begin with 0, do not end with E, or decrease.
+        selected: asks for ``selected_log_prob``, of ids ``[..., K]``; or of a pair of ids ``[E]`` and offsets
+            ``[N + 1]``, where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all
+            ranks, else the statistics are NaN, as for offsets that do not rise from 0 to E. An id may come twice; one
+            outside ``[0, V)`` has log-probability -inf and no gradient.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, without a gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
-        mask: bool, of the tokens' shape: true for a token that counts. The others have statistics of 0, ids of -1, and
-            no gradient. They cost nothing with ``counted_tokens``, their number; without it ``input`` is copied, with 0
-            for them. On a GPU and in a compiled graph a wrong number makes statistics NaN and ids -1.
+        mask: bool, of the tokens' shape. Where it is false, statistics are 0, ids -1, and there is no gradient. These
+            tokens cost nothing with ``counted_tokens``, the number of the others; without it ``input`` is copied, with
+            0 for them. On a GPU and in a compiled graph a wrong number makes statistics NaN and ids -1.
         gradient_filter: not with ``mean_logit``, ``entropy``, ``sum_p_squared`` and ``selected``.
 
     Returns:
@@ -240,11 +213,9 @@ def statistics_of(
     counted_tokens: int | TokenCount | None = None,
 ) -> TokenStatistics:
     """:func:`token_statistics` of options and tensors."""
-    options, tensors, group, adapter = adapted(options, tensors, process_group, also=mask)
-    if adapter is not None and mask is not None:
-        mask = adapter.per_token("mask", mask)
-    statistics = fused_statistics(options, tensors, group, mask=mask, counted_tokens=counted_tokens)
-    return statistics if adapter is None else adapter.statistics(statistics)
+    options, tensors, group, adapter = adapted(options, tensors, process_group)
+    mask = adapter.per_token("mask", mask)
+    return adapter.statistics(fused_statistics(options, tensors, group, mask=mask, counted_tokens=counted_tokens))
 
 
 @partial(outside_graphs, reason="graphs of torch.compile break at token_loss: for one graph use token_statistics")
@@ -280,44 +251,38 @@ def token_loss(
     :func:`linear_cross_entropy`: in forward, where the logits exceed the budget. docs/rl.md has PPO as an example.
 
     Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd, or under ``torch.no_grad``
-    if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the gradients, and ``loss`` is
-    called once, with all tokens. A second backward, and a checkpoint around the call, call it again.
+    if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the gradients, and ``loss``
+    gets all tokens. A second backward, and a checkpoint around the call, call it again.
 
-    Args:
+    Args: as of :func:`linear_cross_entropy`, ``gradient_filter`` as of :func:`token_statistics`, and:
+
         loss: gets :class:`TokenStatistics` with ``[R]`` tensors, and the block's ``per_token`` values ``[R]``. Returns
             losses ``[R]``, or losses and a dict of metrics ``[R]``, which need no gradient. Elementwise over tokens,
-            since R depends on the budget: pass means over a sequence as ``per_token`` values. The same on all ranks.
-            Debug mode checks both, but for the gradients. It must not write into its statistics. Gradients flow to
-            ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has from elsewhere.
-        per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks. Those made in
-            inference mode are copied, and so is ``target``.
+            since R depends on the budget, and the same on all ranks; debug mode checks both, but for the gradients.
+            Gradients flow to ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has
+            from elsewhere.
+        per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
             ``target_logit`` and ``target_log_prob``. To read another one is refused.
         reduction: 'sum'; or 'mean', the sum divided by the number of tokens that are not ignored.
         ignore_index: tokens with this target have loss, metrics and gradient 0, whatever ``loss`` gives for them.
-        Others: as in :func:`linear_cross_entropy`; ``gradient_filter`` as in :func:`token_statistics`.
 
     Returns:
         The loss, 0-dimensional, fp32 (fp64 for fp64), and the metrics by name, each of the target's shape, in its own
-        dtype and detached. Both are identical on every rank bit for bit, if ``loss`` is the same function on all.
+        dtype and detached. Both are identical on every rank bit for bit.
 
     Collectives: those of :func:`linear_cross_entropy`, with the C of :func:`token_statistics`. An exception in ``loss``
     is raised after the collectives of forward, for which other ranks wait; in debug mode all ranks raise.
 
     Raises:
         ValueError: as :func:`linear_cross_entropy`; ``per_token`` values that do not fit; or ``loss`` returns anything
-            else than the above, writes into its statistics, or reads one that was not asked for. Whatever ``loss``
-            raises.
+            else, writes into its statistics, or reads one that was not asked for. Whatever ``loss`` raises.
     """
     ignore_index = NO_LABEL if ignore_index is None else ignore_index
     tensors, options = Tensors(input, linear_weight, target, linear_bias), Options.of("token_loss", locals())
     options = options._replace(loss_function=True)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
-    if adapter is not None:
-        per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
+    per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
     values = check_values(loss, per_token, reduction, tensors.target)
     total, metrics = fused_token_loss(options, tensors, group, loss, values, counted_tokens=counted_tokens)
-    if adapter is not None:
-        total = adapter.loss(total)
-        metrics = {name: adapter.of_tokens(metric) for name, metric in metrics.items()}
-    return total, metrics
+    return adapter.loss(total), {name: adapter.of_tokens(metric) for name, metric in metrics.items()}

@@ -32,10 +32,8 @@ class _Held:
 class LinearCrossEntropy(nn.Module):
     """:func:`parallel_lce.linear_cross_entropy` with its options fixed. It owns no parameters.
 
-    A copy has the same ``process_group``. A pickle has none: an unpickled module refuses to run until
-    :attr:`process_group` is set again.
-
-    Args: as of the function. ``logit_scale`` and ``temperature`` must be numbers.
+    ``logit_scale`` and ``temperature`` must be numbers. A copy has the same ``process_group``. A pickle has none: an
+    unpickled module refuses to run until :attr:`process_group` is set again.
 
     Attributes:
         options: the keyword arguments of each call, without ``process_group``.
@@ -68,10 +66,8 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         for name in ("logit_scale", "temperature"):
             if isinstance(given[name], Tensor):
-                raise ValueError(
-                    f"{name} must be one number in a LinearCrossEntropy, got {described(given[name])}: pass "
-                    f"float({name}), or one number per token to parallel_lce.linear_cross_entropy at each call"
-                )
+                got = f"{described(given[name])}: pass one per token to parallel_lce.linear_cross_entropy"
+                raise ValueError(f"{name} must be one number in a LinearCrossEntropy, got {got}")
         options, no_tensors = Options.of(type(self).__name__, given), Tensors(None, None)
         check_reduction(reduction)
         check_options(options)

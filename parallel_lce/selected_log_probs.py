@@ -34,21 +34,19 @@ def selected_log_probs(
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
 ) -> Tensor:
-    """Log-softmax of the logits of selected entries, over each token's entries alone.
-
-    A sampler with a mask draws from this distribution: the softmax renormalised over the kept entries. Only the E
+    """Log-softmax over each token's selected entries alone: the distribution of a sampler with a mask. Only the E
     selected rows of the weight are read.
 
-    Args:
+    Args: as of :func:`parallel_lce.linear_cross_entropy`, and
+
         selected: ids, or a pair of ids and offsets, as in :func:`parallel_lce.token_statistics`. An id that comes twice
             counts twice. An id outside ``[0, vocab_size)`` or with a logit of -inf has probability 0, log-probability
             -inf and no gradient, even if the token has no other entry. (``torch.log_softmax`` would give NaN there.)
-        Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
         ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
         if shards leave a gap or overlap, if ids or options differ between ranks, or if the offsets are invalid. dW is
-        dense, 0 in rows that no token selects. A graph of torch.compile breaks at this call.
+        dense. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
     states, N/P * D elements per rank; an all-gather of the logits, E + 3 elements of fp32 per rank. Backward: an
@@ -65,4 +63,4 @@ def selected_log_probs(
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)
-    return log_probs if adapter is None else adapter.of_tokens(log_probs)
+    return adapter.of_tokens(log_probs)

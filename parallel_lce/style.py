@@ -26,8 +26,7 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: for another placement, another module, a mesh of several dimensions, and a weight that no style has
-            sharded.
+        ValueError: another placement or module, a mesh of several dimensions, a weight that no style has sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
@@ -39,10 +38,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, LinearCrossEntropy):
-            raise ValueError(
-                "LinearCrossEntropyParallel is for parallel_lce.LinearCrossEntropy, and this module is a "
-                f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
-            )
+            given = f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
+            raise ValueError(f"this style is for parallel_lce.LinearCrossEntropy, and this module is a {given}")
         as_group(device_mesh)  # raises for a mesh of several dimensions
         layout = self.input_layouts
 
@@ -50,10 +47,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
             hidden = args[0] if args else kwargs.get("input")
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
             if isinstance(weight, Tensor) and not isinstance(weight, DTensor):
-                raise ValueError(
-                    f"linear_weight {list(weight.shape)} is a plain tensor: LinearCrossEntropyParallel needs the "
-                    "output layer in the plan, too, with ColwiseParallel()"
-                )
+                given = f"linear_weight {list(weight.shape)} is a plain tensor"
+                raise ValueError(f"{given}: this style needs the output layer in the plan, too, with ColwiseParallel()")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})
@@ -67,7 +62,3 @@ class LinearCrossEntropyParallel(ParallelStyle):
         if self.use_local_output:
             module.register_forward_hook(local)
         return module
-
-    def __repr__(self) -> str:
-        given = f"input_layouts={self.input_layouts}, use_local_output={self.use_local_output}"
-        return f"{type(self).__name__}({given})"

@@ -11,10 +11,10 @@ from torch import Tensor
 from parallel_lce.backends import backend_of
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
-from parallel_lce.call.checks import as_group, check_kind, public, renamed
+from parallel_lce.call.checks import as_group, check_kind, described, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.options import INTEGERS, as_int64, is_number, shortened
+from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.run.autograd import first_order_only
@@ -39,9 +39,7 @@ def vocab_parallel_cross_entropy(
     Megatron does, so the loss then depends on the rank. ``tp_group=None``: Megatron's tensor-parallel group, or a
     single process where torch.distributed is not initialised.
 
-    Unlike Megatron's it does not change the logits and saves no softmax, but an id and three fp32 (fp64) numbers per
-    token. Forward reads the logits once, with ``label_smoothing`` twice; backward reads them and writes their gradient,
-    in their dtype. The layer that made the logits sums the gradient of its input over the ranks.
+    Unlike Megatron's it does not change the logits, and saves an id and three numbers per token, no softmax.
 
     Collectives: forward, one all-gather of 3 N + 3 fp32 (fp64) elements per rank; backward, none. The upstream gradient
     must be the same on all ranks.
@@ -51,7 +49,6 @@ def vocab_parallel_cross_entropy(
             or settings differ. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, with ``create_graph=True``.
     """
-    debugging = debug.enabled()
     with renamed(process_group="tp_group"):
         debug.state.group = group = as_group(_megatron_group() if tp_group is None else tp_group)
         layout = Layout.of(group, False)
@@ -59,15 +56,9 @@ def vocab_parallel_cross_entropy(
         entries = vocab_parallel_logits.shape[-1]
         logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
         backend = backend_of(logits, _SUITABLE)
-        if layout.ranks > 1 and debugging:
-            values = {
-                "target": target,
-                "tokens": tuple(target.shape),
-                "entries per rank": entries,
-                "dtype": logits.dtype,
-                "label_smoothing": label_smoothing,
-                "backend": backend.NAME,
-            }
+        if layout.ranks > 1 and debug.enabled():
+            values = dict(target=target, tokens=tuple(target.shape), dtype=logits.dtype, backend=backend.NAME)
+            values |= {"entries per rank": entries, "label_smoothing": label_smoothing}
             shard = layout.rank * entries, entries, debug.fingerprint(logits)
             debug.agree(layout, "vocab_parallel_cross_entropy", values, shard)
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
@@ -83,17 +74,13 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
         check_kind(name, value)
     shape, entries = list(logits.shape), logits.shape[-1] if logits.dim() else 0
-    if entries < 1:
-        raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {shape}")
-    if shape[:-1] != list(target.shape):
-        expected = f"{shape[:-1]} for vocab_parallel_logits {shape}"
-        raise ValueError(f"target must have shape {expected}, got {list(target.shape)}")
-    if not logits.is_floating_point():
-        raise ValueError(f"vocab_parallel_logits must be floating point, got {logits.dtype}")
-    if target.dtype not in INTEGERS:
-        raise ValueError(f"target must hold class indices, got {target.dtype}")
-    if target.device != logits.device:
-        raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
+    if entries < 1 or not logits.is_floating_point():
+        given = described(logits)
+        raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, floating point, got {given}")
+    if shape[:-1] != list(target.shape) or target.device != logits.device:
+        expected = f"{shape[:-1]} on {logits.device} for vocab_parallel_logits {shape}"
+        raise ValueError(f"target must have shape {expected}, got {list(target.shape)} on {target.device}")
+    int64_ids("target", target)
     if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and entries < 2:

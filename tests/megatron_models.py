@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch.distributed import distributed_c10d
 
 import releases
-from training.megatron_cpu import adapt_megatron_to_cpu
+from examples.megatron_cpu import adapt_megatron_to_cpu
 from training.model import CausalAttention, RMSNorm
 from world import Member
 

@@ -10,10 +10,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from examples.megatron_cpu import pass_as_cuda
 from measures import assert_close, largest_error
 from megatron_models import BATCH, SEQUENCE, Model, batch, build, build_chunks, losses_of
 from parallel_lce.megatron import patch
-from training.megatron_cpu import pass_as_cuda
 from world import Member
 
 

@@ -76,6 +76,7 @@ EXPOSED = {
     "statistics, offsets": (OTHER_OFFSETS, "offsets of selected", DIGEST, DIGEST, PAIR),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
     "divergence, beta": (dict(beta=1.0), "function", ".*beta=0.0.*", ".*beta=1.0.*", dict(beta=0.0)),
+    "divergence, scale": (dict(teacher_logit_scale=0.5), "teacher_logit_scale", ".*", "0.5"),
     "top_k, beta": (dict(beta=0.1), "function", ".*beta=0.0.*", ".*beta=0.1.*", dict(beta=0.0)),
 }
 # Without debug mode: wrong results, or messages of other sizes.
@@ -99,7 +100,6 @@ SILENT = {
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
-    "divergence, scale": (dict(teacher_logit_scale=0.5), "teacher_logit_scale", ".*", "0.5"),
     "top_k, tail": (dict(tail="renormalize"), "function", ".*'class'.*", ".*'renormalize'.*"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
     "loss, counted alone": (dict(counted_tokens=N), "counted_tokens", "None", "6"),

@@ -169,12 +169,12 @@ OF_TOP_K = [
     ("reduce_dtype", "must be", "float32"),
 ]
 OF_LOGITS = [
-    ("target", r"must have shape \[6\] for vocab_parallel_logits \[6, 10\], got \[6, 1\]", IDS[:, None]),
-    ("target", "must hold class indices, got", ZEROS),
+    ("target", r"must have shape \[6\] on cpu for vocab_parallel_logits \[6, 10\], got \[6, 1\]", IDS[:, None]),
+    ("target", "must be ids of an integer dtype, got", ZEROS),
     ("label_smoothing", r"must be in \[0, 1\), got 1.0", 1.0),
     ("label_smoothing", "=0.1 needs at least 2 entries per rank, got 1", ONE_ENTRY),
     ("vocab_parallel_logits", "must be a tensor", "x"),
-    ("vocab_parallel_logits", "must be floating point, got torch.int64", torch.zeros(N, V).long()),
+    ("vocab_parallel_logits", r"must be .* floating point, got \[6, 10\] of torch.int64", torch.zeros(N, V).long()),
     ("vocab_parallel_logits", WRAPPED, torch.zeros(N, V).as_subclass(_Wrapper)),
 ]
 OF_VERL = [

@@ -22,6 +22,7 @@ N, V, D, E, K = 12, 80, 24, 16, 6
 TAILS = "class", "renormalize"
 KINDS = "layer", *TAILS
 """Of a teacher: its output layer, or stored log-probabilities with either tail."""
+EACH = torch.linspace(0.5, 2.0, N).double()
 
 
 @contextmanager
@@ -67,7 +68,14 @@ def loss(kind, leaves, given, **options):
     return top_k_divergence(**student, **given, tail=kind, **options)
 
 
-# --- stored log-probabilities ----------------------------------------------------------------------
+def log_probs_of(leaves, logit_scale=1.0, logit_softcap=math.inf, temperature=1.0):
+    """Scale and temperature: a number, or one for each token."""
+    z = linear(*leaves)
+    z = z.to(accumulation_dtype(z.dtype))
+    scale, temperature = (torch.as_tensor(v, dtype=torch.float64).to(z).view(-1, 1) for v in (logit_scale, temperature))
+    z = z * scale
+    capped = z if logit_softcap in (None, math.inf) else logit_softcap * torch.tanh(z / logit_softcap)
+    return (capped / temperature).log_softmax(-1)
 
 
 def of_classes(log_p, log_q, beta):
@@ -77,6 +85,9 @@ def of_classes(log_p, log_q, beta):
         return (q * (log_q - log_p)).sum(-1) if beta == 0 else (p * (log_p - log_q)).sum(-1)
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
+
+
+# --- stored log-probabilities ----------------------------------------------------------------------
 
 
 def classes(log_p, ids, log_q, tail):
@@ -94,23 +105,25 @@ def classes(log_p, ids, log_q, tail):
 
 
 CALLS = [
-    ("fp64", 1, False, "class", 0.5, "none", "torch"),
-    ("fp32", 2, True, "class", 0.0, "mean", "torch"),
-    ("bf16", 1, False, "class", 1.0, "sum", "triton"),
-    ("fp32", 2, False, "class", 0.5, "sum", "triton"),
-    ("fp64", 2, True, "renormalize", 1.0, "mean", "torch"),
-    ("fp32", 2, False, "renormalize", 0.5, "none", "triton"),
-    ("bf16", 1, False, "renormalize", 0.0, "mean", "triton"),
+    ("fp64", 1, False, "class", 0.5, "none", "torch", dict(temperature=EACH, logit_softcap=1.5)),
+    ("fp32", 2, True, "class", 0.0, "mean", "torch", dict(temperature=EACH, logit_scale=-0.7)),
+    ("bf16", 1, False, "class", 1.0, "sum", "triton", dict(temperature=2)),
+    ("fp32", 2, False, "class", 0.5, "sum", "triton", dict(temperature=2, logit_scale=EACH)),
+    ("fp64", 2, True, "renormalize", 1.0, "mean", "torch", dict(temperature=0.7, logit_scale=EACH, logit_softcap=1.5)),
+    ("fp32", 2, False, "renormalize", 0.5, "none", "triton", dict(temperature=2)),
+    ("bf16", 1, False, "renormalize", 0.0, "mean", "triton", dict(temperature=EACH, logit_scale=-EACH)),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "ranks", "split", "tail", "beta", "reduction", "backend"), CALLS)
+@pytest.mark.parametrize(("dtype", "ranks", "split", "tail", "beta", "reduction", "backend", "scaled"), CALLS)
 @pytest.mark.parametrize("ignored", ["some", "all"])
 @on_ranks()
-def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, ignored, backend, kernels):
+def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, ignored, backend, scaled, kernels):
     """Beside the formula on all logits. Some entries of the student are excluded, unless the divergence were infinite
     then. The teacher of ignored tokens may say anything."""
     whole, stored = student(member.device, dtype), teacher(tail, member.device, dtype)
+    wide = accumulation_dtype(DTYPES[dtype])
+    scaled = {n: v.to(member.device, wide) if torch.is_tensor(v) else v for n, v in scaled.items()}
     if beta > 0:
         whole[2].detach()[::3] = -torch.inf
     counted = torch.arange(N, device=member.device) % 3 > 0
@@ -118,9 +131,8 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
 
     def dense(dtype: torch.dtype) -> list[torch.Tensor]:
         """The loss and its gradients, computed in ``dtype``."""
-        leaves, wide = [v.detach().to(dtype).requires_grad_() for v in whole], accumulation_dtype(dtype)
-        log_p = (linear(*leaves).to(wide) / 2).log_softmax(-1)
-        found = of_classes(*classes(log_p, *stored.values(), tail), beta) * counted
+        leaves = [v.detach().to(dtype).requires_grad_() for v in whole]
+        found = of_classes(*classes(log_probs_of(leaves, **scaled), *stored.values(), tail), beta) * counted
         if reduction != "none":
             found = found.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)
         return [found.detach(), *torch.autograd.grad((found * upstream(found)).sum(), leaves)]
@@ -131,15 +143,16 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
     leaves = [v.detach()[own].clone().requires_grad_() for v, own in zip(whole, (part, rows, rows))]
     given = dict(teacher_ids=stored["teacher_ids"], target=torch.where(counted, 0, -100).int())
     given["teacher_log_probs"] = stored["teacher_log_probs"].where(counted[:, None], torch.nan)
-    folded = lambda v: v.view(-1, 2, *v.shape[1:])  # noqa: E731
-    options = dict(beta=beta, temperature=2, reduction=reduction, vocab_start=rows.start)
-    options |= dict(process_group=member.group if member.ranks > 1 else None, sequence_parallel=split)
+    folded = lambda v: v.view(-1, 2, *v.shape[1:]) if torch.is_tensor(v) else v  # noqa: E731
+    options = dict(beta=beta, reduction=reduction, vocab_start=rows.start, sequence_parallel=split)
+    options |= dict(process_group=member.group if member.ranks > 1 else None)
     with chosen_backend(backend), many_blocks():
-        value = loss(tail, (folded(leaves[0]), *leaves[1:]), {n: folded(v) for n, v in given.items()}, **options)
+        given = {n: folded(v) for n, v in (given | scaled).items()}
+        value = loss(tail, (folded(leaves[0]), *leaves[1:]), given, **options)
         flat = value.view(-1) if reduction == "none" else value
         gradients = torch.autograd.grad((flat * upstream(flat)).sum(), leaves)
     assert value.shape == ((N // 2, 2) if reduction == "none" else ())
-    assert value.dtype == accumulation_dtype(DTYPES[dtype]) and not gradients[0][~counted[part]].any()
+    assert value.dtype == wide and not gradients[0][~counted[part]].any()
     for found, *exact, own in zip((flat, *gradients), truth, yardstick, (..., part, rows, rows)):
         # A tail is a difference from 1, in fp64 in another order.
         steps = 16 if dtype != "fp64" else 1024 if tail == "class" else 32
@@ -195,10 +208,8 @@ def test_a_student_close_to_its_teacher(dtype, distance, beta, backend, device):
     found = divergence(*[v.to(device) for v in (t.x, t.weight, moved, t.weight)], beta=beta, reduction="none")
 
     def of_logits(wide: torch.dtype) -> torch.Tensor:
-        p, q = (linear(x.to(wide), t.weight.to(wide)).log_softmax(1) for x in (t.x, moved))
-        r = p if beta == 0 else q if beta == 1 else ((1 - beta) * p.exp() + beta * q.exp()).log()
-        of_q, of_p = (v.exp() * (v - r) for v in (q, p))
-        return (of_q if beta == 0 else of_p if beta == 1 else beta * of_q + (1 - beta) * of_p).sum(1)
+        log_p, log_q = (linear(x.to(wide), t.weight.to(wide)).log_softmax(1) for x in (t.x, moved))
+        return of_classes(log_p, log_q, beta)
 
     factor = 0.2 if distance == 1e-2 else 0.01
     assert_no_worse(found, of_logits(torch.float64), of_logits(torch.float32), factor, floor=1e-12)
@@ -213,42 +224,27 @@ def test_other_target_dtypes_and_no_ignore_index(kind):
     assert not loss(kind, leaves, given, reduction="none", target=target, ignore_index=None).any()
 
 
-EACH = torch.linspace(0.5, 2.0, N).double()
 OWN = [dict(), dict(teacher_logit_scale=0.4), dict(teacher_logit_softcap=0.7)]
 OWN += [dict(teacher_logit_scale=EACH, teacher_logit_softcap=math.inf)]
-OWN = [("layer", own) for own in OWN] + [(tail, {}) for tail in TAILS]
 
 
-@pytest.mark.parametrize(("kind", "own"), OWN)
+@pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("cap", [None, 1.5])
-def test_scales_soft_caps_and_temperatures(kind, own, cap):
-    """Of all tokens, and of each. With an output layer those of an ignored token may be NaN."""
-    given, counted = teacher(kind, dtype="fp64"), torch.arange(N) != 3
+def test_scales_soft_caps_and_temperatures_of_two_layers(own, cap):
+    """Of all tokens, and of each. Those of an ignored token may be NaN."""
+    given, counted = teacher("layer", dtype="fp64"), torch.arange(N) != 3
     target = torch.full((N,), -100).masked_fill(counted, 0)
-    column = lambda value: torch.as_tensor(value, dtype=torch.float64).view(-1, 1)  # noqa: E731
-    for beta, scale, temperature, reduction in (
-        (0.0, 0.3, EACH, "sum"),
-        (0.5, EACH, 0.7, "none"),
-        (1.0, -EACH, EACH, "sum"),
-    ):
-
-        def log_probs(x, w, b, scale, cap):
-            z = column(scale) * torch.nn.functional.linear(x, w, b)
-            return ((z if cap in (None, math.inf) else cap * torch.tanh(z / cap)) / column(temperature)).log_softmax(-1)
-
+    rows = (0.0, 0.3, EACH, "sum"), (0.5, EACH, 0.7, "none"), (1.0, -EACH, EACH, "sum")
+    for beta, scale, temperature, reduction in rows:
         leaves = student(dtype="fp64")
-        whole = log_probs(*leaves, scale, cap)
-        if kind == "layer":
-            its = own.get("teacher_logit_scale", scale), own.get("teacher_logit_softcap", cap)
-            pair = whole, log_probs(*given.values(), *its)
-        else:
-            pair = classes(whole, *given.values(), kind)
-        expected = of_classes(*pair, beta)[counted].sum()
+        its = own.get("teacher_logit_scale", scale), own.get("teacher_logit_softcap", cap)
+        log_p = log_probs_of(leaves, scale, cap, temperature)
+        log_q = log_probs_of(given.values(), *its, temperature)
+        expected = of_classes(log_p, log_q, beta)[counted].sum()
         options = dict(logit_scale=scale, temperature=temperature)
-        if kind == "layer":
-            options = {n: v.where(counted, torch.nan) if torch.is_tensor(v) else v for n, v in options.items()}
+        options = {n: v.where(counted, torch.nan) if torch.is_tensor(v) else v for n, v in options.items()}
         options |= dict(logit_softcap=cap, beta=beta, reduction=reduction, target=target) | own
-        found = loss(kind, leaves, given, **options).sum()
+        found = loss("layer", leaves, given, **options).sum()
         gradients = [torch.autograd.grad(value, leaves) for value in (found, expected)]
         torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]), rtol=1e-9, atol=1e-9)
 

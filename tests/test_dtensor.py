@@ -1,7 +1,6 @@
 """DTensors in all public functions: losses, gradients and placements as DTensor's own operators give them for all
 logits. Sequences along the second dimension. Placements that are refused, and what the refusal says."""
 
-import itertools
 import math
 import re
 from pathlib import Path
@@ -91,14 +90,15 @@ CASES: dict[str, tuple] = {
 }  # fmt: skip
 
 
-RUNS = [(name, reduction, False) for name in CASES for reduction in ("none", "sum", "mean")]
-RUNS += [(name, "sum", True) for name in ("replicated", "uneven vocabulary")]
+RUNS = [(name, reduction, "") for name in CASES for reduction in ("none", "sum", "mean")]
+RUNS += [(name, "sum", "compiled") for name in ("replicated", "uneven vocabulary")]
+RUNS += [("replicated", "mean", "dX is not summed")]
 
 
-@pytest.mark.parametrize(("ranks", "name", "reduction", "compiled"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
-@pytest.mark.thinned("name", "reduction", "compiled")
+@pytest.mark.parametrize(("ranks", "name", "reduction", "how"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
+@pytest.mark.thinned("name", "reduction", "how")
 @on_ranks()
-def test_placements(member, name, reduction, compiled):
+def test_placements(member, name, reduction, how):
     shape, names, weight, x, target, sizes, tokens, of_weight = CASES[name]
     mesh, whole = (mesh_of(member.device.type, shape, names), problem(device=member.device, **sizes))
     want, *gradients = dense(whole, reduction)
@@ -110,10 +110,11 @@ def test_placements(member, name, reduction, compiled):
             parallel_lce.linear_cross_entropy(**given, reduction=reduction)
         return
     function = lambda input, **given: parallel_lce.linear_cross_entropy(input * 1.0, **given) * 1.0  # noqa: E731
-    function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-    loss, dx, dweight, dbias = loss_and_gradients(given, function, reduction=reduction)
+    function = torch.compile(function, fullgraph=True, backend="aot_eager") if how == "compiled" else function
+    options = dict(reduction=reduction, reduce_hidden_grad=how != "dX is not summed")
+    loss, dx, dweight, dbias = loss_and_gradients(given, function, **options)
     same(loss, want, tokens if reduction == "none" else splits)
-    same(dx, gradients[0], x)
+    same(dx, gradients[0], x if options["reduce_hidden_grad"] else [Partial()])
     same(dweight, gradients[1], of_weight)
     same(dbias, gradients[2], of_weight)
 
@@ -137,102 +138,79 @@ def test_a_plain_input_beside_a_sharded_weight(member):
                 same(one, other)
 
 
-@on_ranks(2)
-def test_a_gradient_of_the_input_that_is_not_summed(member):
-    mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
-    given = as_dtensors(whole, mesh, input=[WHOLE], linear_weight=[ROWS], linear_bias=[ROWS])
-    _, dx, *_ = loss_and_gradients(given, reduce_hidden_grad=False)
-    same(dx, dense(whole, "mean")[1], [Partial()])
-
-
 # --- what is refused ----------------------------------------------------------------------------------
 
 FSDP = "call the loss inside the forward of the module that fully_shard wraps"
-# Shape and names of the mesh; placements of weight and input (None: plain); the message.
-REFUSED = [
-    ((2,), None, [SECOND], [WHOLE], rf"linear_weight .*\(Shard\(dim=1\),\).*must be Shard\(0\).*{FSDP}"),
-    ((2,), None, [Partial()], [WHOLE], r"linear_weight .*Partial.*must be Shard\(0\)"),
-    ((1, 2), ("dp", "tp"), [ROWS, ROWS], [WHOLE, WHOLE], rf"linear_weight .*\('dp', 'tp'\): it must be.*{FSDP}"),
-    ((2,), None, [ROWS], [Shard(2)], r"input .*Shard\(dim=2\).*Replicate, or Shard of the first or second dim"),
-    ((2,), None, [ROWS], [Partial()], r"input .*Partial.*Replicate, or Shard of"),
-    ((2,), TP, [ROWS], None, rf"input is a plain tensor: pass input as a DTensor.*process_group.*{FSDP}"),
-    ((2,), TP, [WHOLE], None, r"input is a plain tensor: pass .*linear_weight.to_local\(\)"),
-    ((2,), ("tp",), None, [WHOLE], r"input is a DTensor .*linear_weight is a plain tensor: pass input.to_local\(\)"),
-]  # fmt: skip
+EARLY = slice(None), slice(7)  # all but the last tokens
 
 
 @on_ranks(2)
 def test_refused(member):
-    whole = problem(device=member.device)
-
-    def said(changes: dict, **options) -> str:
-        given = {n: t for n, t in whole.items() if n != "linear_bias"}
-        with pytest.raises(ValueError) as refusal:
-            parallel_lce.linear_cross_entropy(**given | changes, **options)
-        return str(refusal.value)
-
-    for shape, names, weight, x, message in REFUSED:
-        mesh = mesh_of(member.device.type, shape, names)
-        placed = {"linear_weight": weight, "input": x}
-        text = said({n: DTensor.from_local(whole[n], mesh, p) for n, p in placed.items() if p is not None})
-        assert re.search(message, text), text
-    mesh, other = (mesh_of(member.device.type, shape) for shape in ((2,), (1, 2)))
-    weight = distribute_tensor(whole["linear_weight"], mesh, [ROWS])
-    x = distribute_tensor(whole["input"], mesh, [WHOLE])
-    sharded, split = dict(linear_weight=weight, input=x), x.redistribute(placements=[ROWS])
-    whole_weight = distribute_tensor(whole["linear_weight"], mesh, [WHOLE])
-    # Sizes that differ from those of a call on the last rank alone.
-    short_bias = distribute_tensor(whole["linear_bias"][:-1], mesh, [ROWS])
-    short_target = distribute_tensor(whole["target"][:, :-1].contiguous(), mesh, [SECOND])
-    odd = distribute_tensor(whole["input"][:3], mesh, [ROWS])
+    """Each row changes a call that is allowed. Some sizes are wrong on the last rank alone."""
+    whole, kind = problem(device=member.device), member.device.type
+    pair, square, context = [mesh_of(kind, *m) for m in (((2,), TP), ((1, 2), ("dp", "tp")), ((2, 1), ("tp", "cp")))]
     own = torch.distributed.new_group([member.rank], use_local_synchronization=True)
-    for changes, options, message in (
-        (dict(process_group=own), {}, rf"process_group has the ranks \[{member.rank}\], and linear_weight"),
-        (dict(vocab_start=3), {}, rf"vocab_start=3, and linear_weight .* starts at {member.rank * V // 2}"),
-        (dict(sequence_parallel=True), {}, "sequence_parallel=True and sequence_dim=0 contradict this: input is a DT"),
-        (dict(reduce_hidden_grad=False), dict(input=split), "reduce_hidden_grad=False cannot be combined"),
-        ({}, dict(input=odd, target=whole["target"][:3]), "last that splits its 3 tokens, into equal parts"),
-        ({}, dict(input=distribute_tensor(whole["input"], other, [WHOLE, WHOLE])), "input .*use one mesh"),
-        ({}, dict(target=distribute_tensor(whole["target"], other, [WHOLE, WHOLE])), "target .*use one mesh"),
-        ({}, dict(linear_bias=whole["linear_bias"]), "linear_bias is a plain tensor, and linear_weight is a DTensor"),
-        (dict(sequence_dim=2), {}, "sequence_dim must be 0 or 1, got 2"),
-        (dict(sequence_dim=1), dict(input=split), "sequence_dim=1 contradict this: input"),
-        (dict(sequence_parallel="yes"), {}, "sequence_parallel must be True or False"),
-        (dict(vocab_size=V + 1), {}, f"vocab_size={V + 1} exceeds the {V} rows of linear_weight"),
-        (dict(process_group=mesh), dict(linear_weight=whole_weight), r"ranks \[0, 1\], and linear_weight .*Replicate"),
-        ({}, dict(linear_bias=short_bias), rf"linear_bias \[{V - 1}\] has {V - 1} entries, and linear_weight has {V}"),
-        (dict(vocab_size=V - 1), dict(linear_bias=short_bias), rf"linear_bias \[{V - 1}\] has {V - 1} ent"),
-        ({}, dict(target=short_target), r"target must have shape \[4, 8\] for input \[4, 8, 16\], got \[4, 7\]"),
+    w, x, y, b = "linear_weight", "input", "target", "linear_bias"
+
+    def placed(name: str, *placements, mesh=pair, part: Any = ...) -> dict[str, Any]:
+        value = whole[name][part].contiguous()
+        if Partial() in placements:
+            return {name: DTensor.from_local(value, mesh, placements)}
+        return {name: distribute_tensor(value, mesh, placements)}
+
+    given = placed(w, ROWS) | placed(x, WHOLE) | {y: whole[y]}
+    split, plain, last = placed(x, ROWS), {x: whole[x], w: whole[w]}, slice(V - 1)
+    second = plain | dict(process_group=pair, sequence_parallel=True, sequence_dim=1)
+    in_context = placed(x, SECOND, SECOND, mesh=context) | placed(w, ROWS, WHOLE, mesh=context)
+    for changes, message in (
+        (placed(w, SECOND), rf"linear_weight .*\(Shard\(dim=1\),\).*must be Shard\(0\).*{FSDP}"),
+        (placed(w, Partial()), r"linear_weight .*Partial.*must be Shard\(0\)"),
+        (placed(w, ROWS, ROWS, mesh=square), rf"linear_weight .*\('dp', 'tp'\): it must be.*{FSDP}"),
+        (placed(x, Shard(2)), r"input .*Shard\(dim=2\).*Replicate, or Shard of the first or second dim"),
+        (placed(x, Partial()), r"input .*Partial.*Replicate, or Shard of"),
+        ({x: whole[x]}, rf"input is a plain tensor: pass input as a DTensor.*process_group.*{FSDP}"),
+        ({x: whole[x]} | placed(w, WHOLE), r"input is a plain tensor: pass .*linear_weight.to_local\(\)"),
+        ({w: whole[w]}, r"input is a DTensor .*linear_weight is a plain tensor: pass input.to_local\(\)"),
+        (dict(process_group=own), rf"process_group has the ranks \[{member.rank}\], and linear_weight"),
+        (dict(process_group=pair) | placed(w, WHOLE), r"ranks \[0, 1\], and linear_weight .*Replicate"),
+        (dict(vocab_start=3), rf"vocab_start=3, and linear_weight .* starts at {member.rank * V // 2}"),
+        (dict(vocab_size=V + 1), f"vocab_size={V + 1} exceeds the {V} rows of linear_weight"),
+        (dict(sequence_parallel=True), "sequence_parallel=True and sequence_dim=0 contradict this: input is a DT"),
+        (dict(sequence_parallel="yes"), "sequence_parallel must be True or False"),
+        (dict(sequence_dim=2), "sequence_dim must be 0 or 1, got 2"),
+        (dict(sequence_dim=1) | split, "sequence_dim=1 contradict this: input"),
+        (dict(reduce_hidden_grad=False) | split, "reduce_hidden_grad=False cannot be combined"),
+        (in_context, r"dimensions \('tp', 'cp'\): mesh dimension 0 must be the last"),
+        (placed(x, ROWS, part=slice(3)) | {y: whole[y][:3]}, "last that splits its 3 tokens, into equal parts"),
+        (placed(x, WHOLE, WHOLE, mesh=square), "input .*use one mesh"),
+        (placed(y, WHOLE, WHOLE, mesh=square), "target .*use one mesh"),
+        ({b: whole[b]}, "linear_bias is a plain tensor, and linear_weight is a DTensor"),
+        (placed(b, ROWS, part=last), rf"linear_bias \[{V - 1}\] has {V - 1} entries, and linear_weight has {V}"),
+        (placed(b, ROWS, part=last) | dict(vocab_size=V - 1), rf"linear_bias \[{V - 1}\] has {V - 1} ent"),
+        (placed(y, SECOND, part=EARLY), r"target must have shape \[4, 8\] for input \[4, 8, 16\], got \[4, 7\]"),
+        (plain | placed(y, WHOLE), r"target is a DTensor .*linear_weight is a plain tensor: pass target.to_local\(\)"),
+        (second, r"target must have shape \[4, 16\] for input \[4, 16, 16\], got \[4, 8\]"),
+        (second | {x: whole[x][0]}, r"input must be \[b, S/P, ..., D\] for sequence_dim=1, got \[8, 16\]"),
+        (plain | dict(process_group=square), "one-dimensional DeviceMesh or None, got DeviceMesh of 2 dimensions"),
     ):
-        text = said(sharded | options, **changes)
-        assert re.search(message, text), text
-    text = said(dict(target=distribute_tensor(whole["target"], mesh, [WHOLE])))
-    assert re.search(r"target is a DTensor .*linear_weight is a plain tensor: pass target.to_local\(\)", text), text
-    plain = dict(process_group=mesh, sequence_parallel=True, sequence_dim=1)
-    assert "target must have shape [4, 16] for input [4, 16, 16], got [4, 8]" in said({}, **plain)
-    text = said(dict(input=whole["input"][0]), **plain)
-    assert "input must be [b, S/P, ..., D] for sequence_dim=1, got [8, 16]" in text
-    assert "one-dimensional DeviceMesh or None, got DeviceMesh of 2 dimensions" in said({}, process_group=other)
-    pair = torch.zeros(0, dtype=torch.int64), torch.zeros(33, dtype=torch.int64)
-    with pytest.raises(ValueError, match="without offsets, for DTensors"):
-        parallel_lce.token_statistics(x, weight, None, selected=pair)
-    mask = distribute_tensor(whole["target"] >= 0, mesh, [WHOLE])
-    with pytest.raises(ValueError, match=r"mask is a DTensor .*pass mask.to_local\(\)"):
-        parallel_lce.token_statistics(whole["input"], whole["linear_weight"], None, mask=mask, counted_tokens=30)
-    student = [sharded[n] for n in ("input", "linear_weight")]
-    with pytest.raises(ValueError, match=r"dimensions \('tp', 'cp'\): mesh dimension 0 must be the last"):
-        two = mesh_of(member.device.type, (2, 1), ("tp", "cp"))
-        placed = (("input", [SECOND, SECOND]), ("linear_weight", [ROWS, WHOLE]))
-        parallel_lce.linear_cross_entropy(*[distribute_tensor(whole[n], two, p) for n, p in placed], whole["target"])
-    teacher = x, distribute_tensor(whole["linear_weight"][:-1], mesh, [ROWS])
-    with pytest.raises(ValueError, match=rf"teacher_weight \[{V - 1}, 16\] has {V - 1} entries"):
-        divergence(*student, *teacher)
-    assert divergence(*student, *teacher, vocab_size=V - 1).item() == pytest.approx(0, abs=1e-15)
-    with pytest.raises(ValueError, match=rf"teacher_weight \[{V - 1}, 16\] has {V - 1} entries"):
-        divergence(*student, *teacher, vocab_size=V)
-    first, short = split.redistribute(placements=[SECOND]), whole["input"][:, :-1].contiguous()
-    with pytest.raises(ValueError, match=r"teacher_hidden \[4, 7, 16\] must have the tokens of student_hidden"):
-        divergence(first, student[1], distribute_tensor(short, mesh, [SECOND]), student[1])
+        with pytest.raises(ValueError, match=message):
+            parallel_lce.linear_cross_entropy(**given | changes)
+    sets = torch.zeros(0, dtype=torch.int64), torch.zeros(33, dtype=torch.int64)
+    mask = distribute_tensor(whole[y] >= 0, pair, [WHOLE])
+    student, (weight,), (short,) = (given[x], given[w]), placed(w, ROWS).values(), placed(w, ROWS, part=last).values()
+    assert divergence(*student, given[x], short, vocab_size=V - 1).item() == pytest.approx(0, abs=1e-15)
+    first, fewer = placed(x, SECOND)[x], placed(x, SECOND, part=EARLY)[x]
+    rows = rf"teacher_weight \[{V - 1}, 16\] has {V - 1} entries"
+    for function, arguments, options, message in (
+        (parallel_lce.token_statistics, (*student, None), dict(selected=sets), "without offsets, for DTensors"),
+        (parallel_lce.token_statistics, (*plain.values(), None), dict(mask=mask), r"mask is .*pass mask.to_local\(\)"),
+        (divergence, (*student, given[x], short), {}, rows),
+        (divergence, (*student, given[x], short), dict(vocab_size=V), rows),
+        (divergence, (first, weight, fewer, weight), {}, r"teacher_hidden \[4, 7, 16\] must have the tokens of st"),
+        (divergence, (*student, whole[x], weight), {}, "teacher_hidden is a plain tensor, and student_hidden is a DT"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments, **options)
 
 
 @on_ranks(2)
@@ -264,52 +242,36 @@ def test_batch_first_hidden_states_are_not_copied(member):
 
 @pytest.mark.parametrize("split", [WHOLE, ROWS, SECOND])
 @on_ranks(2)
-def test_statistics_and_selected_entries(member, split):
+def test_other_functions(member, split):
+    """Their results and gradients are those of plain tensors on one rank."""
     mesh, whole = mesh_of(member.device.type, (2,)), problem(v=41, device=member.device)
     ids = (whole["target"][..., None].clamp(min=0) + torch.arange(3, device=member.device)).remainder(41)
+    drawn = normal(4, 8, 3, seed=7), normal(4, 8, 12, seed=5), normal(41, 12, seed=6), normal(4, 8, seed=8)
+    stored, *teacher, scale = [value.to(member.device).abs() for value in drawn]
     given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
     plain = as_dtensors(whole, mesh)
 
-    def called(function, t: dict, third, **options):
-        return function(t["input"], t["linear_weight"], third, linear_bias=t["linear_bias"], **options)
+    def results(t: dict, ids, teacher: list, scale) -> dict[str, Any]:
+        student, bias = (t["input"], t["linear_weight"]), t["linear_bias"]
+        asked = dict(entropy=True, argmax=True, top_k=2, selected=ids)
+        statistics = parallel_lce.token_statistics(*student, t["target"], linear_bias=bias, **asked)
+        found = {name: value for name, value in vars(statistics).items() if value is not None}
+        found["alone"] = parallel_lce.selected_log_probs(*student, ids, linear_bias=bias)
+        for reduction in ("none", "mean"):
+            more = dict(target=t["target"], student_bias=bias, reduction=reduction, temperature=scale + 0.5)
+            found[f"divergence, {reduction}"] = divergence(
+                *student, *teacher, beta=0.5, teacher_logit_scale=scale, **more
+            )
+            found[f"top_k, {reduction}"] = top_k_divergence(*student, ids[..., :1], -stored[..., :1], **more)
+        sum(value.sum() for value in found.values() if torch.is_tensor(value) and value.requires_grad).backward()
+        return found
 
-    asked = dict(entropy=True, argmax=True, top_k=2, selected=ids)
-    found, want = (called(parallel_lce.token_statistics, t, t["target"], **asked) for t in (given, plain))
-    for name, value in vars(found).items():
-        if value is not None:
-            same(value, getattr(want, name), None if name == "vocab_size" else [WHOLE])
-    for statistics in (found, want):
-        (statistics.target_log_prob + statistics.entropy + statistics.selected_log_prob.sum(-1)).sum().backward()
-    same(given["input"].grad, plain["input"].grad, [split])
-    log_probs = called(parallel_lce.selected_log_probs, given, distribute_tensor(ids, mesh, [SECOND]))
-    same(log_probs, called(parallel_lce.selected_log_probs, plain, ids), [WHOLE])
-
-
-@pytest.mark.parametrize(("split", "reduction"), [*itertools.product([WHOLE, SECOND], ["none", "mean"])])
-@on_ranks(2)
-def test_divergences(member, split, reduction):
-    mesh, whole = mesh_of(member.device.type, (2,)), problem(device=member.device)
-    ids, stored = whole["target"][..., None].clamp(min=0), normal(4, 8, 1, seed=7).to(member.device).abs().neg()
-    drawn = normal(4, 8, 12, seed=5), normal(V, 12, seed=6), normal(4, 8, seed=8).abs() + 0.5
-    of_teacher = [value.to(member.device) for value in drawn]
-    given = as_dtensors(whole, mesh, input=[split], linear_weight=[ROWS], linear_bias=[ROWS], target=[WHOLE])
-    placed, plain = zip(of_teacher, ([split], [ROWS], [WHOLE])), as_dtensors(whole, mesh)
-    options = dict(reduction=reduction, temperature=of_teacher[2])
-
-    def losses(t: dict, teacher, weight, scale) -> list:
-        student = t["input"], t["linear_weight"]
-        more = dict(target=t["target"], student_bias=t["linear_bias"], **options)
-        found = divergence(*student, teacher, weight, beta=0.5, teacher_logit_scale=scale, **more)
-        return [found, top_k_divergence(*student, ids, stored, **more)]
-
-    teacher = [distribute_tensor(value, mesh, placement) for value, placement in placed]
-    pairs = [*zip(losses(given, *teacher), losses(plain, *of_teacher))]
-    for found, want in pairs:
-        same(found, want, [WHOLE])
-        found.sum().backward(), want.sum().backward()
-    same(given["input"].grad, plain["input"].grad, [split])
-    with pytest.raises(ValueError, match="teacher_hidden is a plain tensor, and student_hidden is a DTensor"):
-        divergence(given["input"], given["linear_weight"], of_teacher[0], teacher[1])
+    placed = [distribute_tensor(value, mesh, [place]) for value, place in zip((*teacher, scale), (split, ROWS, WHOLE))]
+    found = results(given, distribute_tensor(ids, mesh, [SECOND]), placed[:2], placed[2])
+    for name, want in results(plain, ids, teacher, scale).items():
+        same(found[name], want, None if name == "vocab_size" else [WHOLE])
+    for name, placements in dict(input=[split], linear_weight=[ROWS], linear_bias=[ROWS]).items():
+        same(given[name].grad, plain[name].grad, placements)
 
 
 # --- modules, styles and fully_shard --------------------------------------------------------------------
@@ -339,34 +301,31 @@ def of_model(device, x, target) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("head", "layout"),
-    [(head, layout) for head in ("sharded", "compiled") for layout in (None, SECOND)] + [("whole", None)],
-)
+STYLES = [("sharded", None), ("sharded", SECOND), ("compiled", None), ("compiled", SECOND), ("whole", None)]
+
+
+@pytest.mark.parametrize(("head", "layout"), STYLES)
 @on_ranks(2)
 def test_a_parallel_style(member, layout, head):
     """The body's gradients are right only if the loss gives it the sum over the ranks of dX."""
     mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
-    x, target = whole["input"], whole["target"]
+    x, target, model = whole["input"], whole["target"], Model(member.device)
     want, gradients = of_model(member.device, x[None], target[None])
-    model = Model(member.device)
     plan = {"head": ColwiseParallel(), "loss": parallel_lce.LinearCrossEntropyParallel(input_layouts=layout)}
     if head == "whole":  # no plan shards it
         del plan["head"]
         for name, parameter in list(model.head.named_parameters()):
             setattr(model.head, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [WHOLE])))
     parallelize_module(model, mesh, plan)
-    part = x if layout is None else x.chunk(2, 1)[member.rank]
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if head == "compiled" else model
-    loss = call(part, target)
+    loss = call(x if layout is None else x.chunk(2, 1)[member.rank], target)
     assert type(loss) is Tensor and not loss._is_view()
     loss.backward()
     same(loss.detach(), want)
+    if layout is not None:
+        torch.distributed.all_reduce(model.body.weight.grad, group=member.group)  # each rank's own tokens
     for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if layout is not None and name == "body.weight":
-            torch.distributed.all_reduce(gradient, group=member.group)  # each rank's own tokens
-        same(gradient, gradients[name], [ROWS] if name.startswith("head") and head != "whole" else None)
+        same(parameter.grad, gradients[name], [ROWS] if name.startswith("head") and head != "whole" else None)
 
 
 @on_ranks(2)
@@ -394,11 +353,9 @@ def test_a_style_refuses(member):
 def test_fully_sharded_and_tensor_parallel(member, sequence_parallel, reshard):
     """FSDP2 over tensor parallelism: two steps of gradient accumulation, the first without a reduction."""
     mesh = mesh_of(member.device.type, (2, 2), ("dp", "tp"))
-    batches = [problem(b=4, s=8, device=member.device), problem(b=4, s=8, device=member.device)]
-    batches[1]["input"] = -2 * batches[1]["input"]
-    half, tp_rank = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
-    xs = torch.stack([t["input"].chunk(2)[i] for t in batches for i in range(2)])
-    targets = torch.stack([t["target"].chunk(2)[i] for t in batches for i in range(2)])
+    t, half = problem(device=member.device), mesh["dp"].get_local_rank()
+    # Of each step and replica.
+    xs, targets = torch.cat([t["input"], -2 * t["input"]]).unflatten(0, (4, 2)), t["target"].repeat(2, 1).view(4, 2, -1)
     want, gradients = of_model(member.device, xs, targets)
     model, layout = Model(member.device), SECOND if sequence_parallel else None
     style = parallel_lce.LinearCrossEntropyParallel(input_layouts=layout)
@@ -410,7 +367,7 @@ def test_fully_sharded_and_tensor_parallel(member, sequence_parallel, reshard):
         model.set_requires_gradient_sync(step == 1)
         x, target = xs[2 * step + half], targets[2 * step + half]
         if sequence_parallel:
-            x = x.chunk(2, 1)[tp_rank]
+            x = x.chunk(2, 1)[mesh["tp"].get_local_rank()]
         loss = model(x, target)
         loss /= 2  # of a view FSDP2 would lose its hook
         loss.backward()
@@ -437,18 +394,16 @@ def test_the_lines_of_the_page(member):
     hidden, weight, target = (whole[n] for n in ("input", "linear_weight", "target"))
     want = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), target.flatten())
 
-    def headed() -> nn.ModuleDict:
-        head = nn.Linear(D, V, bias=False, dtype=torch.float64, device=member.device)
-        head.weight.data.copy_(weight)
-        return nn.ModuleDict({"head": head})
-
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 5
     names = dict(globals()) | dict(mesh=mesh, target=target, loss_parallel=loss_parallel)
     torch.set_default_dtype(torch.float64)
     try:
         for index, block in enumerate(blocks):
-            names |= dict(model=headed(), hidden=hidden.clone().requires_grad_(), weight=weight.clone(), loss=None)
+            head = nn.Linear(D, V, bias=False, device=member.device)
+            head.weight.data.copy_(weight)
+            model, leaf = nn.ModuleDict({"head": head}), hidden.clone().requires_grad_()
+            names |= dict(model=model, hidden=leaf, weight=weight.clone(), loss=None)
             with torch.device(member.device):
                 exec(block, names)
             if index < 3:

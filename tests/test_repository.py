@@ -18,7 +18,7 @@ from benchmarks.engine.options import SUITES
 from benchmarks.engine.peers import ONE, RANKS, named
 from releases import ROOT
 from tools import ran
-from training.config import settings
+from training.config import load_config
 
 
 def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -122,7 +122,10 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
             assert set(re.findall(r"--suite (\w+)", command)) <= {*SUITES}, command
         elif command.startswith("--"):
             assert given <= set().union(of_launcher, *map(_options, SOURCES)), command
-    assert set(SETTING.findall("\n".join([*lines, *spans]))) <= {*settings()}
+    config = load_config(ROOT / "configs" / "snapshots.yaml", []).model_dump()
+    sections = {section: values for section, values in config.items() if isinstance(values, dict)}
+    settings = {f"{section}.{name}" for section, values in sections.items() for name in values}
+    assert set(SETTING.findall("\n".join([*lines, *spans]))) <= settings
     tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
     defined = set(re.findall(r"def (test_\w+)", "\n".join(tests.values())))
     assert set(TEST.findall(page.read_text())) <= defined | {*tests} | {name.removesuffix(".py") for name in tests}

@@ -1,6 +1,5 @@
 """The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
-import inspect
 import json
 import math
 import os
@@ -66,8 +65,6 @@ def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
     assert given["new_id"][[i for i in ids if i < 37]].tolist() == [row for row in dealt if row < 37]
     assert torch.equal(given["weight"][given["tokens"]], torch.from_numpy(stream))
     assert given["weight"][37:].tolist() == [37, 38, 39]
-    lines = [line.partition("  #")[0] for line in recipe[1].splitlines()]
-    assert all(line in inspect.getsource(by_frequency) for line in lines[1:4])
 
 
 def test_the_learning_rate_rises_then_falls():
@@ -95,13 +92,10 @@ def _text(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
     return TextConfig(path=str(path), max_bytes=max_bytes, vocab_size=vocab_size, cache=str(cache))
 
 
-def test_what_is_no_text_is_refused(tmp_path):
+def test_what_is_no_text_is_refused_and_no_more_is_read_than_asked_for(tmp_path):
     (tmp_path / "latin").write_bytes("ein schöner Tag, ".encode("latin-1") * 100)
     with pytest.raises(Refusal, match=r"no file with text at .*latin$"):
         load_text(_text(tmp_path / "latin"))
-
-
-def test_no_more_is_read_than_asked_for(tmp_path):
     (tmp_path / "a").write_text("first")
     (tmp_path / "text").write_text("0123456789" * 10)
     os.truncate(tmp_path / "text", 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
@@ -297,12 +291,11 @@ def test_the_report(last, orders, status, tmp_path):
     config = _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last], **others)
     (tmp_path / "report").mkdir()
     comparison = compare(config)
-    printed = write_report(comparison, tmp_path / "report", 1e-4, "./launch/demo.sh a=1")
+    printed = write_report(comparison, tmp_path / "report", "./launch/demo.sh a=1")
     said = re.sub(" +", " ", printed)
     assert re.search(rf"\| final loss +\| +1.500000 \| +{last:.6f} \|", said)
     assert "| peak memory of the loss, measured at 8192 tokens, MiB per rank" in said and "| 7.0 |" in said
     assert re.search(r"ms: p10, median, p90( \| \d+ / 22\d\d / \d+){2,} \|", said)
-    assert "overlap between p10 and p90" in said
     verdict = comparison.verdict
     assert verdict.startswith("FAILED: the loss curves part" if status else "The loss curves agree: ")
     written = (tmp_path / "report" / "report.md").read_text()
@@ -313,21 +306,13 @@ def test_the_report(last, orders, status, tmp_path):
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
 
 
-def test_step_times_that_lie_apart_are_no_noise(tmp_path):
-    config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
-    path = tmp_path / "parallel_lce" / "metrics.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"step_seconds": [9.0, 9.0, 1.0, 1.1]}))
-    write_report(compare(config), tmp_path, 1e-4, "")
-    assert "overlap between" not in (tmp_path / "report.md").read_text()
-
-
 def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):
     given = ["--text", str(work / "text.txt"), f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
     given += ["train.micro_batches=2", f"output={tmp_path}/o #1"]
     hosts = ["--nnodes=2", "--nproc-per-node=1"]
-    for code, torchrun, orders, status, words in (
-        (3, [], [0], 1, "FAILED: the run 'stock' ended with exit code 3"),
-        (0, [*hosts, "--"], [0, 0], 0, "another host has the results"),
+    for code, torchrun, runs, status, words in (
+        (3, [], ["stock"], 1, "FAILED: the run 'stock' ended with exit code 3"),
+        (0, [*hosts, "--"], ["stock", "parallel_lce"], 0, "another host has the results"),
     ):
         # Results of an earlier one, which must not stay.
         (tmp_path / "o #1" / "stock").mkdir(parents=True, exist_ok=True)
@@ -335,11 +320,9 @@ def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys
         commands, ended = [], subprocess.CompletedProcess([], code)
         monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append(command) or ended)
         with pytest.raises(SystemExit) as exit:
-            program.main("demo", [*torchrun, *given, f"compare.yardstick={len(orders) > 2}"])
+            program.main("demo", [*torchrun, *given])
         assert exit.value.code == status and words in "".join(capsys.readouterr())
         assert not [*tmp_path.glob("o #1/*/*")]
-        for number, (command, order) in enumerate(zip(commands, orders, strict=True)):
-            kind, suffix = "parallel_lce" if number == 1 else "stock", f"-{order}" if order else ""
-            folder = tmp_path / "o #1" / f"{kind}{suffix}"
-            assert command[-3:] == [f"loss.impl={kind}", f"train.sample_order={order}", f"output={folder}"]
+        for command, name in zip(commands, runs, strict=True):
+            assert command[-3:] == [f"loss.impl={name}", "train.sample_order=0", f"output={tmp_path}/o #1/{name}"]
     assert [command[4:6] for command in commands] == [hosts] * 2

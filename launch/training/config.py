@@ -5,9 +5,8 @@ configs/demo.yaml names all settings.
 
 import argparse
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +18,6 @@ DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
 # The settings that are paths: overrides of them are taken literally.
 PATHS = ("text.path", "text.cache", "compare.report", "output")
-
 FEWEST_SAMPLES = 4  # of a step, with a yardstick: fewer have too few different orders
 
 Count = Annotated[int, Field(ge=1)]
@@ -172,14 +170,6 @@ def parse_command_line(description: str, argv: list[str]) -> Config:
     return load_config(args.config, args.overrides, args.text)
 
 
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """The names of all settings, such as train.steps."""
-    for name, field in section.model_fields.items():
-        parts = [part for part in (field.annotation, *get_args(field.annotation)) if isinstance(part, type)]
-        inner = [part for part in parts if issubclass(part, BaseModel)]
-        yield from settings(inner[0], f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
-
-
 def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
     """The configuration in the file, with the overrides and then `text` applied, checked. `text` and `text.path` are
     relative to the current folder, the other paths to the repository. Raises a Refusal for every mistake."""
@@ -215,9 +205,8 @@ def described(errors: ValidationError) -> str:
     for error in errors.errors():
         key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
         if error["type"] == "extra_forbidden":
-            words.append(f"no such setting: {key}; configs/demo.yaml has all")
-        elif error["type"] == "missing":
-            words.append(f"{key}: {message}")
-        else:  # an error of the whole configuration names its keys
-            words.append(f"{key}={error['input']!r}: {message}" if key else message)
+            message = f"no such setting: {key}; configs/demo.yaml has all"
+        elif key:  # an error of the whole configuration names its keys
+            message = f"{key}: {message}" if error["type"] == "missing" else f"{key}={error['input']!r}: {message}"
+        words.append(message)
     return "; ".join(words)

@@ -22,8 +22,8 @@ from megatron.core.transformer.module import Float16Module
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.engine.peak_memory import peak_memory
+from examples.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.config import Config, TrainConfig
-from training.megatron_cpu import adapt_megatron_to_cpu, pass_as_cuda
 from training.model import build_model, padded_vocab_size
 from training.report import WARM_UP_STEPS, Metrics
 from training.text import Batch, Batches, by_frequency, load_text, split
@@ -74,10 +74,10 @@ class Stepper:
         self.optimizer.step()
         return reports
 
+    @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> float:
         """The mean loss, without training."""
-        with torch.no_grad():
-            return self.mean_loss(self._run(batches, forward_only=True))
+        return self.mean_loss(self._run(batches, forward_only=True))
 
     def _run(self, batches: list[Batch], forward_only: bool) -> list[torch.Tensor]:
         return self.forward_backward(
@@ -129,8 +129,8 @@ def last_hidden(gpt: GPTModel, batch: Batch) -> torch.Tensor:
 
 
 def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path) -> None:
-    """Writes a snapshot of the first N = `tokens` tokens of the batches: hidden states `hidden [N, D]` and the output
-    weight `weight [V, D]`, both rounded to bf16, and the next tokens `target [N]` int64."""
+    """Writes `hidden [N, D]` and the output's `weight [V, D]`, rounded to bf16, and the next tokens `target [N]` int64,
+    of the first N = `tokens` tokens of the batches."""
     from safetensors.torch import save_file
 
     hidden = torch.cat([last_hidden(gpt, batch).transpose(0, 1).flatten(0, 1).bfloat16().cpu() for batch in batches])
@@ -141,11 +141,8 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
 
 
 def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
-    """Peak bytes of the output layer and the loss on this rank, in one forward and backward.
-
-    The last hidden states, as a leaf tensor, replace the decoder's output: do not train `gpt` afterwards. The peak
-    includes their gradient. The weight's is added to its `main_grad`, which exists before.
-    """
+    """Peak bytes of the output layer and the loss on this rank, in one forward and backward, with the gradient of the
+    hidden states; the weight's is added to its `main_grad`, which exists before. Do not train `gpt` afterwards."""
     hidden = last_hidden(gpt, batch).clone().requires_grad_()
     gpt.zero_grad(set_to_none=True)
     gpt.decoder.forward = lambda hidden_states, **options: hidden_states  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,8 +198,8 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
 
 
 def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.Tensor) -> Metrics:
-    """Trains, writes snapshots, then measures the loss's memory, and the loss of held-out samples [samples, s + 1].
-    Losses and peaks of memory are the same on every rank, seconds are this rank's."""
+    """Trains, writes snapshots, then measures the loss's memory, and the loss of held-out samples [samples, s + 1]. Of
+    the results, seconds are this rank's, all others the same on every rank."""
     device, train = batches.device, config.train
     on_gpu = device.type == "cuda"
     synchronize = torch.get_device_module(device).synchronize

@@ -23,11 +23,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(torch.nn.Module):
-    """A core attention for Megatron's layer spec, through PyTorch's fused kernels: Megatron's own would materialise the
-    s x s matrix. One sequence per sample, no dropout, no token sees a later one."""
+    """A causal core attention without dropout through PyTorch's fused kernels: Megatron's own would materialise the
+    s x s matrix."""
 
     def __init__(self, softmax_scale: float | None = None, **others: object):  # None: 1 / sqrt(d)
-        """Of the others, such as process groups, attention within a rank's own heads needs none."""
         super().__init__()
         self.softmax_scale = softmax_scale
 
@@ -86,7 +85,7 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
 
 
 def _loss_options(config: Config) -> dict[str, Any]:
-    """The options that choose the loss. The runs with either loss differ in nothing else."""
+    """What tells a run with either loss from the other."""
     if config.loss.impl == "stock":
         return {}
     import parallel_lce.megatron

@@ -54,7 +54,7 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
 
 
 def by_frequency(text: Text, rows: int, ranks: int) -> Text:
-    """The text in the ids of a vocabulary of so many rows that is ordered by frequency, for tensor-parallel ranks: the
+    """The text in the ids of a vocabulary of so many rows, ordered by frequency for tensor-parallel ranks as by the
     recipe of docs/gradient_filter.md."""
     tokens = torch.from_numpy(text.tokens)
     counts = torch.bincount(tokens, minlength=rows)
@@ -121,9 +121,6 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
-
-
-# --- batches, which depend on the seed and the step, but not on the number of ranks ---------------------------
 
 
 @dataclass

@@ -6,7 +6,6 @@ The teacher is an output layer (:func:`divergence`), or its stored largest log-p
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,7 @@ from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import described, public, renamed
 from parallel_lce.call.prepare import check, prepare
 from parallel_lce.core.memory import out_of_inference
-from parallel_lce.core.options import (
-    NO_LABEL,
-    Options,
-    Tensors,
-    as_float,
-    check_option,
-    check_reduction,
-    is_number,
-    shortened,
-)
+from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.distillation.blocks import divergences
@@ -40,6 +30,11 @@ from parallel_lce.run.entry import fused_statistics
 from parallel_lce.run.picked import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
+# Arguments by the names of linear_cross_entropy.
+_STUDENT = {"input": "student_hidden", "linear_weight": "student_weight", "linear_bias": "student_bias"}
+_STUDENT["selected"] = "teacher_ids"
+_TEACHER = {"input": "teacher_hidden", "linear_weight": "teacher_weight", "linear_bias": "teacher_bias"}
+_TEACHER |= {name: f"teacher_{name}" for name in ("logit_scale", "logit_softcap")}
 
 
 @outside_graphs
@@ -75,70 +70,56 @@ def divergence(
     With q the teacher's softmax and p the student's, and m = beta q + (1 - beta) p, a token's divergence is, in nats,
     KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between them beta KL(q || m) + (1 - beta) KL(p || m), the
     generalised Jensen-Shannon divergence (arXiv:2306.13649). It is not multiplied by the square of the temperature. One
-    near 1e-6 has a relative error of about 1e-4 from the roundings of fp32 logits, and one of 1e-10 of about 1e-2.
+    near 1e-6 has a relative error of about 1e-4 from the roundings of fp32 logits.
 
-    Args:
-        student_hidden, student_weight, student_bias: as ``input``, ``linear_weight`` and ``linear_bias`` of
-            :func:`parallel_lce.linear_cross_entropy`.
+    Args: as those of :func:`parallel_lce.linear_cross_entropy`, and
+
         teacher_hidden, teacher_weight, teacher_bias: ``[..., E]`` of the same tokens, split like the student's, and
-            shards ``[V/P, E]`` and ``[V/P]`` of the same vocabulary entries. The hidden size, the dtype (but both are
-            fp64 or neither) and, with ``vocab_size``, the rows of padding may differ from the student's.
+            shards ``[V/P, E]`` and ``[V/P]`` of the same vocabulary entries. The dtype (but both are fp64 or neither)
+            and, with ``vocab_size``, the rows of padding may differ from the student's.
         beta: 0, 1, or a number between them at least 1e-6 from both.
-        teacher_logit_scale, teacher_logit_softcap: None: the student's. A teacher without a soft-cap beside a student
-            with one has ``teacher_logit_softcap=math.inf``. The temperature is that of both.
-        reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum divided by the number of tokens that
-            are not ignored; 0 if there are none.
+        teacher_logit_scale, teacher_logit_softcap: None: the student's. ``math.inf``: no soft-cap.
         target: ids, used for ``ignore_index`` alone; None: no token is ignored. An ignored token has divergence 0 and
             gradient 0, even if the teacher's values are NaN.
         logits_budget: bytes per rank and call for a block's student and teacher logits, in fp32, and their gradient. A
             block has at least 128 tokens, and may use 64 MiB whatever the budget. With uneven shards and no
             ``vocab_size``, 32768 vocabulary rows per rank are assumed.
-        Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
         fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. For 'mean' and 'sum' gradients
-        are formed in forward, except in fp16, and kept until backward, dW in fp32; a second backward forms them again.
-        Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN, as do options
-        that differ between ranks. A graph of torch.compile breaks at this call.
+        are formed in forward, except in fp16, dW in fp32; else backward projects student and teacher again. Shards with
+        a gap or overlap give NaN, as do options that differ between ranks. A graph of torch.compile breaks here.
 
-    Collectives, on ``process_group`` alone, for each block of R tokens in this order; P ranks:
-
-    1. Under sequence parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E
-       elements per rank, each started a block ahead.
-    2. An all-gather of 4 R + 3 elements per rank, and one of 2 R, fp32 (fp64 for fp64).
-    3. If gradients are formed in forward: an all-reduce, or reduce-scatter, of dX, R * D elements of ``reduce_dtype``,
-       beside dW. None with ``reduce_hidden_grad=False``.
-
-    A backward that projects again runs 1 and 3.
+    Collectives, on ``process_group`` alone, for each block of R tokens in this order, elements per rank: under sequence
+    parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E, each started a
+    block ahead; all-gathers of 6 R + 3 and of 2 R, fp32 (fp64 for fp64); and if gradients are formed in forward, an
+    all-reduce, or reduce-scatter, of dX, R * D of ``reduce_dtype``, beside dW, but with ``reduce_hidden_grad=False``
+    none. A backward that projects again runs the first and the last.
 
     Raises:
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
-    beta, ignore_index = as_float(beta), NO_LABEL if ignore_index is None else ignore_index
-    its_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
-    hidden, weight, bias = teacher_hidden, teacher_weight, teacher_bias
-    with _naming("student"):
-        options, given, group, adapter = _adapted_student("divergence", locals(), also=its_scale)
-        if adapter is not None:
-            hidden, bias = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_bias", bias, weight)
-            weight = adapter.weight("teacher_weight", weight)
-            its_scale = adapter.per_token("teacher_logit_scale", its_scale)
+    scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     softcap = logit_softcap if teacher_logit_softcap is None else teacher_logit_softcap
     if isinstance(softcap, float) and softcap == math.inf:
         softcap = None
-    one_scale, token_scale = (1.0, its_scale) if isinstance(its_scale, Tensor) else (its_scale, None)
+    hidden, weight, bias = teacher_hidden, teacher_weight, teacher_bias
+    with renamed(**_STUDENT):
+        options, given, group, adapter = _adapted_student("divergence", locals())
+        hidden, bias = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_bias", bias, weight)
+        weight, scale = adapter.weight("teacher_weight", weight), adapter.per_token("teacher_logit_scale", scale)
+    one_scale, token_scale = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
     calls, inputs = paired(options, given, its_options, teacher, group)
-    student = calls[0]
+    student, beta = calls[0], float(beta)
     counted = _counted(student.target, ignore_index, student.shape.numel(), inputs[0].device)
-    if reduction != "none" and any(student.needs) and inputs[0].dtype != torch.float16:
-        factor = counted.to(student.dtype)
-        result, _ = divergences(calls, inputs, beta, factor / _divisor(counted, reduction))
-    else:
+    if reduction == "none" or inputs[0].dtype == torch.float16:
         losses, _ = divergences(calls, inputs, beta)
-        result = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
-    return result if adapter is None else adapter.loss(result)
+        losses = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
+    else:
+        losses, _ = divergences(calls, inputs, beta, counted.to(student.dtype) / _divisor(counted, reduction))
+    return adapter.loss(losses)
 
 
 @outside_graphs
@@ -169,38 +150,32 @@ def top_k_divergence(
 ) -> Tensor:
     """:func:`divergence` from a teacher's stored largest log-probabilities, K of each token.
 
-    Args:
+    Args: as those of :func:`divergence`, and
+
         teacher_ids: ``[..., K]`` of any integer dtype, the same on all ranks: the whole sequence under sequence
             parallelism. A token should have each id once. Ids outside the vocabulary, such as -1, are no entries: fill
             up tokens with fewer than K.
         teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. An entry of -inf is no
             entry either. Values of ignored tokens are not used.
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
-            1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a student's tail below
-            that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are renormalised over
-            the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed. A
-            student that excludes all entries of a token has probability 0 for each.
-        logits_budget: as in :func:`parallel_lce.token_statistics`. Not used by 'renormalize'.
-        Others: as in :func:`divergence`.
+            1e-7 (2e-16 for fp64), the precision of that difference; no gradient flows through a student's tail below
+            that. 'renormalize': both distributions are renormalised over the K entries. Then only the weight's rows of
+            these entries are read, no matrix product is formed, and ``logits_budget`` is not used. A student that
+            excludes all entries of a token has probability 0 for each.
 
     Returns:
         As :func:`divergence`, but no gradient is formed in forward. A token without any entry has divergence 0. Errors
-        are those of fp32 log-probabilities, about 1e-7: a divergence as small as that may be negative.
+        are about 1e-7: a divergence as small as that may be negative.
 
     Collectives: those of :func:`parallel_lce.token_statistics` with ``selected``, or of
     :func:`parallel_lce.selected_log_probs` with 'renormalize'.
-
-    Raises:
-        ValueError: as :func:`divergence`.
     """
     if tail not in ("class", "renormalize"):
         raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
-    beta, ignore_index = as_float(beta), NO_LABEL if ignore_index is None else ignore_index
     name, log_q = f"top_k_divergence of {tail=}", teacher_log_probs
-    with _naming("student", selected="teacher_ids"):
-        options, given, group, adapter = _adapted_student(name, locals(), teacher_ids, log_q)
-        if adapter is not None:
-            log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
+    with renamed(**_STUDENT):
+        options, given, group, adapter = _adapted_student(name, locals(), teacher_ids)
+        log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
         check(options, given, group)
         ids = given.picked
         _check_stored(ids, log_q)
@@ -222,8 +197,8 @@ def top_k_divergence(
     else:
         total = log_q.logsumexp(-1, keepdim=True)
         log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
-    losses = _reduced(of_classes(log_p, log_q, beta), counted, reduction)
-    return losses if adapter is None else adapter.loss(losses)
+    losses = _reduced(of_classes(log_p, log_q, float(beta)), counted, reduction)
+    return adapter.loss(losses)
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
@@ -232,9 +207,11 @@ def _with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
 
-def _counted(target: Tensor | None, ignore_index: int, shape: Any, device: torch.device) -> Tensor:
+def _counted(target: Tensor | None, ignore_index: int | None, shape: Any, device: torch.device) -> Tensor:
     """Which tokens are not ignored."""
-    return torch.ones(shape, dtype=torch.bool, device=device) if target is None else target != ignore_index
+    if target is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    return target != (NO_LABEL if ignore_index is None else ignore_index)
 
 
 def _divisor(counted: Tensor, reduction: str) -> Tensor | int:
@@ -248,34 +225,33 @@ def _reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
 
 
 def _adapted_student(
-    name: str, arguments: dict[str, Any], ids: Any = None, also: Any = None
-) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter | None]:
+    name: str, arguments: dict[str, Any], ids: Any = None
+) -> tuple[Options, Tensors, dist.ProcessGroup | None, DTensorAdapter]:
     """:func:`adapted` from a public function's ``arguments``, of the student. ``ids``: selected. The call itself
     reduces and ignores nothing: the settings are in its name, which ranks compare."""
     beta, reduction, ignore_index = (arguments[name] for name in ("beta", "reduction", "ignore_index"))
     check_beta(beta)
+    beta = float(beta)
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
-    check_option("logits_budget", arguments["logits_budget"])
-    changed = dict(reduction=None, ignore_index=None)
     name = f"distillation.{name} with {beta=}, {reduction=} and {ignore_index=}"
-    options = Options.of(name, arguments | changed)
+    options = Options.of(name, arguments | dict(reduction=None, ignore_index=None))
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
     given = Tensors(hidden, weight, arguments["target"], bias, picked=ids)
-    return adapted(options, given, arguments["process_group"], reduction, also)
+    return adapted(options, given, arguments["process_group"], reduction)
 
 
 def paired(
     options: Options, student: Tensors, of_teacher: Options, teacher: Tensors, group: dist.ProcessGroup | None = None
 ) -> tuple[tuple[Call, Call], tuple]:
     """The calls of both, which fit each other, and their inputs, three of each. No gradient flows to the teacher."""
-    with _naming("student"):
+    with renamed(**_STUDENT):
         call, inputs = prepare(options, student, group, planned=False)
     debug.state.awaited = True  # the teacher's exchange is to come
-    its = {name: _detached(getattr(teacher, name)) for name in ("input", "linear_weight", "linear_bias")}
-    teacher = teacher._replace(**its)
+    its = [_detached(value) for value in (teacher.input, teacher.linear_weight, teacher.linear_bias)]
+    teacher = teacher._replace(input=its[0], linear_weight=its[1], linear_bias=its[2])
     fits = partial(_check_pair, call, inputs, of_teacher, teacher)
-    with _naming("teacher", logit_scale="teacher_logit_scale", logit_softcap="teacher_logit_softcap"):
+    with renamed(**_TEACHER):
         other, its_inputs = prepare(of_teacher, teacher, group, extra_check=fits, planned=False)
     return (call, other), inputs + its_inputs
 
@@ -283,12 +259,6 @@ def paired(
 def _detached(value: Any) -> Any:
     """A copy of a tensor made in inference mode, which autograd could not save."""
     return out_of_inference(value.detach()) if isinstance(value, Tensor) else value
-
-
-def _naming(who: str, **others: str) -> AbstractContextManager[None]:
-    """:func:`renamed` with the names of the student's or teacher's arguments, and the ``others``."""
-    names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"}
-    return renamed(**names | others)
 
 
 def check_beta(beta: object) -> None:
@@ -305,19 +275,15 @@ def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensor
     traits = [(t.shape[:-1], t.device, accumulation_dtype(t.dtype)) for t in (x, own)]
     if traits[0] != traits[1]:
         given = " and ".join(f"{described(t)} on {t.device}" for t in (x, own))
-        raise ValueError(
-            f"teacher_hidden must have the tokens and the device of student_hidden, and both or none must be float64, "
-            f"got {given}"
-        )
+        expected = "the tokens and the device of student_hidden, and both or none must be float64"
+        raise ValueError(f"teacher_hidden must have {expected}, got {given}")
     shards = shard_of(options, weight, student.layout), student.shard
     # An empty shard may have any start.
     entries = [(shard.start if shard.real_rows else 0, shard.real_rows) for shard in shards]
     if entries[0] != entries[1]:
-        given, expected = (f"[{start}, {start + rows})" for start, rows in entries)
-        raise ValueError(
-            f"teacher_weight {list(weight.shape)} has the vocabulary entries {given} and student_weight "
-            f"{list(inputs[1].shape)} has {expected}"
-        )
+        given, expected = (f"has the vocabulary entries [{start}, {start + rows})" for start, rows in entries)
+        shapes = list(weight.shape), list(inputs[1].shape)
+        raise ValueError(f"teacher_weight {shapes[0]} {given} and student_weight {shapes[1]} {expected}")
 
 
 def _check_stored(ids: object, log_probs: Any) -> None:

@@ -1,18 +1,15 @@
 """The divergence between a teacher's softmax and a student's, in blocks of tokens.
 
-Per token, with p the student's softmax, q the teacher's (each of its own scaled and soft-capped logits), and the
-reference r = beta q + (1 - beta) p:
+Per token, with p the student's softmax, q the teacher's, r = beta q + (1 - beta) p, and z the student's logits:
 
     beta = 0        D = KL(q || p)                              dD/dz_j = p_j - q_j
     0 < beta < 1    D = beta KL(q || r) + (1 - beta) KL(p || r) dD/dz_j = (1 - beta) p_j (log(p_j / r_j) - KL(p || r))
     beta = 1        D = KL(p || q)                              dD/dz_j = p_j (log(p_j / r_j) - KL(p || r))
 
-z are the student's logits. (Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649, section 3.
-Its derivative by p_j is (1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
+(Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649, section 3. Its derivative by p_j is
+(1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
 
-Memory of a block: fp32 logits of student and teacher, and the gradient of the student's. For a sum or mean the
-gradients are formed in forward, in four matrix products: three for the student and one for the teacher. For a loss of
-each token the backward projects both again.
+A block has the fp32 logits of both, and the gradient of the student's.
 """
 
 from __future__ import annotations
@@ -20,18 +17,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial as partial_of
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.formulas import fp16_scale_of
+from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import ForwardTask, Projection
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
-from parallel_lce.core.collectives import Layout, digest_of, gather_whole, gather_with_trailer
+from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole
 from parallel_lce.core.memory import device_without_autocast, in_memory
-from parallel_lce.core.partials import TRAILER, Coefficients, Columns
+from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
 from parallel_lce.distillation.torch_part import DIVERGENCE, NEGATIVE_ENTROPY
 from parallel_lce.run.autograd import first_order_only
@@ -43,21 +41,12 @@ _FEWEST_TOKENS = 128
 _LARGEST_LOG_RATIO = 64.0
 
 
-class _Task(NamedTuple):
-    # Student and teacher, over the same tokens and vocabulary entries.
-    calls: tuple[Call, Call]
-    beta: float
-    blocks: tuple[Block, ...]
-    # Numbers per token, in the rows that :mod:`parallel_lce.distillation.torch_part` names.
-    rows: int
-
-
 def divergences(
     calls: tuple[Call, Call], inputs: tuple, beta: float, factor: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Divergences ``[N]`` of student and teacher, with three ``inputs`` each, differentiable by the student's. With
     ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in this call. Also the
-    student's entropy ``[N]``, if it is wanted, without a gradient."""
+    student's entropies ``[N]``, if they are wanted, without a gradient."""
     student, hidden = calls[0], inputs[0]
     options, layout = student.options, student.layout
     # The largest blocks whose logits and gradient fit in the budget.
@@ -65,21 +54,20 @@ def divergences(
     row_bytes = layout.sp_size * entries * (2 * student.dtype.itemsize + hidden.dtype.itemsize)
     rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
     blocks = blocks_within(options.logits_budget or 0, rows, row_bytes, fewest)
-    return _Divergences.apply(*inputs, _Task(calls, beta, blocks, NEGATIVE_ENTROPY + entropy), factor)
+    return _Divergences.apply(*inputs, (*calls, beta, blocks, NEGATIVE_ENTROPY + entropy), factor)
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
-        *inputs, task, factor = given
-        work = _Pass(task, inputs, None, Needs(*ctx.needs_input_grad[:3]), factor, summed=True)
-        ctx.task, ctx.gradients, numbers = task, work.run(), work.numbers
-        student, teacher = task.calls
+        *inputs, ctx.task, factor = given
+        student, teacher, *_ = ctx.task
+        ctx.gradients, numbers = _pass(ctx.task, inputs, student.needs, factor, True)
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
-        entropy = -numbers[NEGATIVE_ENTROPY] if task.rows > NEGATIVE_ENTROPY else None
-        if entropy is not None:
+        losses, entropy = numbers[DIVERGENCE], None
+        if len(numbers) > NEGATIVE_ENTROPY:
+            entropy = -numbers[NEGATIVE_ENTROPY]
             ctx.mark_non_differentiable(entropy)
-        losses = numbers[DIVERGENCE]
         if factor is None:
             return losses.clone(), entropy  # the caller may overwrite it
         # An ignored token has loss 0, even if its logits are NaN.
@@ -89,122 +77,107 @@ class _Divergences(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
+        student, teacher, *settings = ctx.task
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
-        gradients, ctx.gradients, task = ctx.gradients, None, ctx.task
-        upstream, needs = in_memory(upstream), Needs(*ctx.needs_input_grad[:3])
-        student, teacher = task.calls
-        if factor is None or gradients is None:
+        gradients, ctx.gradients = ctx.gradients, None
+        upstream, summed = in_memory(upstream), factor is not None
+        if not summed or gradients is None:
             student, tensors = student.with_saved(tensors)
-            task = task._replace(calls=(student, teacher.with_saved(tensors)[0]))
-            each = upstream if factor is None else factor
-            gradients = _Pass(task, inputs, numbers, needs, each, factor is not None).run()
-        if factor is not None:
+            teacher, _ = teacher.with_saved(tensors)
+            needs, times = Needs(*ctx.needs_input_grad[:3]), factor if summed else upstream
+            gradients, _ = _pass((student, teacher, *settings), inputs, needs, times, summed, numbers)
+        if summed:
             scaled = student.backend.scaled
             with device_without_autocast(inputs[1]):
                 gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
-        return *gradients, None, None, None, None, None
+        return *gradients, *[None] * 5
 
 
-class _Pass:
-    """One pass over the blocks. It writes ``numbers [rows, N]``, unless they are ``known`` from an earlier pass. With
-    ``factor [N]`` it forms the gradients of the sum of factor times divergence. ``summed``: they will be scaled, so dW
-    and dbias stay in the statistics' dtype."""
+def _pass(
+    task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, known: Tensor | None = None
+) -> tuple[Gradients, Tensor]:
+    """One pass over the blocks of a ``task``: student, teacher, beta, blocks and rows of numbers. Returns the gradients
+    of the sum of factor times divergence, None each without a ``factor [N]``; and the numbers ``[rows, N]``, which may
+    be ``known`` from an earlier pass. ``summed``: dW and dbias stay in the statistics' dtype: they will be scaled."""
+    student, teacher, beta, blocks, rows = task
+    layout, dtype = student.layout, student.dtype
+    # Saved-tensor hooks may have changed strides.
+    x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
+    projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
+    # On CPUs low-precision products are slower, and no more exact.
+    gradient_dtype, unscale = x.dtype if x.is_cuda else dtype, None
+    if factor is None or not any(needs):
+        factor, needs = None, Needs(False, False, False)
+    else:
+        factor, unscale = _of_output(factor, beta, projection, gradient_dtype)
+    numbers = x.new_empty(rows, student.shape.numel(), dtype=dtype) if known is None else known
+    sums = GradientSums(student, x, projection, needs, len(blocks), dtype if summed else None)
+    part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
+    with device_without_autocast(projection.weight):
+        gathers = [Gathers(each, blocks, layout) for each in (x, y)]
+        for block in blocks:
+            x, y = [each.ready().tensor for each in gathers]
+            of_block = student.of_block(projection, block)
+            logits, partial = _logits(student, of_block, x)
+            its_logits, its_partial = _logits(teacher, teacher.of_block(of_teacher, block), y)
+            own, times = layout.take(numbers, block).contiguous(), layout.take(factor, block)
+            gradient = None if factor is None else _aligned(x, of_block, gradient_dtype)
+            work = partial_of(part.divergence, logits, its_logits, own, beta, times, of_block.logit_map)
+            if known is None:
+                own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
+                of_ranks = own.new_empty(layout.ranks, rows - DIVERGENCE, len(x))
+                # The gradient of KL(teacher || student) needs no sum: one pass computes both.
+                work(of_ranks[layout.rank], gradient if beta == 0 else None)
+                if layout.ranks > 1:
+                    gather_whole(of_ranks.view(layout.ranks, -1), of_ranks[layout.rank].view(-1), layout)
+                own[DIVERGENCE:] = of_ranks.sum(0)
+                layout.put(numbers, block, own)
+            if gradient is not None and (known is not None or beta > 0):
+                work(None, gradient)
+            del logits, its_logits, work  # before the next block's
+            if gradient is not None:
+                _add(sums, block, x, gradient, unscale)
+            del gradient
+        return sums.deliver(inputs[0].shape), numbers
 
-    def __init__(
-        self, task: _Task, inputs: Any, known: Tensor | None, needs: Needs, factor: Tensor | None, summed: bool
-    ) -> None:
-        student, teacher = task.calls
-        self._task, self._layout, self._known = task, student.layout, known is not None
-        # Saved-tensor hooks may have changed strides.
-        self._hidden = hidden, _ = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
-        self._projections = projection, _ = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
-        self._shape, self._dtype, self._factor = inputs[0].shape, None, None
-        if known is None:
-            known = hidden.new_empty(task.rows, student.shape.numel(), dtype=student.dtype)
-        self.numbers, dtype = known, student.dtype if summed else None
-        needs = needs if factor is not None else Needs(False, False, False)
-        self._sums = GradientSums(student, hidden, projection, needs, len(task.blocks), dtype)
-        if factor is not None:
-            # On CPUs low-precision products are slower, and no more exact.
-            self._dtype = hidden.dtype if hidden.is_cuda else student.dtype
-            self._factor, self._unscale = self._of_output(factor)
 
-    def _of_output(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Factors ``[N]`` of the gradients of the student's output; and what these are multiplied by at the end, or
-        None."""
-        beta, projection, unscale = self._task.beta, self._projections[0], None
-        if 0 < beta < 1:
-            factor = factor * (1 - beta)
-        if self._dtype == torch.float16 and len(factor):
-            # A mean's gradients, 1 / N each, would underflow.
-            largest = Coefficients(factor * _LARGEST_LOG_RATIO)
-            fp16_scale = fp16_scale_of(largest, factor, projection)
-            factor, unscale = factor * fp16_scale, 1 / fp16_scale
-        scaled = projection.logit_map.scaled(factor.clone())
-        # An ignored token has no gradient, whatever its scale is.
-        return scaled.masked_fill_(factor == 0, 0.0), unscale
+def _of_output(factor: Tensor, beta: float, projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Factors ``[N]`` of the gradients of the student's output, which have this ``dtype``; and what these are
+    multiplied by at the end, or None."""
+    scaled = projection.logit_map.scaled(factor * (1 - beta) if 0 < beta < 1 else factor.clone())
+    # An ignored token has no gradient, whatever its scale is.
+    scaled.masked_fill_(factor == 0, 0.0)
+    if dtype != torch.float16 or not len(factor):
+        return scaled, None
+    # A mean's gradients, 1 / N each, would underflow.
+    fp16_scale = fp16_scale_near(scaled.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
+    return scaled * fp16_scale, 1 / fp16_scale
 
-    def run(self) -> Gradients:
-        """The gradients, None each without a factor."""
-        with device_without_autocast(self._projections[0].weight):
-            gathers = [Gathers(each, self._task.blocks, self._layout) for each in self._hidden]
-            for block in self._task.blocks:
-                hidden = [each.ready().tensor for each in gathers]
-                gradient = self._block(block, hidden)
-                if gradient is not None:
-                    self._add(block, hidden[0], gradient)
-                del gradient  # before the next block's logits
-            return self._sums.deliver(self._shape)
 
-    def _block(self, block: Block, hidden: Sequence[Tensor]) -> Tensor | None:
-        """Write the block's numbers. Returns, with a factor, the gradient of the student's output ``[R, V/P]``. The
-        logits are freed when this returns."""
-        task, layout, rows = self._task, self._layout, len(hidden[0])
-        logits, partials = [], []
-        for call, whole, x in zip(task.calls, self._projections, hidden):
-            projection = call.of_block(whole, block)
-            logits.append(_aligned(x, projection, projection.dtype))
-            partial, *_ = call.backend.block_forward(ForwardTask(projection, x, None, Columns(), 0, logits=logits[-1]))
-            partials.append(partial)
-        student, gradient = task.calls[0], None
-        part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
-        projection = student.of_block(self._projections[0], block)
-        numbers, factor = layout.take(self.numbers, block).contiguous(), layout.take(self._factor, block)
-        if factor is not None:
-            assert self._dtype is not None  # of gradients
-            gradient, factor = _aligned(hidden[0], projection, self._dtype), factor.contiguous()
-        if not self._known:
-            numbers[:DIVERGENCE] = _normalizers(partials, task.calls, layout)
-            of_ranks = numbers.new_empty(layout.ranks, task.rows - DIVERGENCE, rows)
-            own = of_ranks[layout.rank]
-            # The gradient of KL(teacher || student) needs no sum: one pass computes both.
-            formed = gradient if task.beta == 0 else None
-            part.divergence(*logits, numbers, task.beta, own, formed, factor, projection.logit_map)
-            if layout.ranks > 1:
-                gather_whole(of_ranks.view(layout.ranks, -1), own.view(-1), layout)
-            numbers[DIVERGENCE:] = of_ranks.sum(0)
-            layout.put(self.numbers, block, numbers)
-        if gradient is not None and (self._known or task.beta > 0):
-            part.divergence(*logits, numbers, task.beta, None, gradient, factor, projection.logit_map)
-        return gradient
+def _logits(call: Call, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits ``[R, V/P]`` of a block, in the statistics' dtype, and this rank's partials ``[3, R]``."""
+    logits = _aligned(x, projection, projection.dtype)
+    partial, *_ = call.backend.block_forward(ForwardTask(projection, x, None, Columns(), 0, logits=logits))
+    return logits, partial
 
-    def _add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
-        sums, projection, factor = self._sums, self._projections[0], self._unscale
-        real = projection.real_rows
-        if sums.reduction is not None:
-            dx = sums.reduction.open_block(block)
-            accumulate(dx, gradient, projection.weight[:real], overwrite=True, factor=factor)
-            sums.reduction.start(block, dx)
-        if sums.dweight is not None:
-            total, empty = sums.dweight.open(0, real, whole=True)
-            accumulate(total, gradient.t(), x, overwrite=empty, factor=factor)
-            sums.dweight.close(0, real, total)
-        if sums.dbias is not None:
-            total, empty = sums.dbias.open(0, real, whole=True)
-            summed = gradient.sum(0, dtype=projection.dtype)
-            put(total, summed if factor is None else summed.mul_(factor), empty)
-            sums.dbias.close(0, real, total)
+
+def _add(sums: GradientSums, block: Block, x: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
+    """Add a block's gradients, from ``x [R, D]`` and the ``gradient [R, V/P]`` of its output, times the ``factor``."""
+    projection = sums.projection
+    real = projection.real_rows
+    if sums.reduction is not None:
+        dx = sums.reduction.open_block(block)
+        accumulate(dx, gradient, projection.weight[:real], overwrite=True, factor=factor)
+        sums.reduction.start(block, dx)
+    if sums.dweight is not None:
+        total, empty = sums.dweight.open(0, real, whole=True)
+        accumulate(total, gradient.t(), x, overwrite=empty, factor=factor)
+        sums.dweight.close(0, real, total)
+    if sums.dbias is not None:
+        total, empty = sums.dbias.open(0, real, whole=True)
+        summed = gradient.sum(0, dtype=projection.dtype)
+        put(total, summed if factor is None else summed.mul_(factor), empty)
+        sums.dbias.close(0, real, total)
 
 
 def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
@@ -214,15 +187,13 @@ def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     return x.new_empty(len(x), -(-entries // 16) * 16, dtype=dtype)[:, :entries]
 
 
-def _normalizers(partials: Sequence[Tensor], calls: Sequence[Call], layout: Layout) -> Tensor:
+def _normalizers(partials: Sequence[Tensor], student: Call, teacher: Call) -> Tensor:
     """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
-    all ranks, from this rank's ``partials [>= 2, R]`` of both. NaN where the ranks' trailers do not match."""
-    rows = partials[0].shape[1]
-    packed = partials[0].new_empty(layout.ranks, 4 * rows + TRAILER)
-    torch.stack([partial[:2] for partial in partials], out=packed[layout.rank, : 4 * rows].view(2, 2, rows))
-    student, teacher = [call.shard for call in calls]
-    _, broken = gather_with_trailer(packed, replace(student, digest=digest_of(student.digest, teacher.digest)), layout)
-    maxima, sums = packed[:, : 4 * rows].view(layout.ranks, 2, 2, rows).unbind(2)
-    largest = maxima.amax(0)
-    numbers = torch.stack([largest, (sums * (maxima - largest).exp()).sum(0).log()], 1).view(4, rows)
-    return numbers if broken is None else numbers.masked_fill_(broken, torch.nan)
+    all ranks, from this rank's ``partials [3, R]`` of both. NaN where the ranks' trailers do not match."""
+    rows, shard = partials[0].shape[1], student.shard
+    shard = replace(shard, digest=digest_of(shard.digest, teacher.shard.digest))
+    gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout, student.dtype)
+    torch.cat(partials, 1, out=gather.local)
+    gather.start()
+    merged = gather.local if student.layout.ranks == 1 else gather.finish(student.backend.merge_ranks)[0]
+    return torch.stack([merged[MAX].view(2, rows), merged[SUM_EXP].log().view(2, rows)], 1).view(4, rows)

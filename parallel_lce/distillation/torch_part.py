@@ -1,4 +1,4 @@
-"""The work on a block's logits in plain torch. :mod:`parallel_lce.distillation.triton_part` has the same functions, and
+"""The work on a block's logits in plain torch. :mod:`parallel_lce.distillation.triton_part` has the same function, and
 :mod:`parallel_lce.distillation.blocks` the formulas."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from parallel_lce.core.partials import LOWEST_SHIFT
 # Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
 
-# Numbers per token, rows of a tensor [6 or 7, N]. The first two are the student's normalizer, the next two the
-# teacher's: over the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative
-# to it. Both are subtracted from a logit, which gives a log-probability.
+# Numbers per token, [6 or 7, N]. The first two are the student's normalizer, the next two the teacher's: over the whole
+# vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. Both are subtracted
+# from a logit, which gives a log-probability.
 DIVERGENCE = 4
-# The sum of p log(p / r), from which the gradient takes a difference; 0 if beta is 0.
+# The sum of p log(p / r), from which the gradient takes a difference if beta > 0.
 STUDENT_MEAN = 5
 # The sum of p log p, if it is wanted.
 NEGATIVE_ENTROPY = 6
@@ -28,19 +28,20 @@ def divergence(
     teacher: Tensor,
     numbers: Tensor,
     beta: float,
-    sums: Tensor | None,
-    gradient: Tensor | None,
     factor: Tensor | None,
     logit_map: LogitMap,
+    sums: Tensor | None,
+    gradient: Tensor | None,
 ) -> None:
     """From the logits ``[R, V/P]`` of both, in the statistics' dtype, write ``sums`` and ``gradient``, unless None.
 
     Args:
         numbers: ``[rows, R]``, contiguous. The normalizers are read and, for a gradient with beta > 0, the mean.
-        sums: the shard's part of the numbers from ``DIVERGENCE`` on.
+        factor: ``[R]``, of the gradient. A token of factor 0 has gradient 0, even if its logits are NaN.
+        logit_map: the student's.
+        sums: ``[2 or 3, R]``, the shard's part of the numbers from ``DIVERGENCE`` on.
         gradient: ``[R, V/P]``: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - mean), with the
-            slope of the soft-cap in the student's ``logit_map``.
-        factor: ``[R]``. A token of factor 0 has gradient 0, even if its logits are NaN.
+            slope of the soft-cap.
     """
     for rows in tiles_of_rows(*student.shape, itemsize=student.element_size()):
         top, log_sum, teacher_top, teacher_log_sum = numbers[:DIVERGENCE, rows, None]
@@ -50,16 +51,20 @@ def divergence(
         of_p, of_q = log_ratios(log_p - log_q, beta)
         if sums is not None:
             sums[0, rows] = _terms(p, q, of_p, of_q, beta).sum(1)
-            sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if beta > 0 else 0.0
+            sums[1, rows] = _product(p, of_p).sum(1)
             if len(sums) > 2:
-                sums[2, rows] = (p * log_p).masked_fill_(p == 0, 0.0).sum(1)
+                sums[2, rows] = _product(p, log_p).sum(1)
         if gradient is not None and factor is not None:
-            g = p - q if beta == 0 else (p * (of_p - numbers[STUDENT_MEAN, rows, None])).masked_fill_(p == 0, 0.0)
+            g = p - q if beta == 0 else _product(p, of_p - numbers[STUDENT_MEAN, rows, None])
             slope = logit_map.of_rows(rows).slope(student[rows].t())
             if slope is not None:
                 g *= slope.t()
             times = factor[rows, None]
             gradient[rows] = g.mul_(times).masked_fill_(times == 0, 0.0)
+
+
+def _product(p: Tensor, value: Tensor) -> Tensor:
+    return (p * value).masked_fill_(p == 0, 0.0)
 
 
 def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Tensor:
@@ -69,9 +74,8 @@ def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Ten
     r = beta * q + (1 - beta) * p
 
     def term(q: Tensor, log_ratio: Tensor) -> Tensor:
-        far = (q * log_ratio).masked_fill_(q == 0, 0.0).add_(r - q)
         near = log_ratio.abs() < NEAR_RATIO
-        return torch.where(near, q * (log_ratio + torch.expm1(-log_ratio)), far)
+        return torch.where(near, q * (log_ratio + torch.expm1(-log_ratio)), _product(q, log_ratio).add_(r - q))
 
     if beta in (0, 1):
         return term(q, of_q) if beta == 0 else term(p, of_p)
@@ -79,7 +83,8 @@ def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Ten
 
 
 def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log(p / r) and log(q / r) from log(p / q), without the large logarithm of r. Differentiable."""
+    """log(p / r) and log(q / r) from log(p / q), without the large logarithm of r. Differentiable. If beta is 0 or 1,
+    r is p or q, whose own ratio is not needed."""
     if beta in (0, 1):
         return log_ratio, -log_ratio
     up, rest = log_ratio > 0, 1 - beta

@@ -13,14 +13,6 @@ _BLOCK, _NEAR_RATIO, _MEAN = tl.constexpr(4096), tl.constexpr(NEAR_RATIO), tl.co
 
 
 @triton.jit
-def _log_probs(model, column, valid, row, normalizer):
-    logits, stride = model
-    top, log_sum = normalizer
-    z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
-    return z - top - log_sum
-
-
-@triton.jit
 def _term(q, log_ratio, r):
     """``q log(q / r) - q + r``, as in :mod:`parallel_lce.distillation.torch_part`, by a power series where q and r are
     close."""
@@ -39,12 +31,14 @@ def lce_backward_divergence(
     student,
     teacher,
     numbers,
-    sums,
-    gradient,
     factor,
     logit_map,
+    sums,
+    gradient,
     rows,
     entries,
+    student_stride,
+    teacher_stride,
     gradient_stride,
     beta,
     rest,
@@ -52,22 +46,29 @@ def lce_backward_divergence(
     STUDENT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """``student``, ``teacher``: logits and row stride. ``TEACHER``, ``STUDENT``: whether the divergence contains the
-    sum over the teacher's, or the student's, probabilities. ``ENTROPY``: ``sums`` has a third row."""
+    """``TEACHER``, ``STUDENT``: whether the divergence contains the sum over the teacher's, or the student's,
+    probabilities. ``ENTROPY``: ``sums`` has a third row."""
     row = tl.program_id(0).to(tl.int64)
-    cap = caps_of(logit_map, row, True)
     of_row = numbers + row
-    normalizer = (tl.load(of_row), tl.load(of_row + rows))
-    teacher_normalizer = (tl.load(of_row + 2 * rows), tl.load(of_row + 3 * rows))
-    of_teacher = 0.0
-    of_student = 0.0
-    student_sum = 0.0
-    of_entropy = 0.0
+    top, log_sum = tl.load(of_row), tl.load(of_row + rows)
+    teacher_top, teacher_log_sum = tl.load(of_row + 2 * rows), tl.load(of_row + 3 * rows)
+    times = 0.0
+    mean = 0.0
+    if gradient is not None:
+        times = tl.load(factor + row)
+        if STUDENT:
+            mean = tl.load(of_row + _MEAN * rows)
+    cap = caps_of(logit_map, row, True)
+    total = 0.0
+    student_mean = 0.0
+    negative_entropy = 0.0
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
-        log_p = _log_probs(student, column, valid, row, normalizer)
-        log_q = _log_probs(teacher, column, valid, row, teacher_normalizer)
+        z = tl.load(student + row * student_stride + column, mask=valid, other=-float("inf"))
+        log_p = z - top - log_sum
+        of_column = tl.load(teacher + row * teacher_stride + column, mask=valid, other=-float("inf"))
+        log_q = of_column - teacher_top - teacher_log_sum
         p = tl.exp(log_p)
         q = tl.exp(log_q)
         # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.
@@ -77,55 +78,53 @@ def lce_backward_divergence(
         if TEACHER and STUDENT:
             smaller = tl.exp(-tl.abs(log_ratio))
             up = log_ratio > 0
-            log_sum = tl.log(tl.where(up, rest + beta * smaller, beta + rest * smaller))
-            of_q = tl.where(up, -log_ratio, 0.0) - log_sum
-            of_p = tl.where(up, 0.0, log_ratio) - log_sum
+            log_of_sum = tl.log(tl.where(up, rest + beta * smaller, beta + rest * smaller))
+            of_q = tl.where(up, -log_ratio, 0.0) - log_of_sum
+            of_p = tl.where(up, 0.0, log_ratio) - log_of_sum
         if sums is not None:
             r = beta * q + rest * p
-            if TEACHER:
-                of_teacher += tl.sum(tl.where(valid, _term(q, of_q, r), 0.0), 0)
-            if STUDENT:
-                of_student += tl.sum(tl.where(valid, _term(p, of_p, r), 0.0), 0)
-                student_sum += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
-            if ENTROPY:
-                of_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
-        if gradient is not None:
-            times = tl.load(factor + row)
-            if STUDENT:
-                g = tl.where(p != 0.0, p * (of_p - tl.load(numbers + _MEAN * rows + row)), 0.0)
+            if not STUDENT:
+                terms = _term(q, of_q, r)
+            elif not TEACHER:
+                terms = _term(p, of_p, r)
             else:
-                g = p - q
+                terms = beta * _term(q, of_q, r) + rest * _term(p, of_p, r)
+            total += tl.sum(tl.where(valid, terms, 0.0), 0)
+            if STUDENT:
+                student_mean += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+            if ENTROPY:
+                negative_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
+        if gradient is not None:
+            g = tl.where(p != 0.0, p * (of_p - mean), 0.0) if STUDENT else p - q
             if logit_map.softcap is not None:
-                z = tl.load(student[0] + row * student[1] + column, mask=valid, other=0.0)
                 g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
-        if TEACHER and STUDENT:
-            tl.store(sums + row, beta * of_teacher + rest * of_student)
-        else:
-            tl.store(sums + row, of_teacher + of_student)
-        tl.store(sums + rows + row, student_sum)
+        tl.store(sums + row, total)
+        tl.store(sums + rows + row, student_mean)
         if ENTROPY:
-            tl.store(sums + 2 * rows + row, of_entropy)
+            tl.store(sums + 2 * rows + row, negative_entropy)
 
 
-def divergence(student, teacher, numbers, beta, sums, gradient, factor, logit_map) -> None:
+def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradient) -> None:
     """As that of :mod:`parallel_lce.distillation.torch_part`."""
     rows, entries = student.shape
     if rows:
         lce_backward_divergence.launch(
             (rows,),
-            (student, student.stride(0)),
-            (teacher, teacher.stride(0)),
+            student,
+            teacher,
             numbers,
-            sums,
-            gradient,
             factor,
             logit_map,
+            sums,
+            gradient,
             rows,
             entries,
+            student.stride(0),
+            teacher.stride(0),
             0 if gradient is None else gradient.stride(0),
             beta,
             1 - beta,

@@ -52,13 +52,13 @@ def adapt_megatron_to_cpu() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **options: None  # before checkpoints
     # From 0.19 on the data-parallel wrapper asks for it, to wait for CUDA graphs if there are any.
-    torch.cuda.current_stream = lambda *args, **options: None  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.current_stream = lambda *args, **options: None
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     # Recomputation saves and restores the states of both generators. Here both are the CPU's.
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
     for module in (schedules, optimizer, clip_grads, utils, rope_utils):  # counts, loss scales, norms, positions
-        module.torch = _TorchOnCpu()  # pyright: ignore[reportAttributeAccessIssue]
+        module.torch = _TorchOnCpu()
     # Megatron moves tied embeddings on two pipeline stages to the GPU before they are first summed.
     torch.Tensor.cuda = lambda self, *args, **options: self
 
@@ -66,4 +66,4 @@ def adapt_megatron_to_cpu() -> None:
 def pass_as_cuda(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Makes the distributed optimizer accept parameters on a CPU: it knows only the names of CUDA's tensor types."""
     for parameter in parameters:
-        parameter.type = lambda: "torch.cuda.FloatTensor"  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.type = lambda: "torch.cuda.FloatTensor"

@@ -69,10 +69,9 @@ FUNCTIONS = {
     "parallel_lce.verl": {"patch": "* skip_masked", "unpatch": "*"},
     "parallel_lce.torchtitan": {"linear_cross_entropy": f"cfg * {MEMORY} skip_masked"},
 }
-# Results, warnings, a loss of torchtitan's protocol, and what parallel_lce.trl takes from distillation.
+# Results, warnings, and a loss of torchtitan's protocol.
 OTHERS = {
     "parallel_lce": {"TokenStatistics"},
-    "parallel_lce.distillation": {"check_beta", "paired"},
     "parallel_lce.megatron": {"LogitsWarning", "TokenLogProbs", "TokenMetrics"},
     "parallel_lce.transformers": {"Linear", "LogitsWarning"},
     "parallel_lce.trl": {"TRLWarning"},

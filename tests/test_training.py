@@ -296,6 +296,7 @@ def test_the_report(last, orders, status, tmp_path):
     assert re.search(rf"\| final loss +\| +1.500000 \| +{last:.6f} \|", said)
     assert "| peak memory of the loss, measured at 8192 tokens, MiB per rank" in said and "| 7.0 |" in said
     assert re.search(r"ms: p10, median, p90( \| \d+ / 22\d\d / \d+){2,} \|", said)
+    assert "overlap between p10 and p90" in said
     verdict = comparison.verdict
     assert verdict.startswith("FAILED: the loss curves part" if status else "The loss curves agree: ")
     written = (tmp_path / "report" / "report.md").read_text()
@@ -304,6 +305,13 @@ def test_the_report(last, orders, status, tmp_path):
     assert verdict in written and "./launch/demo.sh a=1\n" in written
     assert json.loads((tmp_path / "report" / "report.json").read_text())["agree"] is (status == 0)
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
+
+
+def test_step_times_that_lie_apart_are_no_noise(tmp_path):
+    config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
+    path = tmp_path / "parallel_lce" / "metrics.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step_seconds": [9.0, 9.0, 1.0, 1.1]}))
+    assert "overlap between" not in write_report(compare(config), tmp_path, "")
 
 
 def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):

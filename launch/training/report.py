@@ -108,7 +108,7 @@ def mean_and_largest(differences: list[float]) -> tuple[float, float]:
 
 def write_report(comparison: Comparison, folder: Path, command: str) -> str:
     """Writes report.md, report.png and report.json, which `command` makes again. Returns what the terminal shows."""
-    description, summary = _description(comparison.runs["stock"]), _summary_table(comparison)
+    description, summary = _description(comparison.runs["stock"]), _summary_table(comparison) + _on_times(comparison)
     others = "*stock-N* is stock with train.sample_order=N." if len(comparison.runs) > 2 else ""
     (folder / "report.md").write_text(f"""# Training with Megatron's loss and with parallel_lce
 
@@ -152,6 +152,14 @@ def _summary_table(comparison: Comparison) -> str:
     ]  # fmt: skip
     texts = [[name, *("" if value is None else format(value, form) for value in values)] for name, form, values in rows]
     return _table([["", *comparison.runs], *(row for row in texts if any(row[1:]))])
+
+
+def _on_times(comparison: Comparison) -> str:
+    """A sentence on the step times, where a difference of medians may be noise."""
+    (low, _, high), (our_low, _, our_high) = (comparison.runs[n].step_times() for n in ("stock", "parallel_lce"))
+    if max(low, our_low) > min(high, our_high):
+        return ""
+    return "\n\nThe step times of both losses overlap between p10 and p90: a difference of their medians may be noise."
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -111,14 +111,14 @@ def divergence(
     one_scale, token_scale = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
-    calls, inputs = paired(options, given, its_options, teacher, group)
+    calls, inputs = _paired(options, given, its_options, teacher, group)
     student, beta = calls[0], float(beta)
     counted = _counted(student.target, ignore_index, student.shape.numel(), inputs[0].device)
     if reduction == "none" or inputs[0].dtype == torch.float16:
-        losses, _ = divergences(calls, inputs, beta)
+        losses = divergences(calls, inputs, beta)
         losses = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
     else:
-        losses, _ = divergences(calls, inputs, beta, counted.to(student.dtype) / _divisor(counted, reduction))
+        losses = divergences(calls, inputs, beta, counted.to(student.dtype) / _divisor(counted, reduction))
     return adapter.loss(losses)
 
 
@@ -230,7 +230,7 @@ def _adapted_student(
     """:func:`adapted` from a public function's ``arguments``, of the student. ``ids``: selected. The call itself
     reduces and ignores nothing: the settings are in its name, which ranks compare."""
     beta, reduction, ignore_index = (arguments[name] for name in ("beta", "reduction", "ignore_index"))
-    check_beta(beta)
+    _check_beta(beta)
     beta = float(beta)
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
@@ -241,7 +241,7 @@ def _adapted_student(
     return adapted(options, given, arguments["process_group"], reduction)
 
 
-def paired(
+def _paired(
     options: Options, student: Tensors, of_teacher: Options, teacher: Tensors, group: dist.ProcessGroup | None = None
 ) -> tuple[tuple[Call, Call], tuple]:
     """The calls of both, which fit each other, and their inputs, three of each. No gradient flows to the teacher."""
@@ -261,7 +261,7 @@ def _detached(value: Any) -> Any:
     return out_of_inference(value.detach()) if isinstance(value, Tensor) else value
 
 
-def check_beta(beta: object) -> None:
+def _check_beta(beta: object) -> None:
     """Raise ``ValueError`` unless this is a beta of :func:`divergence`."""
     if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
         between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"

@@ -31,7 +31,7 @@ from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whol
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
-from parallel_lce.distillation.torch_part import DIVERGENCE, NEGATIVE_ENTROPY
+from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers, GradientSums
 
@@ -41,12 +41,9 @@ _FEWEST_TOKENS = 128
 _LARGEST_LOG_RATIO = 64.0
 
 
-def divergences(
-    calls: tuple[Call, Call], inputs: tuple, beta: float, factor: Tensor | None = None, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def divergences(calls: tuple[Call, Call], inputs: tuple, beta: float, factor: Tensor | None = None) -> Tensor:
     """Divergences ``[N]`` of student and teacher, with three ``inputs`` each, differentiable by the student's. With
-    ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in this call. Also the
-    student's entropies ``[N]``, if they are wanted, without a gradient."""
+    ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in this call."""
     student, hidden = calls[0], inputs[0]
     options, layout = student.options, student.layout
     # The largest blocks whose logits and gradient fit in the budget.
@@ -54,28 +51,25 @@ def divergences(
     row_bytes = layout.sp_size * entries * (2 * student.dtype.itemsize + hidden.dtype.itemsize)
     rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
     blocks = blocks_within(options.logits_budget or 0, rows, row_bytes, fewest)
-    return _Divergences.apply(*inputs, (*calls, beta, blocks, NEGATIVE_ENTROPY + entropy), factor)
+    return _Divergences.apply(*inputs, (*calls, beta, blocks), factor)
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, *given: Any) -> Tensor:
         *inputs, ctx.task, factor = given
         student, teacher, *_ = ctx.task
         ctx.gradients, numbers = _pass(ctx.task, inputs, student.needs, factor, True)
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
-        losses, entropy = numbers[DIVERGENCE], None
-        if len(numbers) > NEGATIVE_ENTROPY:
-            entropy = -numbers[NEGATIVE_ENTROPY]
-            ctx.mark_non_differentiable(entropy)
+        losses = numbers[DIVERGENCE]
         if factor is None:
-            return losses.clone(), entropy  # the caller may overwrite it
+            return losses.clone()  # the caller may overwrite it
         # An ignored token has loss 0, even if its logits are NaN.
-        return (losses * factor).masked_fill_(factor == 0, 0.0).sum(), entropy
+        return (losses * factor).masked_fill_(factor == 0, 0.0).sum()
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
+    def backward(ctx: Any, saved: tuple, upstream: Tensor):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         student, teacher, *settings = ctx.task
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
@@ -96,10 +90,10 @@ class _Divergences(torch.autograd.Function):
 def _pass(
     task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, known: Tensor | None = None
 ) -> tuple[Gradients, Tensor]:
-    """One pass over the blocks of a ``task``: student, teacher, beta, blocks and rows of numbers. Returns the gradients
-    of the sum of factor times divergence, None each without a ``factor [N]``; and the numbers ``[rows, N]``, which may
+    """One pass over the blocks of a ``task``: student, teacher, beta and blocks. Returns the gradients
+    of the sum of factor times divergence, None each without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may
     be ``known`` from an earlier pass. ``summed``: dW and dbias stay in the statistics' dtype: they will be scaled."""
-    student, teacher, beta, blocks, rows = task
+    student, teacher, beta, blocks = task
     layout, dtype = student.layout, student.dtype
     # Saved-tensor hooks may have changed strides.
     x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
@@ -110,7 +104,7 @@ def _pass(
         factor, needs = None, Needs(False, False, False)
     else:
         factor, unscale = _of_output(factor, beta, projection, gradient_dtype)
-    numbers = x.new_empty(rows, student.shape.numel(), dtype=dtype) if known is None else known
+    numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype if summed else None)
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
     with device_without_autocast(projection.weight):
@@ -125,7 +119,7 @@ def _pass(
             work = partial_of(part.divergence, logits, its_logits, own, beta, times, of_block.logit_map)
             if known is None:
                 own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
-                of_ranks = own.new_empty(layout.ranks, rows - DIVERGENCE, len(x))
+                of_ranks = own.new_empty(layout.ranks, ROWS - DIVERGENCE, len(x))
                 # The gradient of KL(teacher || student) needs no sum: one pass computes both.
                 work(of_ranks[layout.rank], gradient if beta == 0 else None)
                 if layout.ranks > 1:

@@ -13,14 +13,13 @@ from parallel_lce.core.partials import LOWEST_SHIFT
 # Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
 
-# Numbers per token, [6 or 7, N]. The first two are the student's normalizer, the next two the teacher's: over the whole
+# Numbers per token, [ROWS, N]. The first two are the student's normalizer, the next two the teacher's: over the whole
 # vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. Both are subtracted
 # from a logit, which gives a log-probability.
 DIVERGENCE = 4
 # The sum of p log(p / r), from which the gradient takes a difference if beta > 0.
 STUDENT_MEAN = 5
-# The sum of p log p, if it is wanted.
-NEGATIVE_ENTROPY = 6
+ROWS = 6
 
 
 def divergence(
@@ -36,10 +35,10 @@ def divergence(
     """From the logits ``[R, V/P]`` of both, in the statistics' dtype, write ``sums`` and ``gradient``, unless None.
 
     Args:
-        numbers: ``[rows, R]``, contiguous. The normalizers are read and, for a gradient with beta > 0, the mean.
+        numbers: ``[ROWS, R]``, contiguous. The normalizers are read and, for a gradient with beta > 0, the mean.
         factor: ``[R]``, of the gradient. A token of factor 0 has gradient 0, even if its logits are NaN.
         logit_map: the student's.
-        sums: ``[2 or 3, R]``, the shard's part of the numbers from ``DIVERGENCE`` on.
+        sums: ``[2, R]``, the shard's part of the numbers from ``DIVERGENCE`` on.
         gradient: ``[R, V/P]``: factor slope (p - q) if beta is 0, else factor slope p (log(p / r) - mean), with the
             slope of the soft-cap.
     """
@@ -52,8 +51,6 @@ def divergence(
         if sums is not None:
             sums[0, rows] = _terms(p, q, of_p, of_q, beta).sum(1)
             sums[1, rows] = _product(p, of_p).sum(1)
-            if len(sums) > 2:
-                sums[2, rows] = _product(p, log_p).sum(1)
         if gradient is not None and factor is not None:
             g = p - q if beta == 0 else _product(p, of_p - numbers[STUDENT_MEAN, rows, None])
             slope = logit_map.of_rows(rows).slope(student[rows].t())

@@ -44,10 +44,9 @@ def lce_backward_divergence(
     rest,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
-    ENTROPY: tl.constexpr,
 ):
     """``TEACHER``, ``STUDENT``: whether the divergence contains the sum over the teacher's, or the student's,
-    probabilities. ``ENTROPY``: ``sums`` has a third row."""
+    probabilities."""
     row = tl.program_id(0).to(tl.int64)
     of_row = numbers + row
     top, log_sum = tl.load(of_row), tl.load(of_row + rows)
@@ -61,7 +60,6 @@ def lce_backward_divergence(
     cap = caps_of(logit_map, row, True)
     total = 0.0
     student_mean = 0.0
-    negative_entropy = 0.0
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
@@ -92,8 +90,6 @@ def lce_backward_divergence(
             total += tl.sum(tl.where(valid, terms, 0.0), 0)
             if STUDENT:
                 student_mean += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
-            if ENTROPY:
-                negative_entropy += tl.sum(tl.where(valid & (p != 0.0), p * log_p, 0.0), 0)
         if gradient is not None:
             g = tl.where(p != 0.0, p * (of_p - mean), 0.0) if STUDENT else p - q
             if logit_map.softcap is not None:
@@ -104,8 +100,6 @@ def lce_backward_divergence(
     if sums is not None:
         tl.store(sums + row, total)
         tl.store(sums + rows + row, student_mean)
-        if ENTROPY:
-            tl.store(sums + 2 * rows + row, negative_entropy)
 
 
 def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradient) -> None:
@@ -130,6 +124,5 @@ def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradien
             1 - beta,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
-            ENTROPY=sums is not None and len(sums) > 2,
             num_warps=8,
         )

@@ -18,7 +18,6 @@ from parallel_lce.core.private import (
     FSDP_MODULES,
     DisableTorchFunctionSubclass,
     comes_from,
-    forward_gradients_enabled,
     outside_graphs,
     pytree,
     saving_without_hooks,
@@ -143,23 +142,17 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class _State:
-    """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` then, or
-    -1 after a change that no version shows. ``entered``: their version when a Function first used them. ``hooked``: a
-    hook waits for the gradient of the deferred tensor itself; ``output_hooks`` are put on ``real`` too. ``revealed``:
-    ``real`` has the place of the deferred tensor in the graph."""
+    """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` and
+    ``node`` (``grad_fn``) then. ``hooked``: whether a program put a hook on them; ``output_hooks`` are FSDP's and
+    DeepSpeed's."""
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
-        self.version = 0
-        self.entered: int | None = None
-        self.hooked = self.revealed = False
+        self.version, self.node, self.hooked = 0, None, False
         self.output_hooks: list[Callable] = []
 
-    def now(self) -> int:
-        return 0 if self.real is None else version(self.real)
-
     def is_changed(self) -> bool:
-        return self.now() != self.version
+        return self.real is not None and version(self.real) != self.version
 
 
 class _Edge(torch.autograd.Function):
@@ -176,29 +169,16 @@ class _Edge(torch.autograd.Function):
         """By a backward within the backward, as of a reentrant checkpoint."""
         if gradient is None:
             return None, *(None for _ in ctx.operands)
-        state = ctx.state
-        # Functions may change their inputs themselves, as Megatron's cross-entropy does, and know of that.
-        if (state.now() if state.entered is None else state.entered) != state.version and not state.revealed:
-            said = "logits were changed in place, and then used by a torch.autograd.Function: give it a changed copy"
-            raise RuntimeError(f"parallel_lce: {said}")
+        # Functions may change their inputs themselves, as Megatron's cross-entropy does, which leaves the node.
+        if (real := ctx.state.real) is not None and (ctx.state.hooked or real.grad_fn is not ctx.state.node):
+            said = "logits were changed in place or got a hook, and then used by a torch.autograd.Function"
+            raise RuntimeError(f"parallel_lce: {said}: give it a changed copy")
         ctx.source.check()
         leaves = [operand.detach().requires_grad_(operand.requires_grad) for operand in ctx.operands]
         with torch.enable_grad(), ctx.source.modes():
             logits = _after(ctx.source.make(*leaves), ctx.steps)
         torch.autograd.backward(logits, gradient)
         return None, *(leaf.grad for leaf in leaves)
-
-
-class _Reveal(torch.autograd.Function):
-    """The real logits at the deferred ones' place in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: DeferredLogits, real: Tensor) -> Tensor:
-        return real.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient, None
 
 
 def _after(logits: Tensor, steps: tuple) -> Tensor:
@@ -301,24 +281,26 @@ class DeferredLogits(Tensor):
         return {"logit_scale": float(inner * outer), "logit_softcap": float(outer)} if outer > 0 else None
 
     @torch.no_grad()
-    def largest(self) -> tuple[Tensor, Tensor] | None:
-        """Each token's largest logit and its position, as of ``max(-1)``, by a fused projection; None where that needs
-        real logits. Waits for the device: a token with a NaN needs them."""
+    def _largest(self, name: str, over: list) -> Any:
+        """The result of ``argmax(-1)`` or, without gradients, of ``max(-1)``, by a fused projection; None where that
+        needs real logits. Waits for the device: a token with a NaN needs them."""
         source, weight = self.source, self.source.weight
         rows: Any = self.rows
+        if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(self.sizes) - 1) or self.why_not_fused():
+            return None
         captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or self.why_not_fused() or weight is None or type(weight) not in (Tensor, nn.Parameter):
-            return None
-        if weight.shape[0] != self.shape[-1]:  # gathered over the ranks
-            return None
+        if captured or type(weight) not in (Tensor, nn.Parameter) or weight.shape[0] != self.sizes[-1]:
+            return None  # the last: gathered over the ranks
         source.check()
         if source.whole is not None:
             rows = source.whole(source.hidden)
         with source.modes():
-            found: Any = token_statistics(
-                rows, weight, None, linear_bias=source.bias, argmax=True, **(self.epilogue() or {})
-            )
-        return None if (found.argmax < 0).any() else (found.max_logit.to(self.kind), found.argmax)
+            options = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
+            found: Any = token_statistics(rows, weight, None, **options)
+        if (found.argmax < 0).any():
+            return None
+        top = found.max_logit.to(self.kind), found.argmax
+        return top[1] if name == "argmax" else torch.return_types.max(top)
 
     # --- real logits ---
 
@@ -327,17 +309,18 @@ class DeferredLogits(Tensor):
         """The real logits. Collectives: if this is the first use, those of the layer's forward."""
         state = self.state
         if state.real is None:
-            state.real = self._made(use)
-            state.version = version(state.real)
+            self._set(self._made(use))
+            if self._is_moved():  # a copy at this tensor's place in the graph
+                with torch.enable_grad(), DisableTorchFunctionSubclass():
+                    self._set(self.clone())
+            parent = self.parent
+            state.hooked = parent is not None and (parent.state.hooked or parent.state.is_changed())
             for hook in state.output_hooks if state.real.requires_grad else ():
                 state.real.register_hook(hook)
-        if (state.hooked or self._is_moved()) and not state.revealed:
-            with torch.enable_grad():
-                state.real, state.revealed = _Reveal.apply(self, state.real), True
-        assert state.real is not None
-        if state.entered is None and not forward_gradients_enabled():
-            state.entered = state.now()
         return state.real
+
+    def _set(self, real: Tensor) -> None:
+        self.state.real, self.state.version, self.state.node = real, version(real), real.grad_fn
 
     def _made(self, use: str) -> Tensor:
         source, before = self.source, None
@@ -368,28 +351,22 @@ class DeferredLogits(Tensor):
         kwargs, name = kwargs or {}, _name(function)
         first: Any = args[0] if args else None
         is_deferred = type(first) is cls
-        deferred = is_deferred and first.state.real is None
-        if deferred and name in _HOOKS:
-            first._expect_hook(name, *args[1:])
-        of_hook = is_deferred and first.state.hooked and name in ("grad", "retains_grad")
-        if of_hook or (deferred and (name in _PLAIN or name in _HOOKS)):
-            with DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        if deferred:
-            unchanged = not (first.state.hooked or first._is_moved())
-            if unchanged and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
+        if is_deferred and name in _HOOKS:
+            return first._hooked(function, name, *args[1:])
+        if is_deferred and first.state.real is None:
+            if name in _PLAIN:
+                with DisableTorchFunctionSubclass():
+                    return function(*args, **kwargs)
+            if not first._is_moved() and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
                 return step
-            if name == "argmax" or (name == "max" and not torch.is_grad_enabled()):
-                over = [*args[1:], *kwargs.values()] if kwargs.keys() <= {"dim"} else []
-                if [type(dim) for dim in over] == [int] and over[0] in (-1, first.dim() - 1):
-                    if (top := first.largest()) is not None:
-                        return top[1] if name == "argmax" else torch.return_types.max(top)
-        args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.real(name), (args, kwargs))
+            if (name == "argmax" or (name == "max" and not torch.is_grad_enabled())) and kwargs.keys() <= {"dim"}:
+                if (found := first._largest(name, [*args[1:], *kwargs.values()])) is not None:
+                    return found
+        args, kwargs = _real((args, kwargs), name)
         result = function(*args, **kwargs)
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if not (is_deferred and (in_place or name in _HOOKS)):
+        if not is_deferred or not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
             return result
-        if name in _HOOKS or first.source.inference:
+        if first.source.inference:
             first.state.version = -1
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
         return first if result is first.state.real else result
@@ -397,19 +374,24 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
-        real = lambda tensor: tensor.real(str(function)).detach()  # noqa: E731
-        args, kwargs = pytree.tree_map_only(cls, real, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), str(function)))
         return function(*args, **kwargs)
 
-    def _expect_hook(self, name: str, hook: Any = None) -> None:
-        """Before the loss a hook makes it take real logits. After it the logits get no gradient, and only the hooks may
-        wait for one that FSDP and DeepSpeed put on each output."""
-        if comes_from(hook, *FSDP_MODULES, DEEPSPEED):
-            self.state.output_hooks.append(hook)
-            return
+    def _hooked(self, function: Callable, name: str, *hook: Callable) -> Any:
+        """A hook's place is at real logits, which the loss then takes. After the loss they get no gradient, and only
+        the hooks may wait for one that FSDP and DeepSpeed put on each output."""
+        state = self.state
+        if hook and comes_from(hook[0], *FSDP_MODULES, DEEPSPEED):
+            if state.real is not None:
+                return function(state.real, *hook)
+            state.output_hooks += hook
+            with DisableTorchFunctionSubclass():
+                return function(self, *hook)
         if self.source.has_loss:
             raise RuntimeError(f"parallel_lce: {name} comes after the loss, which took no logits: call it before")
-        self.state.hooked = True
+        result = function(self.real(name), *hook)
+        state.hooked = True
+        return result
 
     @outside_graphs
     def _recorded(self, function: Callable, name: str, arguments: tuple, options: dict) -> DeferredLogits | None:
@@ -438,6 +420,11 @@ class DeferredLogits(Tensor):
         steps = (*self.steps, (function, arguments, options))
         fields = dict(source=self.source, parent=self, steps=steps, rows=rows, sizes=sizes, kind=kind)
         return self._attached(fields, self.tracked and name != "detach")
+
+
+def _real(arguments: Any, use: str) -> Any:
+    """Arguments with real logits for deferred ones."""
+    return pytree.tree_map_only(DeferredLogits, lambda tensor: tensor.real(use), arguments)
 
 
 def _name(function: Any) -> str:

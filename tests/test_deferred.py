@@ -265,10 +265,11 @@ def test_a_hook_after_the_loss_is_refused_but_for_fsdps():
 
 
 def test_a_change_that_a_function_cannot_see_is_refused():
-    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
-    z.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place, and then used by a torch.autograd.Function"):
-        Tripled.apply(z).sum().backward()
+    for change in (lambda z: z.mul_(2), _hooked, _view_of_changed):
+        z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+        changed = change(z)
+        with pytest.raises(RuntimeError, match="changed in place or got a hook, and then used by a torch.autograd.Function"):
+            Tripled.apply(changed).sum().backward()
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
     doubled = z * 2
     z.add_(1)

@@ -59,25 +59,20 @@ def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
 
 
-UNITS = [(unit, {}) for unit in ("model", "layer", "layer, kept whole", "layer, in shards", "tied")]
-UNITS += [("layer", {"token_metrics": True}), ("layer", {"skip_masked": True})]
+# What is a unit of its own, and whether the loss is fused.
+UNITS = {"model": True, "tied": True, "layer": False}
 
 
-@pytest.mark.parametrize(("unit", "settings"), UNITS, ids=str)
+@pytest.mark.parametrize("unit", UNITS)
 @on_ranks(2)
-def test_fully_sharded_weights(member, unit, settings):
-    """The model's is whole until the loss; the layer's own in a call of the layer, in which the loss is computed."""
-    shards = {"sequence_parallel": True} if unit == "layer, in shards" else {"data": member.ranks}
-    spec = Model(ranks=member.ranks, **shards, tied=unit == "tied", mtp=1 if "token_metrics" in settings else None)
-    alone = torch.distributed.new_subgroups(1)[0]
+def test_fully_sharded_weights(member, unit):
+    """The model's is whole until the loss, the layer's own within its call alone."""
+    spec = Model(ranks=member.ranks, data=member.ranks, tied=unit == "tied")
 
     def results(model, data, ours):
-        mesh = DeviceMesh.from_group(alone if spec.tensor > 1 else member.group, member.device.type)
-        warnings.filterwarnings("error", message="parallel_lce|.*returned a view tensor")
-        if ours:
-            parallel_lce.megatron.patch(**settings)
-        if "layer" in unit:
-            fully_shard(model.output_layer, mesh=mesh, reshard_after_forward="whole" not in unit)
+        mesh = DeviceMesh.from_group(member.group, member.device.type)
+        if unit == "layer":
+            fully_shard(model.output_layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         found, parameters = [], [*model.parameters()]
         for _ in range(2):
@@ -87,13 +82,12 @@ def test_fully_sharded_weights(member, unit, settings):
         model.eval()
         with torch.no_grad():
             found.append(losses_of(model, spec, data) * (data.labels >= 0))
-            if not spec.mtp:  # which needs labels
-                found.append(model(data.tokens, data.positions, data.mask)[...])
+            found.append(model(data.tokens, data.positions, data.mask)[...])
         return found
 
     with mock.patch.object(loss, "_run", wraps=loss._run) as fused:
         side_by_side(member, spec, results)
-    assert fused.call_count >= 3
+    assert bool(fused.call_count) == UNITS[unit]
 
 
 # --- patch() and unpatch() ---------------------------------------------------------------------------
@@ -187,6 +181,8 @@ def test_fuse_and_explain(member):
     assert [*first.sharded_state_dict()] == [*unfused.sharded_state_dict()]
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
     first.output_layer = stock
+    unfused.config.defer_embedding_wgrad_compute = True
+    assert "defer_embedding_wgrad_compute" in fuse(unfused)[0] and fuse(unfused) == explain(unfused)
     second.output_layer = None
     assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", NO_LAYER]
     assert fuse([first, second]) == ["fused", NO_LAYER]
@@ -242,11 +238,9 @@ def test_an_output_layer_that_returns_losses(member, real):
 # --- the launcher -------------------------------------------------------------------------------------
 
 OPTION = "--cross-entropy-fusion-impl"
-# A script that knows nothing of this package, with Megatron's argument for the loss. Before it imports Megatron, it may
-# choose which one that is, and set its environment.
+# A script that knows nothing of this package, with Megatron's argument for the loss.
 SCRIPT = """
 import argparse, beside, sys
-assert "megatron.core" not in sys.modules
 from megatron.core.models.gpt.gpt_model import GPTModel
 print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
 parser = argparse.ArgumentParser()
@@ -282,10 +276,10 @@ def test_an_unedited_script(script, choice):
 
 def test_options_may_stand_anywhere(script):
     ours = ["--parallel-lce-skip-masked=0", "--parallel-lce-logits-budget 7", "--parallel-lce-cross-entropy logits"]
-    text = f"{ours[0]} {script} --lr -1 {ours[1]} -- -x {ours[2]} --help"
+    text = f"{ours[0]} {script} --lr -1 {ours[1]} -x {ours[2]} --help"
     found = dict(skip_masked=False, logits_budget=7, cross_entropy="logits")
-    assert launcher._parse(text.split()) == (found, False, str(script), ["--lr", "-1", "--", "-x", "--help"])
-    assert launcher._parse(["-m", "a.b", "-m", "c"]) == ({}, True, "a.b", ["-m", "c"])
+    assert launcher._parsed(text.split()) == (found, False, [str(script), "--lr", "-1", "-x", "--help"], False)
+    assert launcher._parsed(["-m", "a.b", "-m", "c"]) == ({}, True, ["a.b", "-m", "c"], False)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +292,6 @@ def test_options_may_stand_anywhere(script):
 )
 def test_the_launcher_refuses_in_words(arguments, code, message, capsys):
     with pytest.raises(SystemExit) as refusal:
-        launcher._parse(arguments)
+        launcher._parsed(arguments)
     said = capsys.readouterr()
     assert refusal.value.code == code and message in (said.err if code else said.out)

@@ -39,8 +39,6 @@ _HOOKS = {"register_hook", "retain_grad"}
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
-_IN_PLACE = {"__set__", "__setitem__"}
-"""Changes in place, beside those whose names end in one underscore. That of ``logits *= 2`` is ``mul_``."""
 THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
 
@@ -62,7 +60,7 @@ class Source:
         self,
         layer: Any,
         hidden: Tensor,
-        weight: Tensor | None,
+        weight: Any,
         bias: Tensor | None,
         make: Callable[..., Tensor],
         say: Callable[[Source, str], None],
@@ -74,12 +72,10 @@ class Source:
         self.layer, self.hidden, self.weight, self.bias, self.unit = layer, hidden, weight, bias, unit
         self.make, self.say, self.operands, self.whole = make, say, operands, whole
         self.parameter = weight if parameter is None else parameter
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.device = hidden.device
+        self.device, self.grad = hidden.device, torch.is_grad_enabled()
         self.autocast_dtype = _autocast_dtype(self.device.type)
-        self.has_attached = any(operand.requires_grad for operand in (hidden, *operands))
-        others = () if self.has_attached else (self.parameter, bias)
-        self.is_trainable = self.has_attached or any(t is not None and t.requires_grad for t in others)
+        given = hidden, self.parameter, bias, *operands
+        self.is_trainable = self.grad and any(t is not None and t.requires_grad for t in given)
         named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
         self.versions = [(name, tensor, version(tensor)) for name, tensor in named if tensor is not None]
         self.too_late: str | None = None
@@ -95,16 +91,20 @@ class Source:
             return nullcontext()
         return torch.autocast(kind, dtype, enabled=dtype is not None)
 
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if the operands may be others than in the layer's call."""
+    def event(self) -> str | None:
+        """What happened since the layer's call, by which the operands may be others."""
         event, weight = self.too_late, self.weight
         for name, tensor, before in self.versions:
             if version(tensor) != before:
                 event = f"the output layer's {name} changed in place"
-        if weight is not None and type(weight) in (Tensor, nn.Parameter) and self.device.type != "meta":
+        if type(weight) in (Tensor, nn.Parameter):
             if weight.numel() == 0 or weight.untyped_storage().size() == 0:
                 event = "FSDP or ZeRO has taken back the output layer's weight"
-        if event is not None:
+        return event
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` after such an event."""
+        if (event := self.event()) is not None:
             raise RuntimeError(f"parallel_lce: logits, or their loss, are wanted after {event}: use them before")
 
     def close_after(self, loss: Tensor) -> None:
@@ -151,9 +151,6 @@ class _State:
         self.version, self.node, self.hooked = 0, None, False
         self.output_hooks: list[Callable] = []
 
-    def is_changed(self) -> bool:
-        return self.real is not None and version(self.real) != self.version
-
 
 class _Edge(torch.autograd.Function):
     """The place of deferred logits in the autograd graph, for other Functions that take them."""
@@ -192,8 +189,8 @@ class DeferredLogits(Tensor):
 
     The loss takes their operands (:meth:`run`). Sizes need no logits. Products and quotients with numbers, tanh, casts,
     ``detach``, ``clone`` and views that keep the vocabulary last are recorded, and give deferred logits again. The
-    first other use, by anybody, makes the real logits by the layer's own forward, in the grad, autocast and inference
-    mode of the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
+    first other use, by anybody, makes the real logits by the layer's own forward, in the grad and autocast mode of
+    the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
     by then: by its version, by a step of an optimizer that holds the weight, or after an event of the door.
     """
 
@@ -218,11 +215,11 @@ class DeferredLogits(Tensor):
     @staticmethod
     def _attached(fields: dict[str, Any], gradient: bool = True) -> DeferredLogits:
         source, fields["state"] = fields["source"], _State()
-        fields["tracked"] = gradient and source.grad and source.is_trainable and torch.is_grad_enabled()
+        fields["tracked"] = gradient and source.is_trainable and torch.is_grad_enabled()
         if not fields["tracked"]:
             return DeferredLogits._new(fields)
         # Without an operand that requires a gradient the result would have no place in the graph.
-        hidden = source.hidden if source.has_attached else source.hidden.detach().requires_grad_()
+        hidden = source.hidden if source.hidden.requires_grad else source.hidden.detach().requires_grad_()
         return _Edge.apply(fields, hidden, *source.operands)
 
     @staticmethod
@@ -240,11 +237,10 @@ class DeferredLogits(Tensor):
         source.check()
         assert rows is not None
         with nullcontext() if self.tracked else torch.no_grad(), source.modes():
-            if source.unit is None:
-                weight: Any = source.weight
-                result = loss(rows, weight, source.bias)
-            else:
+            if source.unit is not None:
                 result = call_unit(source.unit, source.layer, rows, loss)
+            else:
+                result = loss(rows, source.weight, source.bias)
         source.has_loss = True
         return result
 
@@ -253,7 +249,7 @@ class DeferredLogits(Tensor):
         in that."""
         tensor: DeferredLogits | None = self
         while tensor is not None:
-            if tensor.state.hooked or tensor.state.is_changed() or tensor._is_moved():
+            if tensor._is_touched() or tensor._is_moved():
                 return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
             tensor = tensor.parent
         if self.rows is None:
@@ -289,9 +285,10 @@ class DeferredLogits(Tensor):
         if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(self.sizes) - 1) or self.why_not_fused():
             return None
         captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or type(weight) not in (Tensor, nn.Parameter) or weight.shape[0] != self.sizes[-1]:
-            return None  # the last: gathered over the ranks
-        source.check()
+        if captured or source.event() or type(weight) not in (Tensor, nn.Parameter):
+            return None
+        if weight.shape[0] != self.sizes[-1]:  # gathered over the ranks
+            return None
         if source.whole is not None:
             rows = source.whole(source.hidden)
         with source.modes():
@@ -313,8 +310,7 @@ class DeferredLogits(Tensor):
             if self._is_moved():  # a copy at this tensor's place in the graph
                 with torch.enable_grad(), DisableTorchFunctionSubclass():
                     self._set(self.clone())
-            parent = self.parent
-            state.hooked = parent is not None and (parent.state.hooked or parent.state.is_changed())
+            state.hooked = self.parent is not None and self.parent._is_touched()
             for hook in state.output_hooks if state.real.requires_grad else ():
                 state.real.register_hook(hook)
         return state.real
@@ -326,10 +322,11 @@ class DeferredLogits(Tensor):
         source, before = self.source, None
         if self.parent is not None:
             before, name = self.parent.real(use), _name(self.steps[-1][0])
-            if self.parent.state.is_changed() and name not in _VIEWS | {"detach"}:
+            if version(before) != self.parent.state.version and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
-        with saving_without_hooks(), torch.inference_mode(source.inference), torch.set_grad_enabled(source.grad):
+        # Tensors of inference mode do not count their changes.
+        with saving_without_hooks(), torch.inference_mode(False), torch.set_grad_enabled(self.tracked):
             if before is not None:
                 return _after(before, self.steps[-1:])
             source.check()
@@ -337,6 +334,13 @@ class DeferredLogits(Tensor):
                 source.say(source, use)
             with source.modes():
                 return source.make(source.hidden, *source.operands)
+
+    def _is_touched(self) -> bool:
+        """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
+        state, real = self.state, self.state.real
+        return real is not None and (
+            state.hooked or version(real) != state.version or real.requires_grad != self.tracked
+        )
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
@@ -353,8 +357,9 @@ class DeferredLogits(Tensor):
         is_deferred = type(first) is cls
         if is_deferred and name in _HOOKS:
             return first._hooked(function, name, *args[1:])
-        if is_deferred and first.state.real is None:
-            if name in _PLAIN:
+        # Also beside real logits, so that a look of one rank alone leaves the loss what it is on the others.
+        if is_deferred and not first._is_touched():
+            if name in _PLAIN and first.state.real is None:
                 with DisableTorchFunctionSubclass():
                     return function(*args, **kwargs)
             if not first._is_moved() and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
@@ -364,12 +369,8 @@ class DeferredLogits(Tensor):
                     return found
         args, kwargs = _real((args, kwargs), name)
         result = function(*args, **kwargs)
-        if not is_deferred or not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
-            return result
-        if first.source.inference:
-            first.state.version = -1
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
-        return first if result is first.state.real else result
+        return first if is_deferred and result is first.state.real else result
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,6 @@ import inspect
 import os
 import runpy
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
 
-import parallel_lce.megatron
 from measures import assert_close
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, side_by_side, switched

@@ -6,6 +6,7 @@ everything before the loss (embedding, MuP's scale, heads for multi-token predic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,6 @@ class Scoring:
 
     def __init__(self, function: str, labels: Tensor, of: Callable[[DeferredLogits], tuple]) -> None:
         self.function, self.labels, self._of = function, labels, of
-        self.results = 0
 
     def score(self, logits: Any) -> tuple[Tensor, ...]:
         if not isinstance(logits, DeferredLogits):
@@ -44,7 +44,6 @@ class Scoring:
         if (reason := logits.why_not_fused()) is not None:
             raise self.refused(reason)
         found = self._of(logits)
-        self.results = len(found)
         for value in found:
             logits.source.close_after(value)
         return found
@@ -105,8 +104,8 @@ def token_log_probs(
         assert labels is not None
         return statistics(logits, labels, temperature, entropy)
 
-    given = input_ids, position_ids, attention_mask
-    output, last = _scored("token_log_probs", model, inner, given, labels, of, forward_arguments)
+    call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
+    output, last = _scored("token_log_probs", inner, call, labels, of)
     return TokenLogProbs(*output) if last else output
 
 
@@ -143,22 +142,16 @@ def token_loss(
         names.extend(metrics)
         return total, *metrics.values()
 
-    given = input_ids, position_ids, attention_mask
-    output, last = _scored("token_loss", model, inner, given, labels, of, forward_arguments)
+    call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
+    output, last = _scored("token_loss", inner, call, labels, of)
     return (output[0], dict(zip(names, output[1:]))) if last else output
 
 
 def _scored(
-    function: str,
-    model: torch.nn.Module,
-    inner: Any,
-    given: tuple[Tensor | None, ...],
-    labels: Tensor | None,
-    of: Callable[[DeferredLogits], tuple],
-    forward_arguments: dict[str, Any],
+    function: str, inner: Any, call: Callable[[], Any], labels: Tensor | None, of: Callable[[DeferredLogits], tuple]
 ) -> tuple[Any, bool]:
-    """The output of the model's forward, whose loss is ``of(logits)``; and whether it is of the last pipeline stage.
-    ``given``: input and position ids, and attention mask."""
+    """The output of a ``call`` of the model, whose loss is ``of(logits)``; and whether it is of the last pipeline
+    stage."""
     scoring = None
     if getattr(inner, "post_process", True):
         if not isinstance(labels, Tensor) or labels.dim() != 2:
@@ -172,10 +165,10 @@ def _scored(
     debug.state.awaited = False
     token = running.set(scoring)
     try:
-        output = model(*given, labels=labels, **forward_arguments)
+        output = call()
     finally:
         running.reset(token)
-    if scoring is not None and not (isinstance(output, tuple) and len(output) == scoring.results):
+    if scoring is not None and not isinstance(output, tuple):
         raise RuntimeError(
             f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"

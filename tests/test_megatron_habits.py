@@ -166,6 +166,11 @@ def _looks_on_rank_0(module, inputs, output):
         output[0].abs().max().item()
 
 
+def _looks_and_scales(module, inputs, output):
+    _looks_on_rank_0(module, inputs, output)
+    return output[0] * 0.5, output[1]
+
+
 def _own_loss(use, wrap=lambda loss: loss):
     """A program's own loss, which calls the model's."""
 
@@ -210,6 +215,7 @@ CHANGES = {
     "soft-cap": (_soft_cap, None),
     "hook": (_hook(lambda module, inputs, output: (output[0] * 0.5, output[1])), None),
     "hook of rank 0": (_hook(_looks_on_rank_0), "'abs' of the output layer's result"),
+    "a step after it": (_hook(_looks_and_scales), "'abs' of the output layer's result"),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
     "a loss of its own": (_own_loss(lambda z: z * 0.5), None),
     "a compiled loss": (_own_loss(lambda z: z, functools.partial(torch.compile, backend="eager")), None),
@@ -287,5 +293,5 @@ def test_old_releases_are_refused(member):
     model = build(member, Model(), {})
     with mock.patch.object(ColumnParallelLinear, "__init__", lambda self, input_size: None):
         for call in (parallel_lce.megatron.patch, lambda: token_log_probs(model, None, None, None, None)):
-            with pytest.raises(ImportError, match="needs megatron-core 0.14 or newer"):
+            with pytest.raises(ImportError, match="needs megatron-core 0.14 or newer, found 0."):
                 call()

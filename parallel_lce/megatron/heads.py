@@ -29,10 +29,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
     ) -> tuple[Any, Tensor | None]:
         own, fusion = parameters_of(self).get("weight"), vars(self).get(MARK)
         used: Any = own if weight is None else weight
-        scores = running.get() is not None
-        if fusion is None or not (scores or fusion.has_labels and fusion.settings.cross_entropy == "output_layer"):
-            reason = ""  # the caller wants logits
-        else:
+        wants_losses = fusion is not None and fusion.has_labels and fusion.settings.cross_entropy == "output_layer"
+        reason = ""  # the caller wants logits
+        if wants_losses or running.get() is not None:
             reason = _why_real(self, own, used)
         if reason is not None:
             self._say(reason)

@@ -159,15 +159,17 @@ def language_model(model: Any) -> Any:
 
 def _language_module() -> Any:
     """Raises ``ImportError`` if megatron-core is missing, or older than 0.14."""
-    needed = "parallel_lce.megatron needs megatron-core 0.14 or newer"
     try:
+        import megatron.core
         from megatron.core.models.common.language_module.language_module import LanguageModule
         from megatron.core.tensor_parallel import ColumnParallelLinear
     except ImportError as missing:
-        raise ImportError(f"{needed}: pip install 'megatron-core>=0.14'") from missing
+        remedy = "pip install 'megatron-core>=0.14'"
+        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}") from missing
     # Models of older releases do not pass on their process groups. A program's own layer may take anything.
     if not any("tp_group" in inspect.signature(kind.__init__).parameters for kind in ColumnParallelLinear.__mro__):
-        raise ImportError(f"{needed}: pip install --upgrade megatron-core")
+        found = getattr(megatron.core, "__version__", "an unknown version")
+        raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {found}")
     return LanguageModule
 
 

@@ -78,11 +78,11 @@ class Source:
         self.is_trainable = self.grad and any(t is not None and t.requires_grad for t in given)
         named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
         self.versions = [(name, tensor, version(tensor)) for name, tensor in named if tensor is not None]
-        self.too_late: str | None = None
+        self.events: list[str] = []
+        """What makes real logits too late."""
         self.has_loss = False
         _watch_optimizers()
-        self.reference: weakref.ref[Any] = weakref.ref(self, _alive.discard)
-        _alive.add(self.reference)
+        _alive.add(weakref.ref(self, _alive.discard))
 
     def modes(self) -> AbstractContextManager:
         """The autocast mode of the layer's call."""
@@ -93,7 +93,7 @@ class Source:
 
     def event(self) -> str | None:
         """What happened since the layer's call, by which the operands may be others."""
-        event, weight = self.too_late, self.weight
+        event, weight = next(iter(self.events), None), self.weight
         for name, tensor, before in self.versions:
             if version(tensor) != before:
                 event = f"the output layer's {name} changed in place"
@@ -109,13 +109,9 @@ class Source:
 
     def close_after(self, loss: Tensor) -> None:
         """From the backward of ``loss`` on no real logits can be made."""
-        if (node := loss.grad_fn) is not None:
-            node.register_prehook(functools.partial(_close, self.reference))
-
-
-def _close(source: weakref.ref[Source], _: Any) -> None:
-    if (alive := source()) is not None:
-        alive.too_late = "the backward of their loss"
+        events = self.events  # alone: a graph must not hold its source
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(lambda _: events.append("the backward of their loss"))
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -138,7 +134,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for reference in [*_alive]:  # a list at once: other threads may add to it
         source = reference()
         if source and source.parameter is not None and any(p is source.parameter for p in parameters):
-            source.too_late = "an optimizer's step, which may have changed the output layer's weight"
+            source.events.append("an optimizer's step, which may have changed the output layer's weight")
 
 
 class _State:

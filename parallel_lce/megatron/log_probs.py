@@ -70,8 +70,7 @@ def token_log_probs(
     unless it is. Its settings apply; with ``entropy`` gradients are exact.
 
     Args:
-        model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
-            DistributedDataParallel, Float16Module and torch.compile.
+        model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
         input_ids, position_ids, attention_mask: as in the model's forward.
         labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
             parallelism these are this rank's labels, and with packed sequences ``[1, tokens]``. The label -100 has the
@@ -80,13 +79,11 @@ def token_log_probs(
         temperature: divides the logits: a number > 0; or a floating-point tensor of the labels' shape, the same on all
             tensor-parallel ranks, without a gradient, whose values are not checked.
         entropy: whether to return the entropy of the divided logits, too.
-        forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params`` and
-            ``loss_mask``, which only masks the losses of multi-token prediction. Any backward through the result
-            includes the gradients of these losses, once per call.
+        forward_arguments: further keyword arguments of the model's forward. ``loss_mask`` masks only the losses of
+            multi-token prediction, whose gradients any backward through the result includes, once per call.
 
     Returns:
-        On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output. As in stock, padding rows
-        of the vocabulary take part in the softmax, unless the model was patched with a ``vocab_size``.
+        On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output.
 
     Collectives: those of the model's forward up to the output layer, then those of
     :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward

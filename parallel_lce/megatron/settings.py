@@ -13,7 +13,6 @@ from parallel_lce.core.options import Options, Tensors, check_flag, check_option
 from parallel_lce.patching import warn
 from parallel_lce.run.token_count import LabelCount
 
-CROSS_ENTROPIES = ("output_layer", "logits")
 MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
 
@@ -62,8 +61,8 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
         raise ValueError(f"{min(unknown)} is no setting: take one of {', '.join(Settings._fields)}")
     defaults = Settings._field_defaults
     settings = before._replace(**{name: defaults[name] if value is None else value for name, value in given.items()})
-    if settings.cross_entropy not in CROSS_ENTROPIES:
-        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {settings.cross_entropy!r}")
+    if settings.cross_entropy not in ("output_layer", "logits"):
+        raise ValueError(f"cross_entropy must be one of 'output_layer', 'logits', got {settings.cross_entropy!r}")
     if settings.reduce_dtype not in (None, torch.float32):
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {settings.reduce_dtype!r}")
     check_flag("skip_masked", settings.skip_masked)

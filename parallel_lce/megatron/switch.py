@@ -50,15 +50,12 @@ def patch(
     Args:
         logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
             default budget is divided by ``1 + mtp_num_layers``. The last two are for models in training mode.
-        cross_entropy: ``"output_layer"``, the default, fuses the projection into the loss. ``"logits"`` leaves the
-            output layer as it is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits.
-            Then no setting may change the loss.
+        cross_entropy: ``"output_layer"``, the default; or ``"logits"``: real logits, and
+            :func:`parallel_lce.vocab_parallel_cross_entropy` of them. Then no setting may change the loss.
         reduce_dtype: None or ``torch.float32``, in which dX is summed over the ranks.
-        skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
-            and no cost. Within the model's forward masked labels are -100. Default: False.
-        vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
-            have no gradient. Default: all rows take part, as in stock.
-        token_metrics: True: the loss also gives the metrics of its tokens, for :func:`token_metrics`. Default: False.
+        skip_masked: True: tokens with ``loss_mask`` 0 or label -100 have the loss 0, no gradient and no cost.
+        vocab_size: the number of real entries. Default: padding rows behind them take part in the softmax, as in stock.
+        token_metrics: True: the loss also gives :func:`token_metrics`.
 
     Collectives of the loss: those of :func:`parallel_lce.linear_cross_entropy` on the model's tensor-parallel group.
 
@@ -89,8 +86,8 @@ def fuse(model: Any, **given: Any) -> list[str]:
 
     ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
     layer becomes a subclass of the same name, with the same parameters and state dict, that returns deferred logits in
-    calls with labels. ``compute_language_model_loss`` takes their operands. Where the loss is not fused, Megatron's own
-    path runs, and a :class:`LogitsWarning` says why.
+    calls with labels. Where the loss cannot take their operands, Megatron's own runs, and :class:`LogitsWarning` says
+    why.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none.
 

@@ -144,7 +144,8 @@ class _State:
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
-        self.version, self.node, self.hooked = 0, None, False
+        self.node: Any = None
+        self.version, self.hooked = 0, False
         self.output_hooks: list[Callable] = []
 
 
@@ -307,8 +308,10 @@ class DeferredLogits(Tensor):
                 with torch.enable_grad(), DisableTorchFunctionSubclass():
                     self._set(self.clone())
             state.hooked = self.parent is not None and self.parent._is_touched()
-            for hook in state.output_hooks if state.real.requires_grad else ():
-                state.real.register_hook(hook)
+            real: Any = state.real
+            for hook in state.output_hooks if real.requires_grad else ():
+                real.register_hook(hook)
+        assert state.real is not None
         return state.real
 
     def _set(self, real: Tensor) -> None:

@@ -20,7 +20,7 @@ from parallel_lce.core.options import check_flag
 from parallel_lce.deferred import DeferredLogits
 from parallel_lce.megatron.loss import model_group, statistics, token_loss_of
 from parallel_lce.megatron.settings import Fusion, running
-from parallel_lce.megatron.switch import explain, fuse, language_model
+from parallel_lce.megatron.switch import explain, fuse, language_model, replace_loss
 
 
 class TokenLogProbs(NamedTuple):
@@ -153,6 +153,7 @@ def _scored(
     if getattr(inner, "post_process", True):
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
+        replace_loss()
         if explain(inner) != ["fused"] and (reason := fuse(inner)[0]) != "fused":
             raise ValueError(f"{function} makes no logits: {reason}")
         scoring = Scoring(function, labels, of)

@@ -18,7 +18,6 @@ from parallel_lce.core.private import (
     FSDP_MODULES,
     DisableTorchFunctionSubclass,
     comes_from,
-    forward_gradients_enabled,
     outside_graphs,
     pytree,
     saving_without_hooks,
@@ -40,8 +39,6 @@ _HOOKS = {"register_hook", "retain_grad"}
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
-_IN_PLACE = {"__set__", "__setitem__"}
-"""Changes in place, beside those whose names end in one underscore. That of ``logits *= 2`` is ``mul_``."""
 THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
 
@@ -63,7 +60,7 @@ class Source:
         self,
         layer: Any,
         hidden: Tensor,
-        weight: Tensor | None,
+        weight: Any,
         bias: Tensor | None,
         make: Callable[..., Tensor],
         say: Callable[[Source, str], None],
@@ -75,19 +72,17 @@ class Source:
         self.layer, self.hidden, self.weight, self.bias, self.unit = layer, hidden, weight, bias, unit
         self.make, self.say, self.operands, self.whole = make, say, operands, whole
         self.parameter = weight if parameter is None else parameter
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.device = hidden.device
+        self.device, self.grad = hidden.device, torch.is_grad_enabled()
         self.autocast_dtype = _autocast_dtype(self.device.type)
-        self.has_attached = any(operand.requires_grad for operand in (hidden, *operands))
-        others = () if self.has_attached else (self.parameter, bias)
-        self.is_trainable = self.has_attached or any(t is not None and t.requires_grad for t in others)
+        given = hidden, self.parameter, bias, *operands
+        self.is_trainable = self.grad and any(t is not None and t.requires_grad for t in given)
         named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
         self.versions = [(name, tensor, version(tensor)) for name, tensor in named if tensor is not None]
-        self.too_late: str | None = None
+        self.events: list[str] = []
+        """What makes real logits too late."""
         self.has_loss = False
         _watch_optimizers()
-        self.reference: weakref.ref[Any] = weakref.ref(self, _alive.discard)
-        _alive.add(self.reference)
+        _alive.add(weakref.ref(self, _alive.discard))
 
     def modes(self) -> AbstractContextManager:
         """The autocast mode of the layer's call."""
@@ -96,27 +91,27 @@ class Source:
             return nullcontext()
         return torch.autocast(kind, dtype, enabled=dtype is not None)
 
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if the operands may be others than in the layer's call."""
-        event, weight = self.too_late, self.weight
+    def event(self) -> str | None:
+        """What happened since the layer's call, by which the operands may be others."""
+        event, weight = next(iter(self.events), None), self.weight
         for name, tensor, before in self.versions:
             if version(tensor) != before:
                 event = f"the output layer's {name} changed in place"
-        if weight is not None and type(weight) in (Tensor, nn.Parameter) and self.device.type != "meta":
+        if type(weight) in (Tensor, nn.Parameter):
             if weight.numel() == 0 or weight.untyped_storage().size() == 0:
                 event = "FSDP or ZeRO has taken back the output layer's weight"
-        if event is not None:
+        return event
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` after such an event."""
+        if (event := self.event()) is not None:
             raise RuntimeError(f"parallel_lce: logits, or their loss, are wanted after {event}: use them before")
 
     def close_after(self, loss: Tensor) -> None:
         """From the backward of ``loss`` on no real logits can be made."""
-        if (node := loss.grad_fn) is not None:
-            node.register_prehook(functools.partial(_close, self.reference))
-
-
-def _close(source: weakref.ref[Source], _: Any) -> None:
-    if (alive := source()) is not None:
-        alive.too_late = "the backward of their loss"
+        events = self.events  # alone: a graph must not hold its source
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(lambda _: events.append("the backward of their loss"))
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -139,27 +134,19 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for reference in [*_alive]:  # a list at once: other threads may add to it
         source = reference()
         if source and source.parameter is not None and any(p is source.parameter for p in parameters):
-            source.too_late = "an optimizer's step, which may have changed the output layer's weight"
+            source.events.append("an optimizer's step, which may have changed the output layer's weight")
 
 
 class _State:
-    """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` then, or
-    -1 after a change that no version shows. ``entered``: their version when a Function first used them. ``hooked``: a
-    hook waits for the gradient of the deferred tensor itself; ``output_hooks`` are put on ``real`` too. ``revealed``:
-    ``real`` has the place of the deferred tensor in the graph."""
+    """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` and
+    ``node`` (``grad_fn``) then. ``hooked``: whether a program put a hook on them; ``output_hooks`` are FSDP's and
+    DeepSpeed's."""
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
-        self.version = 0
-        self.entered: int | None = None
-        self.hooked = self.revealed = False
+        self.node: Any = None
+        self.version, self.hooked = 0, False
         self.output_hooks: list[Callable] = []
-
-    def now(self) -> int:
-        return 0 if self.real is None else version(self.real)
-
-    def is_changed(self) -> bool:
-        return self.now() != self.version
 
 
 class _Edge(torch.autograd.Function):
@@ -176,29 +163,16 @@ class _Edge(torch.autograd.Function):
         """By a backward within the backward, as of a reentrant checkpoint."""
         if gradient is None:
             return None, *(None for _ in ctx.operands)
-        state = ctx.state
-        # Functions may change their inputs themselves, as Megatron's cross-entropy does, and know of that.
-        if (state.now() if state.entered is None else state.entered) != state.version and not state.revealed:
-            said = "logits were changed in place, and then used by a torch.autograd.Function: give it a changed copy"
-            raise RuntimeError(f"parallel_lce: {said}")
+        # Functions may change their inputs themselves, as Megatron's cross-entropy does, which leaves the node.
+        if (real := ctx.state.real) is not None and (ctx.state.hooked or real.grad_fn is not ctx.state.node):
+            said = "logits were changed in place or got a hook, and then used by a torch.autograd.Function"
+            raise RuntimeError(f"parallel_lce: {said}: give it a changed copy")
         ctx.source.check()
         leaves = [operand.detach().requires_grad_(operand.requires_grad) for operand in ctx.operands]
         with torch.enable_grad(), ctx.source.modes():
             logits = _after(ctx.source.make(*leaves), ctx.steps)
         torch.autograd.backward(logits, gradient)
         return None, *(leaf.grad for leaf in leaves)
-
-
-class _Reveal(torch.autograd.Function):
-    """The real logits at the deferred ones' place in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: DeferredLogits, real: Tensor) -> Tensor:
-        return real.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient, None
 
 
 def _after(logits: Tensor, steps: tuple) -> Tensor:
@@ -212,8 +186,8 @@ class DeferredLogits(Tensor):
 
     The loss takes their operands (:meth:`run`). Sizes need no logits. Products and quotients with numbers, tanh, casts,
     ``detach``, ``clone`` and views that keep the vocabulary last are recorded, and give deferred logits again. The
-    first other use, by anybody, makes the real logits by the layer's own forward, in the grad, autocast and inference
-    mode of the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
+    first other use, by anybody, makes the real logits by the layer's own forward, in the grad and autocast mode of
+    the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
     by then: by its version, by a step of an optimizer that holds the weight, or after an event of the door.
     """
 
@@ -238,11 +212,11 @@ class DeferredLogits(Tensor):
     @staticmethod
     def _attached(fields: dict[str, Any], gradient: bool = True) -> DeferredLogits:
         source, fields["state"] = fields["source"], _State()
-        fields["tracked"] = gradient and source.grad and source.is_trainable and torch.is_grad_enabled()
+        fields["tracked"] = gradient and source.is_trainable and torch.is_grad_enabled()
         if not fields["tracked"]:
             return DeferredLogits._new(fields)
         # Without an operand that requires a gradient the result would have no place in the graph.
-        hidden = source.hidden if source.has_attached else source.hidden.detach().requires_grad_()
+        hidden = source.hidden if source.hidden.requires_grad else source.hidden.detach().requires_grad_()
         return _Edge.apply(fields, hidden, *source.operands)
 
     @staticmethod
@@ -260,11 +234,10 @@ class DeferredLogits(Tensor):
         source.check()
         assert rows is not None
         with nullcontext() if self.tracked else torch.no_grad(), source.modes():
-            if source.unit is None:
-                weight: Any = source.weight
-                result = loss(rows, weight, source.bias)
-            else:
+            if source.unit is not None:
                 result = call_unit(source.unit, source.layer, rows, loss)
+            else:
+                result = loss(rows, source.weight, source.bias)
         source.has_loss = True
         return result
 
@@ -273,7 +246,7 @@ class DeferredLogits(Tensor):
         in that."""
         tensor: DeferredLogits | None = self
         while tensor is not None:
-            if tensor.state.hooked or tensor.state.is_changed() or tensor._is_moved():
+            if tensor._is_touched() or tensor._is_moved():
                 return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
             tensor = tensor.parent
         if self.rows is None:
@@ -301,24 +274,27 @@ class DeferredLogits(Tensor):
         return {"logit_scale": float(inner * outer), "logit_softcap": float(outer)} if outer > 0 else None
 
     @torch.no_grad()
-    def largest(self) -> tuple[Tensor, Tensor] | None:
-        """Each token's largest logit and its position, as of ``max(-1)``, by a fused projection; None where that needs
-        real logits. Waits for the device: a token with a NaN needs them."""
+    def _largest(self, name: str, over: list) -> Any:
+        """The result of ``argmax(-1)`` or, without gradients, of ``max(-1)``, by a fused projection; None where that
+        needs real logits. Waits for the device: a token with a NaN needs them."""
         source, weight = self.source, self.source.weight
         rows: Any = self.rows
+        if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(self.sizes) - 1) or self.why_not_fused():
+            return None
         captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or self.why_not_fused() or weight is None or type(weight) not in (Tensor, nn.Parameter):
+        if captured or source.event() or type(weight) not in (Tensor, nn.Parameter):
             return None
-        if weight.shape[0] != self.shape[-1]:  # gathered over the ranks
+        if weight.shape[0] != self.sizes[-1]:  # gathered over the ranks
             return None
-        source.check()
         if source.whole is not None:
             rows = source.whole(source.hidden)
         with source.modes():
-            found: Any = token_statistics(
-                rows, weight, None, linear_bias=source.bias, argmax=True, **(self.epilogue() or {})
-            )
-        return None if (found.argmax < 0).any() else (found.max_logit.to(self.kind), found.argmax)
+            options = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
+            found: Any = token_statistics(rows, weight, None, **options)
+        if (found.argmax < 0).any():
+            return None
+        top = found.max_logit.to(self.kind), found.argmax
+        return top[1] if name == "argmax" else torch.return_types.max(top)
 
     # --- real logits ---
 
@@ -327,26 +303,29 @@ class DeferredLogits(Tensor):
         """The real logits. Collectives: if this is the first use, those of the layer's forward."""
         state = self.state
         if state.real is None:
-            state.real = self._made(use)
-            state.version = version(state.real)
-            for hook in state.output_hooks if state.real.requires_grad else ():
-                state.real.register_hook(hook)
-        if (state.hooked or self._is_moved()) and not state.revealed:
-            with torch.enable_grad():
-                state.real, state.revealed = _Reveal.apply(self, state.real), True
+            self._set(self._made(use))
+            if self._is_moved():  # a copy at this tensor's place in the graph
+                with torch.enable_grad(), DisableTorchFunctionSubclass():
+                    self._set(self.clone())
+            state.hooked = self.parent is not None and self.parent._is_touched()
+            real: Any = state.real
+            for hook in state.output_hooks if real.requires_grad else ():
+                real.register_hook(hook)
         assert state.real is not None
-        if state.entered is None and not forward_gradients_enabled():
-            state.entered = state.now()
         return state.real
+
+    def _set(self, real: Tensor) -> None:
+        self.state.real, self.state.version, self.state.node = real, version(real), real.grad_fn
 
     def _made(self, use: str) -> Tensor:
         source, before = self.source, None
         if self.parent is not None:
             before, name = self.parent.real(use), _name(self.steps[-1][0])
-            if self.parent.state.is_changed() and name not in _VIEWS | {"detach"}:
+            if version(before) != self.parent.state.version and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
-        with saving_without_hooks(), torch.inference_mode(source.inference), torch.set_grad_enabled(source.grad):
+        # Tensors of inference mode do not count their changes.
+        with saving_without_hooks(), torch.inference_mode(False), torch.set_grad_enabled(self.tracked):
             if before is not None:
                 return _after(before, self.steps[-1:])
             source.check()
@@ -354,6 +333,13 @@ class DeferredLogits(Tensor):
                 source.say(source, use)
             with source.modes():
                 return source.make(source.hidden, *source.operands)
+
+    def _is_touched(self) -> bool:
+        """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
+        state, real = self.state, self.state.real
+        return real is not None and (
+            state.hooked or version(real) != state.version or real.requires_grad != self.tracked
+        )
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
@@ -368,48 +354,44 @@ class DeferredLogits(Tensor):
         kwargs, name = kwargs or {}, _name(function)
         first: Any = args[0] if args else None
         is_deferred = type(first) is cls
-        deferred = is_deferred and first.state.real is None
-        if deferred and name in _HOOKS:
-            first._expect_hook(name, *args[1:])
-        of_hook = is_deferred and first.state.hooked and name in ("grad", "retains_grad")
-        if of_hook or (deferred and (name in _PLAIN or name in _HOOKS)):
-            with DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        if deferred:
-            unchanged = not (first.state.hooked or first._is_moved())
-            if unchanged and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
+        if is_deferred and name in _HOOKS:
+            return first._hooked(function, name, *args[1:])
+        # Also beside real logits, so that a look of one rank alone leaves the loss what it is on the others.
+        if is_deferred and not first._is_touched():
+            if name in _PLAIN and first.state.real is None:
+                with DisableTorchFunctionSubclass():
+                    return function(*args, **kwargs)
+            if not first._is_moved() and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
                 return step
-            if name == "argmax" or (name == "max" and not torch.is_grad_enabled()):
-                over = [*args[1:], *kwargs.values()] if kwargs.keys() <= {"dim"} else []
-                if [type(dim) for dim in over] == [int] and over[0] in (-1, first.dim() - 1):
-                    if (top := first.largest()) is not None:
-                        return top[1] if name == "argmax" else torch.return_types.max(top)
-        args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.real(name), (args, kwargs))
+            if (name == "argmax" or (name == "max" and not torch.is_grad_enabled())) and kwargs.keys() <= {"dim"}:
+                if (found := first._largest(name, [*args[1:], *kwargs.values()])) is not None:
+                    return found
+        args, kwargs = _real((args, kwargs), name)
         result = function(*args, **kwargs)
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if not (is_deferred and (in_place or name in _HOOKS)):
-            return result
-        if name in _HOOKS or first.source.inference:
-            first.state.version = -1
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
-        return first if result is first.state.real else result
+        return first if is_deferred and result is first.state.real else result
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
-        real = lambda tensor: tensor.real(str(function)).detach()  # noqa: E731
-        args, kwargs = pytree.tree_map_only(cls, real, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), str(function)))
         return function(*args, **kwargs)
 
-    def _expect_hook(self, name: str, hook: Any = None) -> None:
-        """Before the loss a hook makes it take real logits. After it the logits get no gradient, and only the hooks may
-        wait for one that FSDP and DeepSpeed put on each output."""
-        if comes_from(hook, *FSDP_MODULES, DEEPSPEED):
-            self.state.output_hooks.append(hook)
-            return
+    def _hooked(self, function: Callable, name: str, *hook: Callable) -> Any:
+        """A hook's place is at real logits, which the loss then takes. After the loss they get no gradient, and only
+        the hooks may wait for one that FSDP and DeepSpeed put on each output."""
+        state = self.state
+        if hook and comes_from(hook[0], *FSDP_MODULES, DEEPSPEED):
+            if state.real is not None:
+                return function(state.real, *hook)
+            state.output_hooks += hook
+            with DisableTorchFunctionSubclass():
+                return function(self, *hook)
         if self.source.has_loss:
             raise RuntimeError(f"parallel_lce: {name} comes after the loss, which took no logits: call it before")
-        self.state.hooked = True
+        result = function(self.real(name), *hook)
+        state.hooked = True
+        return result
 
     @outside_graphs
     def _recorded(self, function: Callable, name: str, arguments: tuple, options: dict) -> DeferredLogits | None:
@@ -438,6 +420,11 @@ class DeferredLogits(Tensor):
         steps = (*self.steps, (function, arguments, options))
         fields = dict(source=self.source, parent=self, steps=steps, rows=rows, sizes=sizes, kind=kind)
         return self._attached(fields, self.tracked and name != "detach")
+
+
+def _real(arguments: Any, use: str) -> Any:
+    """Arguments with real logits for deferred ones."""
+    return pytree.tree_map_only(DeferredLogits, lambda tensor: tensor.real(use), arguments)
 
 
 def _name(function: Any) -> str:

@@ -38,7 +38,8 @@ def _made_again(make: Callable[..., type], *classes: type) -> Any:
 
 
 class FusedHead(Derived):
-    """The first base of a fused output layer's class. ``forward`` begins with :meth:`loss_within`."""
+    """The first base of an output layer's class that may be a unit. ``forward`` begins with :meth:`loss_within`;
+    ``deferred_of_unit`` returns the deferred logits of a weight that is not whole, None if a call makes real ones."""
 
     def __call__(self: Any, *arguments: Any, **options: Any) -> Any:
         """A unit that only gathers its weight runs no hooks for deferred logits: they run with the loss."""
@@ -46,10 +47,6 @@ class FusedHead(Derived):
             if (deferred := self.deferred_of_unit(*arguments, **options)) is not None:
                 return deferred
         return nn.Module.__call__(self, *arguments, **options)  # pyright: ignore[reportArgumentType]
-
-    def deferred_of_unit(self, *arguments: Any, **options: Any) -> Any:
-        """What ``forward`` returns, of a weight that is not whole; None if a call makes real logits."""
-        return None
 
     def loss_within(self) -> Callable[[Tensor], tuple] | None:
         """What :func:`call_unit` computes of the hidden states in place of the logits."""

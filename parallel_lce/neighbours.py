@@ -9,21 +9,19 @@ from typing import Any
 
 from parallel_lce.core.private import constant_in_graphs
 
-# --- Megatron-core, 0.14 to 0.19: functions and, by their class, methods that make an output layer's logits, and those
-# that make the unfused loss of logits ---
-_FUNCTION = ("forward", "backward", "apply")
-_OF_LAYERS = "linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"
-MEGATRON_PROJECTION = {
-    "": (*_OF_LAYERS, "copy_to_tensor_model_parallel_region"),
-    "ColumnParallelLinear": ("forward",),  # and its _forward_impl
-    "LinearWithGradAccumulationAndAsyncCommunication": _FUNCTION,
-    "LinearWithFrozenWeight": _FUNCTION,
-}
-_OF_LOSS = "calculate_logits_max calculate_predicted_logits calculate_cross_entropy_loss calculate_gradients"
-MEGATRON_LOSS = {
-    "": ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy"),
-    "_VocabParallelCrossEntropy": _FUNCTION,
-    "VocabParallelCrossEntropy": (*_OF_LOSS.split(), "prepare_gradient_calculation_operands"),
+# --- Megatron-core, 0.14 to 0.19: by module or class, what makes an output layer's logits and their unfused loss ---
+_LAYERS, _LOSS = "megatron.core.tensor_parallel.layers", "megatron.core.tensor_parallel.cross_entropy"
+MEGATRON = {
+    "megatron.core.tensor_parallel": "vocab_parallel_cross_entropy",
+    _LAYERS: "linear_with_grad_accumulation_and_async_allreduce linear_with_frozen_weight "
+    "copy_to_tensor_model_parallel_region",
+    f"{_LAYERS}:ColumnParallelLinear": "forward",  # and its _forward_impl
+    f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": "forward backward apply",
+    f"{_LAYERS}:LinearWithFrozenWeight": "forward backward apply",
+    _LOSS: "VocabParallelCrossEntropy _VocabParallelCrossEntropy",
+    f"{_LOSS}:_VocabParallelCrossEntropy": "forward backward apply",
+    f"{_LOSS}:VocabParallelCrossEntropy": "calculate_logits_max calculate_predicted_logits calculate_gradients "
+    "calculate_cross_entropy_loss prepare_gradient_calculation_operands",
 }
 
 

@@ -1,11 +1,9 @@
-"""How the doors change other projects' code: replace attributes and restore them, warn, and wait for an import.
+"""How the doors change other projects' code: replace attributes and restore them, and warn.
 :func:`is_own` tells a project's own code from what a program has put in its place."""
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import inspect
 import os
 import sys
@@ -76,26 +74,3 @@ def is_own(function: Any, module: str, name: str | None = None) -> bool:
     """Whether a function was written in that module, under that qualified name. A wrapper copies names, not globals."""
     there = getattr(function, "__globals__", 0) is getattr(sys.modules.get(module), "__dict__", None)
     return there and name in (None, function.__qualname__)
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``action()`` once, right after the import of a module."""
-
-    def __init__(self, module: str, action: Callable[[], None]) -> None:
-        self.module, self.action = module, action
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: Any) -> None:
-                execute(module)
-                self.action()
-
-            spec.loader.exec_module = execute_and_act
-        return spec

@@ -7,7 +7,6 @@ import inspect
 import os
 import runpy
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
 
-import parallel_lce.megatron
 from measures import assert_close
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, side_by_side, switched
@@ -59,25 +57,20 @@ def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
 
 
-UNITS = [(unit, {}) for unit in ("model", "layer", "layer, kept whole", "layer, in shards", "tied")]
-UNITS += [("layer", {"token_metrics": True}), ("layer", {"skip_masked": True})]
+# What is a unit of its own, and whether the loss is fused.
+UNITS = {"model": True, "tied": True, "layer": False}
 
 
-@pytest.mark.parametrize(("unit", "settings"), UNITS, ids=str)
+@pytest.mark.parametrize("unit", UNITS)
 @on_ranks(2)
-def test_fully_sharded_weights(member, unit, settings):
-    """The model's is whole until the loss; the layer's own in a call of the layer, in which the loss is computed."""
-    shards = {"sequence_parallel": True} if unit == "layer, in shards" else {"data": member.ranks}
-    spec = Model(ranks=member.ranks, **shards, tied=unit == "tied", mtp=1 if "token_metrics" in settings else None)
-    alone = torch.distributed.new_subgroups(1)[0]
+def test_fully_sharded_weights(member, unit):
+    """The model's is whole until the loss, the layer's own within its call alone."""
+    spec = Model(ranks=member.ranks, data=member.ranks, tied=unit == "tied")
 
     def results(model, data, ours):
-        mesh = DeviceMesh.from_group(alone if spec.tensor > 1 else member.group, member.device.type)
-        warnings.filterwarnings("error", message="parallel_lce|.*returned a view tensor")
-        if ours:
-            parallel_lce.megatron.patch(**settings)
-        if "layer" in unit:
-            fully_shard(model.output_layer, mesh=mesh, reshard_after_forward="whole" not in unit)
+        mesh = DeviceMesh.from_group(member.group, member.device.type)
+        if unit == "layer":
+            fully_shard(model.output_layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         found, parameters = [], [*model.parameters()]
         for _ in range(2):
@@ -87,13 +80,12 @@ def test_fully_sharded_weights(member, unit, settings):
         model.eval()
         with torch.no_grad():
             found.append(losses_of(model, spec, data) * (data.labels >= 0))
-            if not spec.mtp:  # which needs labels
-                found.append(model(data.tokens, data.positions, data.mask)[...])
+            found.append(model(data.tokens, data.positions, data.mask)[...])
         return found
 
     with mock.patch.object(loss, "_run", wraps=loss._run) as fused:
         side_by_side(member, spec, results)
-    assert fused.call_count >= 3
+    assert bool(fused.call_count) == UNITS[unit]
 
 
 # --- patch() and unpatch() ---------------------------------------------------------------------------
@@ -187,6 +179,8 @@ def test_fuse_and_explain(member):
     assert [*first.sharded_state_dict()] == [*unfused.sharded_state_dict()]
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
     first.output_layer = stock
+    unfused.config.defer_embedding_wgrad_compute = True
+    assert "defer_embedding_wgrad_compute" in fuse(unfused)[0] and fuse(unfused) == explain(unfused)
     second.output_layer = None
     assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", NO_LAYER]
     assert fuse([first, second]) == ["fused", NO_LAYER]
@@ -242,11 +236,9 @@ def test_an_output_layer_that_returns_losses(member, real):
 # --- the launcher -------------------------------------------------------------------------------------
 
 OPTION = "--cross-entropy-fusion-impl"
-# A script that knows nothing of this package, with Megatron's argument for the loss. Before it imports Megatron, it may
-# choose which one that is, and set its environment.
+# A script that knows nothing of this package, with Megatron's argument for the loss.
 SCRIPT = """
 import argparse, beside, sys
-assert "megatron.core" not in sys.modules
 from megatron.core.models.gpt.gpt_model import GPTModel
 print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
 parser = argparse.ArgumentParser()
@@ -282,22 +274,16 @@ def test_an_unedited_script(script, choice):
 
 def test_options_may_stand_anywhere(script):
     ours = ["--parallel-lce-skip-masked=0", "--parallel-lce-logits-budget 7", "--parallel-lce-cross-entropy logits"]
-    text = f"{ours[0]} {script} --lr -1 {ours[1]} -- -x {ours[2]} --help"
+    text = f"{ours[0]} {script} --lr -1 {ours[1]} -x {ours[2]} --help"
     found = dict(skip_masked=False, logits_budget=7, cross_entropy="logits")
-    assert launcher._parse(text.split()) == (found, False, str(script), ["--lr", "-1", "--", "-x", "--help"])
-    assert launcher._parse(["-m", "a.b", "-m", "c"]) == ({}, True, "a.b", ["-m", "c"])
+    assert launcher._parsed(text.split()) == (found, [str(script), "--lr", "-1", "-x", "--help"], False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["no_such.py"], 2, "no such script: no_such.py"),
-        (["--lr", "1"], 2, "expected a script or -m MODULE, got '--lr 1'"),
-        ([], 0, "logits_budget of patch()"),  # help
-    ],
-)
-def test_the_launcher_refuses_in_words(arguments, code, message, capsys):
-    with pytest.raises(SystemExit) as refusal:
-        launcher._parse(arguments)
-    said = capsys.readouterr()
-    assert refusal.value.code == code and message in (said.err if code else said.out)
+def test_the_launcher_refuses_in_words(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    for arguments in ([], ["--help"], ["--lr", "1"]):
+        with pytest.raises(SystemExit, match=r"SCRIPT.py(.|\n)*--parallel-lce-z-loss Z_LOSS"):
+            launcher.main(arguments)
+    with pytest.raises(SystemExit, match="error: z_loss must be"):
+        launcher.main(["--parallel-lce-z-loss", "-1", "script.py"])

@@ -1,7 +1,6 @@
 """What programs do to Megatron's output layer and its loss: patches, wrappers, hooks, adapters. Each gives the stock
 answer with the switch, too. What they do to logits anywhere is in test_deferred.py."""
 
-import copy
 import functools
 from contextlib import nullcontext
 from unittest import mock
@@ -167,6 +166,11 @@ def _looks_on_rank_0(module, inputs, output):
         output[0].abs().max().item()
 
 
+def _looks_and_scales(module, inputs, output):
+    _looks_on_rank_0(module, inputs, output)
+    return output[0] * 0.5, output[1]
+
+
 def _own_loss(use, wrap=lambda loss: loss):
     """A program's own loss, which calls the model's."""
 
@@ -187,13 +191,6 @@ def _with_a_bias(model) -> None:
     layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
 
 
-def _defer(model) -> None:
-    layer = model.output_layer
-    layer.config = copy.copy(layer.config)
-    layer.config.defer_embedding_wgrad_compute, layer.config.wgrad_deferral_limit = True, 0
-    layer.embedding_activation_buffer, layer.grad_output_buffer = [], []
-
-
 def _detach(sharded):
     """As mtp_detach_heads from 0.18 on passes the weight: no dW."""
 
@@ -211,13 +208,14 @@ def _detach(sharded):
 # What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
     "adapter": (_around(_Adapter), "'mul' of the output layer's result"),
-    "parametrization": (_double_weight, "parametrizations"),
+    "parametrization": (_double_weight, "no parameter named weight"),
     "pruning": (lambda model: prune.l1_unstructured(model.output_layer, "weight", 0.3), "no parameter named weight"),
     "forward": (_replace_forward, "the loss gets real logits: give the model labels, and fuse(model) again if"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "soft-cap": (_soft_cap, None),
     "hook": (_hook(lambda module, inputs, output: (output[0] * 0.5, output[1])), None),
     "hook of rank 0": (_hook(_looks_on_rank_0), "'abs' of the output layer's result"),
+    "a step after it": (_hook(_looks_and_scales), "'abs' of the output layer's result"),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
     "a loss of its own": (_own_loss(lambda z: z * 0.5), None),
     "a compiled loss": (_own_loss(lambda z: z, functools.partial(torch.compile, backend="eager")), None),
@@ -229,7 +227,6 @@ CHANGES = {
     "detached and sharded": (_detach(True), "fully sharded"),
     "sharded": (lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True), "fully sharded"),
     "sharded once more": (lambda model: setattr(model.output_layer, "gtp_remat_size", 2), "fully sharded"),
-    "deferred": (_defer, "defer_embedding_wgrad_compute"),
 }
 
 
@@ -253,8 +250,6 @@ def test_changed_models(member, change):
             assert not first or reason in first[0], first
             model.eval()
             assert second == said() == []
-        if change == "deferred":  # whose backward stock does not run here
-            return [losses_of(model.train(), spec, data)]
         return _trained(model.train(), spec, data)
 
     side_by_side(member, spec, changed)

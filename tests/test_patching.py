@@ -1,12 +1,11 @@
 """What the doors do to other projects' code is undone, in any order, but never what other code has done since."""
 
-import importlib
 import sys
 
 import pytest
 from torch import nn
 
-from parallel_lce.patching import AfterImport, Replacements, is_own, warn
+from parallel_lce.patching import Replacements, is_own, warn
 
 
 class Base:
@@ -67,16 +66,3 @@ def test_a_warning_names_the_callers_line():
     with pytest.warns(UserWarning, match="words") as said:
         warn("words", UserWarning)
     assert said[0].filename == __file__
-
-
-def test_an_import_is_acted_upon_once(tmp_path, monkeypatch):
-    (tmp_path / "a_later.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before, acted = [*sys.meta_path], []
-    AfterImport("a_later", lambda: acted.append(sys.modules["a_later"].value))
-    importlib.import_module("json")
-    assert acted == []
-    module = importlib.import_module("a_later")
-    importlib.reload(module)
-    assert acted == [1] and sys.meta_path == before
-    del sys.modules["a_later"]

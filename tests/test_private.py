@@ -91,21 +91,6 @@ def test_transforms_and_forward_mode_are_seen():
     assert seen == [(False, False), (True, False), (True, False), (False, True)]
 
 
-def test_forward_gradients_are_off_within_functions_and_in_inference_mode():
-    seen = []
-
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen.append(private.forward_gradients_enabled())
-            return x.clone()
-
-    Noted.apply(torch.ones(1, requires_grad=True))
-    with torch.inference_mode():
-        seen.append(private.forward_gradients_enabled())
-    assert seen == [False, False] and private.forward_gradients_enabled()
-
-
 def test_a_backward_knows_whether_it_accumulates():
     x, seen = torch.ones(2, requires_grad=True), []
     leaf = torch.autograd.graph.get_gradient_edge(x).node

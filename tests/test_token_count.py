@@ -7,8 +7,6 @@ import parallel_lce
 from blocks import counted_forwards
 from cases import make, part
 from parallel_lce.backends import backend_of
-from parallel_lce.core.options import Options, Tensors
-from parallel_lce.run.entry import fused_loss
 from parallel_lce.run.token_count import LabelCount, TokenCount
 from tools import debug_mode, fields, on_ranks, small, statistics
 
@@ -91,19 +89,6 @@ def test_a_transform_reads_nothing():
     assert read == [None]
 
 
-def test_a_bound(backend, device):
-    """Of a loss: up to that many tokens count."""
-    t = small(device, N=N, ignored=True)
-    given = Options("test", reduction="none", ignore_index=-100), Tensors(t.x, t.weight, t.target), None
-    whole = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none")
-    exact = parallel_lce.count_tokens(t.target)
-    fewer = parallel_lce.count_tokens(torch.arange(N, device=device) < exact.read() - 3)
-    for count in (exact.plus(4), fewer.plus(3), exact.plus(2 * N)):
-        torch.testing.assert_close(fused_loss(*given, counted_tokens=count), whole, rtol=1e-5, atol=1e-6)
-    with debug_mode(), pytest.raises(ValueError, match="counted_tokens is 31, and 32 tokens count"):
-        fused_loss(*given, counted_tokens=fewer.plus(2))
-
-
 @pytest.mark.parametrize("count", [31, 33, N])
 def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, backend, device):
     """On a GPU and in a compiled graph results are NaN."""
@@ -166,9 +151,6 @@ def test_labels_keep_their_count_until_they_change():
     labels = torch.tensor([[1, -100, 2]])
     count = LabelCount(labels)
     assert count.of(labels).read() == 2 and count.of(labels.clone()) is None and count.of(labels, shifted=True) is None
-    count.others = count.count.plus(1)
-    assert count.of(labels.clone()).read() == 3
-    count.others = None
     assert LabelCount(labels, shifted=True).of(labels, shifted=True).read() == 1
     labels[0, 1] = 4
     assert count.of(labels) is None

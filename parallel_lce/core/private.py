@@ -66,8 +66,6 @@ TRACING = "torch._subclasses."
 
 # Whether a transform of torch.func is running.
 transforming: Callable[[], bool] = _torch._C._are_functorch_transforms_active
-# False in the forward of an autograd.Function and in inference mode.
-forward_gradients_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
 
 
 def saving_without_hooks() -> AbstractContextManager:

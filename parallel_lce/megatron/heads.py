@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+import importlib
 from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
-from parallel_lce.heads import FusedHead, call_unit, fused_class, is_unit
-from parallel_lce.megatron.functions import why_projection_is_not_megatrons
+from parallel_lce.heads import Derived, fused_class, is_unit
 from parallel_lce.megatron.loss import fused_losses, swapped
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
-from parallel_lce.megatron.settings import DEFERS_WEIGHT_GRADIENT, MARK, NO_HEAD, Fusion, running
-from parallel_lce.neighbours import linear_cross_entropy_module
+from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion, running
+from parallel_lce.neighbours import MEGATRON, linear_cross_entropy_module
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 
-class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
+class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
     """Megatron's output layer. Its forward returns deferred logits ``[s, b, V/P]``, or ``[s, b, V]`` if it gathers."""
 
     @outside_graphs
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Any, Tensor | None]:
-        if (loss := self.loss_within()) is not None:
-            return loss(input_), None
-        reason = self._why_real(weight)
-        if reason is None and is_unit(self):
-            reason = "the output layer, an FSDP unit of its own, has hooks or gets a weight; remove them"
-        if reason is None:
-            return self._deferred(input_, weight, runtime_gather_output, None)
-        self._say(reason)
-        keep_autograd_gradient(self._used(weight))
-        return super().forward(input_, weight, runtime_gather_output)
+        own, fusion = parameters_of(self).get("weight"), vars(self).get(MARK)
+        used: Any = own if weight is None else weight
+        wants_losses = fusion is not None and fusion.has_labels and fusion.settings.cross_entropy == "output_layer"
+        reason = ""  # the caller wants logits
+        if wants_losses or running.get() is not None:
+            reason = _why_real(self, own, used)
+        if reason is not None:
+            self._say(reason)
+            keep_autograd_gradient(used)
+            return super().forward(input_, weight, runtime_gather_output)
+        stock = super().forward
 
-    def deferred_of_unit(self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
-        replaced = "forward" in vars(self) or type(self).forward is not ColumnParallelLinear.forward
-        if replaced or weight is not None or self._why_real(None) is not None:
-            return None
-        return self._deferred(input_, None, runtime_gather_output, self)
+        def make(hidden: Tensor) -> Tensor:
+            keep_autograd_gradient(used)
+            return stock(hidden, weight, runtime_gather_output)[0]
 
-    def _used(self, passed: Tensor | None) -> Any:
-        """The weight of a call: the passed one, else the layer's own parameter, if it has one."""
-        return parameters_of(self).get("weight") if passed is None else passed
+        group, whole = self.tp_group, None
+        ranks = 1 if group is None else group.size()
+        first, *others, _ = input_.shape
+        if self.sequence_parallel and ranks > 1:
+            first, whole = ranks * first, functools.partial(gather_from_sequence_parallel_region, group=group)
+        bias = None if self.skip_bias_add else self.bias
+        call: Any = Source(self, input_, used, bias, make, self._say_use, whole=whole)
+        call.shared = weight is not None  # for the loss
+        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        entries = self.output_size if gathers else self.output_size_per_partition
+        logits = DeferredLogits.of(call, (first, *others, entries), getattr(self, "output_dtype", None))
+        return logits, self.bias if self.skip_bias_add else None
 
     def _say(self, use: str) -> None:
         if not use:
@@ -58,55 +65,69 @@ class ColumnParallelLinear(FusedHead, layers.ColumnParallelLinear):
         changes = fusion.settings.changes()
         fusion.say(self.training, f"{use}; a program's own loss of them has no {changes}" if changes else use)
 
-    def _why_real(self, passed: Tensor | None) -> str | None:
-        """Why this call makes real logits, "" if its caller asks for them; None if it need not."""
-        fusion: Fusion | None = vars(self).get(MARK)
-        asked_for = fusion is None or fusion.settings.cross_entropy == "logits" or not fusion.has_labels
-        if asked_for and running.get() is None:
-            return ""
-        if is_parametrized(self):
-            return "the output layer's parametrizations may give another weight each time; fold them into the weight"
-        if (reason := why_projection_is_not_megatrons(self)) is not None:
-            return reason
-        own, expected = parameters_of(self).get("weight"), (self.output_size_per_partition, self.input_size)
-        used = own if passed is None else passed
-        if used is None:
-            return "the output layer has no parameter named weight, and none is passed to it"
-        # The passed weight may be a detached view of the layer's own.
-        sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__")
-        if sharded or getattr(self, "gtp_remat_size", 1) > 1:
-            return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
-        if (used.shape != expected or dispatches(type(used))) and not is_unit(self):
-            return f"the output weight is a {type(used).__name__} {[*used.shape]}; use a plain one of {[*expected]}"
-        if getattr(self, "disable_grad_reduce", False):
-            return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
-        return DEFERS_WEIGHT_GRADIENT if self.config.defer_embedding_wgrad_compute else None
-
-    def _deferred(self, hidden: Tensor, passed: Tensor | None, gather: bool | None, unit: Any) -> tuple:
-        group: Any = self.tp_group
-        ranks = 1 if group is None else group.size()
-        used, bias, whole = self._used(passed), self.bias, None
-        first, *others, _ = hidden.shape
-        if self.sequence_parallel and ranks > 1:
-            first, whole = ranks * first, partial(gather_from_sequence_parallel_region, group=self.tp_group)
-        make = partial(self._real, passed, gather, unit is not None)
-        operands = (None, None) if unit is not None else (used, None if self.skip_bias_add else bias)
-        call: Any = Source(self, hidden, *operands, make, self._say_use, unit=unit, parameter=used, whole=whole)
-        call.shared = passed is not None  # for the loss
-        gathers = self.gather_output if gather is None else gather
-        entries = self.output_size if gathers else self.output_size_per_partition
-        logits = DeferredLogits.of(call, (first, *others, entries), getattr(self, "output_dtype", None))
-        return logits, bias if self.skip_bias_add else None
-
     def _say_use(self, _: Source, use: str) -> None:
         self._say(f"{use!r} of the output layer's result wants them")
 
-    def _real(self, passed: Any, gather: Any, unit: bool, hidden: Tensor) -> Tensor:
-        stock = super().forward
-        if unit:  # called by FSDP's hooks
-            return call_unit(self, self, hidden, lambda h, weight, bias: (stock(h, None, gather)[0],))[0]
-        keep_autograd_gradient(self._used(passed))
-        return stock(hidden, passed, gather)[0]
+
+def _why_real(layer: Any, own: Any, used: Any) -> str | None:
+    """Why a call of an output layer must make real logits. ``used``: its ``own`` weight, or the one passed to it, which
+    may be a detached view of that."""
+    if (reason := _replaced()) is not None:
+        return reason
+    if not is_megatrons(layer._forward_impl):
+        return "_forward_impl is not Megatron's own; leave Megatron's in place"
+    if used is None:
+        return "the output layer has no parameter named weight, and none is passed to it; fold parametrizations into it"
+    sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__") or is_unit(layer)
+    if sharded or getattr(layer, "gtp_remat_size", 1) > 1:
+        return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
+    expected = layer.output_size_per_partition, layer.input_size
+    if used.shape != expected or dispatches(type(used)):
+        return f"the output weight is a {type(used).__name__} {[*used.shape]}; use a plain one of {[*expected]}"
+    if getattr(layer, "disable_grad_reduce", False):
+        return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
+    return None
+
+
+def is_megatrons(function: Any) -> bool:
+    """Whether Megatron-core wrote a function or class. A program's own, which may have its name, has other globals."""
+    if isinstance(function, type):
+        return function.__module__.startswith("megatron.core.")
+    function = getattr(function, "__func__", function)
+    while getattr(getattr(function, "__code__", None), "co_name", None) in ("decorate_fwd", "decorate_bwd"):
+        function = function.__wrapped__  # of torch.amp, around its autograd.Functions
+    return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
+
+
+_known: list[Any] = []
+"""The functions of ``MEGATRON`` that were found to be Megatron's. A program may replace one later: each call
+compares."""
+
+
+@functools.cache
+def _owners() -> list[tuple[dict, str, str]]:
+    """Of each function in ``MEGATRON`` the attributes that hold it, its name there, and its place."""
+    found = []
+    for place, names in MEGATRON.items():
+        module, _, kind = place.partition(":")
+        owner: Any = importlib.import_module(module)
+        owner = getattr(owner, kind) if kind else owner
+        found += [(vars(owner), name, f"{kind or module}.{name}") for name in names.split()]
+    return found
+
+
+def _replaced() -> str | None:
+    """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
+    The fused loss stands for Megatron's own alone."""
+    owners = _owners()
+    functions = [attributes.get(name) for attributes, name, _ in owners]
+    if functions == _known:
+        return None
+    for function, (_, _, place) in zip(functions, owners):
+        if function is not None and not is_megatrons(function):
+            return f"{place} is not Megatron's own; leave Megatron's in place"
+    _known[:] = functions
+    return None
 
 
 _module = linear_cross_entropy_module()

@@ -6,7 +6,7 @@ everything before the loss (embedding, MuP's scale, heads for multi-token predic
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import check_flag
 from parallel_lce.deferred import DeferredLogits
-from parallel_lce.megatron.loss import count_of, model_group, statistics, token_loss_of
-from parallel_lce.megatron.settings import MARK, running
-from parallel_lce.megatron.switch import fuse, language_model, replace_loss
+from parallel_lce.megatron.loss import model_group, statistics, token_loss_of
+from parallel_lce.megatron.settings import Fusion, running
+from parallel_lce.megatron.switch import explain, fuse, language_model, replace_loss
 
 
 class TokenLogProbs(NamedTuple):
@@ -34,9 +34,8 @@ class TokenLogProbs(NamedTuple):
 class Scoring:
     """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits)``, a tuple of tensors."""
 
-    def __init__(self, function: str, labels: Tensor | None, of: Callable[[DeferredLogits], tuple]) -> None:
+    def __init__(self, function: str, labels: Tensor, of: Callable[[DeferredLogits], tuple]) -> None:
         self.function, self.labels, self._of = function, labels, of
-        self.results = 0
 
     def score(self, logits: Any) -> tuple[Tensor, ...]:
         if not isinstance(logits, DeferredLogits):
@@ -45,7 +44,8 @@ class Scoring:
         if (reason := logits.why_not_fused()) is not None:
             raise self.refused(reason)
         found = self._of(logits)
-        self.results = len(found)
+        for value in found:
+            logits.source.close_after(value)
         return found
 
     def refused(self, reason: str) -> RuntimeError:
@@ -66,12 +66,11 @@ def token_log_probs(
 ) -> TokenLogProbs | Tensor:
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
 
-    Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. The first call fuses the model
-    (:func:`parallel_lce.megatron.fuse`), unless it is. Its settings apply. With ``entropy`` gradients are exact.
+    Calls ``model`` itself, with its wrappers and hooks. The first call fuses it (:func:`parallel_lce.megatron.fuse`),
+    unless it is. Its settings apply; with ``entropy`` gradients are exact.
 
     Args:
-        model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
-            DistributedDataParallel, Float16Module and torch.compile.
+        model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
         input_ids, position_ids, attention_mask: as in the model's forward.
         labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
             parallelism these are this rank's labels, and with packed sequences ``[1, tokens]``. The label -100 has the
@@ -80,15 +79,11 @@ def token_log_probs(
         temperature: divides the logits: a number > 0; or a floating-point tensor of the labels' shape, the same on all
             tensor-parallel ranks, without a gradient, whose values are not checked.
         entropy: whether to return the entropy of the divided logits, too.
-        forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params`` and
-            ``loss_mask``, which only masks the losses of multi-token prediction.
+        forward_arguments: further keyword arguments of the model's forward. ``loss_mask`` masks only the losses of
+            multi-token prediction, whose gradients any backward through the result includes, once per call.
 
     Returns:
-        On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output. As in stock, padding rows
-        of the vocabulary take part in the softmax, unless the model was patched with a ``vocab_size``.
-
-    The model's forward adds the losses of heads for multi-token prediction: any backward through the result includes
-    their gradients, once per call. In evaluation mode with gradients disabled these losses are not computed.
+        On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output.
 
     Collectives: those of the model's forward up to the output layer, then those of
     :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
@@ -99,15 +94,15 @@ def token_log_probs(
         TypeError: the model's forward does not take one of ``forward_arguments``.
         RuntimeError: something in the model's forward makes real logits.
     """
-    inner, last = _scored_model(model)
+    inner = _scored_model(model)
     check_flag("entropy", entropy)
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
-        return statistics(logits, labels, temperature, entropy, count_of(vars(inner)[MARK], labels))
+        return statistics(logits, labels, temperature, entropy)
 
-    given = input_ids, position_ids, attention_mask
-    output = _scored("token_log_probs", model, inner, given, labels, of, forward_arguments)
+    call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
+    output, last = _scored("token_log_probs", inner, call, labels, of)
     return TokenLogProbs(*output) if last else output
 
 
@@ -133,9 +128,10 @@ def token_loss(
     have the labels' shape. On pipeline stages other than the last the result is the model's own output. If dW goes to a
     ``main_grad``, backward forms the gradients.
     """
-    inner, last = _scored_model(model)
-    values, names = check_values(loss, per_token, reduction, labels) if last else (), []
+    inner, names = _scored_model(model), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
+    # Before the model runs, on the last stage alone.
+    values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
@@ -143,53 +139,46 @@ def token_loss(
         names.extend(metrics)
         return total, *metrics.values()
 
-    given = input_ids, position_ids, attention_mask
-    output = _scored("token_loss", model, inner, given, labels, of, forward_arguments)
+    call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
+    output, last = _scored("token_loss", inner, call, labels, of)
     return (output[0], dict(zip(names, output[1:]))) if last else output
 
 
 def _scored(
-    function: str,
-    model: torch.nn.Module,
-    inner: Any,
-    given: tuple[Tensor | None, ...],
-    labels: Tensor | None,
-    of: Callable[[DeferredLogits], tuple],
-    forward_arguments: dict[str, Any],
-) -> Any:
-    """The output of the model's forward, whose loss is ``of(logits)``. ``given``: input and position ids, and attention
-    mask."""
-    scoring = Scoring(function, labels, of) if getattr(inner, "post_process", True) else None
-    if scoring is not None:
+    function: str, inner: Any, call: Callable[[], Any], labels: Tensor | None, of: Callable[[DeferredLogits], tuple]
+) -> tuple[Any, bool]:
+    """The output of a ``call`` of the model, whose loss is ``of(logits)``; and whether it is of the last pipeline
+    stage."""
+    scoring = None
+    if getattr(inner, "post_process", True):
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
         replace_loss()
-        if MARK not in vars(inner) and (reason := fuse(inner)[0]) != "fused":
+        if explain(inner) != ["fused"] and (reason := fuse(inner)[0]) != "fused":
             raise ValueError(f"{function} makes no logits: {reason}")
+        scoring = Scoring(function, labels, of)
     layout = Layout.of(debug.state.group, False)
     if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
         debug.agree(layout, function, {})
     debug.state.awaited = False
     token = running.set(scoring)
     try:
-        output = model(*given, labels=labels, **forward_arguments)
+        output = call()
     finally:
         running.reset(token)
-    if scoring is not None and not (isinstance(output, tuple) and len(output) == scoring.results):
+    if scoring is not None and not isinstance(output, tuple):
         raise RuntimeError(
             f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"
         )
-    return output
+    return output, scoring is not None
 
 
-def _scored_model(model: Any) -> tuple[Any, bool]:
-    """The language model in its wrappers, whose forward takes labels ``[b, s]``; and whether it is of the last pipeline
-    stage. Debug mode learns its group."""
+def _scored_model(model: Any) -> Any:
+    """The language model in its wrappers, whose forward takes labels ``[b, s]``. Debug mode learns its group."""
     inner = language_model(model)
-    parameters = inspect.signature(inner.forward).parameters
-    if "lm_labels" in parameters:
+    if Fusion(inner).labels != "labels":
         kind = type(inner).__name__
         raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, got {kind}")
     debug.state.group = model_group(inner)
-    return inner, bool(getattr(inner, "post_process", True))
+    return inner

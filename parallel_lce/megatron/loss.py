@@ -36,12 +36,8 @@ class TokenMetrics(NamedTuple):
 
 def token_metrics(model: nn.Module) -> TokenMetrics:
     """The metrics of the tokens of the last loss of ``model``, a Megatron model in any wrappers, under
-    ``patch(token_metrics=True)``. The loss itself computes them; of a model with heads for multi-token prediction that
-    of the main head. Call it after the model's forward, on the last pipeline stage. Collectives: none.
-
-    Raises:
-        ValueError: no such loss has run.
-    """
+    ``patch(token_metrics=True)``; with heads for multi-token prediction those of the main head. Call it after the
+    model's forward, on the last pipeline stage. Collectives: none. Raises ``ValueError`` if no such loss has run."""
     for module in model.modules():
         if _METRICS in vars(module):
             return vars(module)[_METRICS]
@@ -54,21 +50,19 @@ def model_loss(
     """A fused model's ``compute_language_model_loss(labels [b, s], logits)``: losses fp32 ``[b, s]``.
 
     Deferred logits get the fused loss, real ones Megatron's ``own``; if that does not take the model's group,
-    :func:`parallel_lce.vocab_parallel_cross_entropy`.
-
-    Raises:
-        RuntimeError: a setting changes the loss, and it cannot be fused.
+    :func:`parallel_lce.vocab_parallel_cross_entropy`. Raises ``RuntimeError`` if a setting changes the loss, and it
+    cannot be fused.
     """
-    from parallel_lce.megatron.functions import why_loss_is_not_megatrons
-
     chosen = fusion.settings
     by_choice, deferred = chosen.cross_entropy == "logits", isinstance(logits, DeferredLogits)
     if not by_choice:
         reason = "the loss gets real logits: give the model labels, and fuse(model) again if its output layer is new"
         if deferred:
-            reason = why_loss_is_not_megatrons() or logits.why_not_fused()
+            reason = logits.why_not_fused()
         if reason is None:
-            return swapped(_fused(model, fusion, logits, labels))
+            losses = _fused(model, fusion, logits, labels)
+            logits.source.close_after(losses)
+            return swapped(losses)
         if changes := chosen.changes():
             raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
         if deferred or not fusion.said:  # else the output layer has said why
@@ -94,23 +88,22 @@ def swapped(tokens: Tensor) -> Tensor:
     return tokens.transpose(0, 1).contiguous()
 
 
-def count_of(fusion: Fusion, labels: Tensor) -> TokenCount | None:
-    """How many of the labels count: the labels are the model's own, or those of MTP, of which a bound is known. None if
-    no labels are skipped."""
-    of_fusion, of_labels = counted.get() or (None, None)
-    return of_labels.of(labels) if of_labels is not None and of_fusion is fusion else None
+def _count_of(labels: Tensor) -> TokenCount | None:
+    """How many of the labels count, if they are those of the model's call. None if no labels are skipped."""
+    of_call = counted.get()
+    return None if of_call is None else of_call.of(labels)
 
 
 def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
-    chosen, target, count = fusion.settings, labels.transpose(0, 1), count_of(fusion, labels)
+    chosen, target, count = fusion.settings, labels.transpose(0, 1), _count_of(labels)
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
         return fused_losses(logits, target, ignored, count)
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
     target = as_int64(target)
-    found: Any = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
+    found = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
     outside = (target < 0) | (target >= found.vocab_size)
     entropy = found.lse - torch.where(outside, found.max_logit.detach(), found.target_logit)
     losses, squares = entropy, found.lse.square()
@@ -132,21 +125,17 @@ def fused_losses(
     """Losses of ``target [s, b]``, fp32 ``[s, b]``. A token with the target ``ignore_index`` has loss 0 and no
     gradient; it costs nothing if the others were counted. Collectives: as in
     :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``."""
-
-    def tensors(*given: Any, **named: Any) -> tuple:
-        return (fused_loss(*given, counted_tokens=count, **named),)
-
-    (losses,) = _run(logits, target, tensors, dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False))
-    return losses
+    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+    return _run(logits, target, fused_loss, options, counted_tokens=count)
 
 
 def statistics(
-    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor, entropy: bool, count: TokenCount | None
+    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. ``temperature``, a
     number or ``[b, s]``, divides the logits. Collectives: as in :func:`parallel_lce.token_statistics`."""
     given = dict(ignore_index=NO_LABEL, entropy=entropy)
-    found = _statistics(logits, labels.transpose(0, 1), count, temperature, **given)
+    found = _statistics(logits, labels.transpose(0, 1), _count_of(labels), temperature, **given)
     return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
 
@@ -154,15 +143,8 @@ def _statistics(
     logits: DeferredLogits, target: Tensor, count: TokenCount | None, temperature: Any = 1.0, **options: Any
 ) -> TokenStatistics:
     """With a ``count`` of the targets that are not -100, of these alone."""
-    found, names, mask = {}, [], None if count is None else as_int64(target) != NO_LABEL
-
-    def tensors(*given: Any, **named: Any) -> tuple:
-        found.update(vars(fused_statistics(*given, mask=mask, counted_tokens=count, **named)))
-        names.extend(name for name, value in found.items() if isinstance(value, Tensor))
-        return tuple(found[name] for name in names)
-
-    values = _run(logits, target, tensors, options, temperature)
-    return TokenStatistics(**{**found, **dict(zip(names, values))})
+    mask = None if count is None else as_int64(target) != NO_LABEL
+    return _run(logits, target, fused_statistics, options, temperature, mask=mask, counted_tokens=count)
 
 
 def token_loss_of(
@@ -175,24 +157,22 @@ def token_loss_of(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a caller's function and its metrics ``[b, s]``, as :func:`parallel_lce.token_loss` computes them, of
     ``labels`` and ``values [b, s]``."""
-    names: list[str] = []
-
-    def tensors(*given: Any, **named: Any) -> tuple:
-        total, metrics = fused_token_loss(*given, **named, loss=loss, values=tuple(map(swapped, values)))
-        names.extend(metrics)
-        return total, *metrics.values()
-
     options = dict(options, ignore_index=NO_LABEL, loss_function=True)
-    total, *metrics = _run(logits, labels.transpose(0, 1), tensors, options, temperature)
-    return total, {name: swapped(metric) for name, metric in zip(names, metrics)}
+    named = dict(loss=loss, values=tuple(map(swapped, values)))
+    total, metrics = _run(logits, labels.transpose(0, 1), fused_token_loss, options, temperature, **named)
+    return total, {name: swapped(metric) for name, metric in metrics.items()}
 
 
 def _run(
-    logits: DeferredLogits, target: Tensor, entry: Callable[..., tuple], given: dict[str, Any], temperature: Any = 1.0
-) -> tuple[Tensor, ...]:
-    """``entry``, of :mod:`parallel_lce.run.entry`, as a tuple of tensors, with the ``given`` options and the model's
-    settings. ``target [s, b]``; ``temperature``: a number or ``[b, s]``. From the backward of a result on no logits can
-    be made: DistributedDataParallel and its optimizer may change the weight."""
+    logits: DeferredLogits,
+    target: Tensor,
+    entry: Callable[..., Any],
+    given: dict[str, Any],
+    temperature: float | Tensor = 1.0,
+    **named: Any,
+) -> Any:
+    """``entry``, of :mod:`parallel_lce.run.entry`, with the ``given`` options, the model's settings and the ``named``
+    arguments. ``target [s, b]``; ``temperature``: a number or ``[b, s]``."""
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
@@ -209,12 +189,10 @@ def _run(
     if each is None:
         options["temperature"] = temperature
 
-    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
-        return entry(Options("Megatron's output layer", **options), tensors, layer.tp_group, main_grad=main_grad)
+        of_call = Options("Megatron's output layer", **options)
+        return entry(of_call, tensors, layer.tp_group, main_grad=main_grad, **named)
 
-    results = logits.run(run)
-    for result in results:
-        call.close_after(result)
-    return results
+    return logits.run(run)

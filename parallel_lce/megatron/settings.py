@@ -13,25 +13,21 @@ from parallel_lce.core.options import Options, Tensors, check_flag, check_option
 from parallel_lce.patching import warn
 from parallel_lce.run.token_count import LabelCount
 
-CROSS_ENTROPIES = ("output_layer", "logits")
 MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
 
 NO_HEAD = "this pipeline stage has no output layer"
-DEFERS_WEIGHT_GRADIENT = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
+counted: ContextVar[LabelCount | None] = ContextVar("counted", default=None)
+"""The count of the labels of the running call of a model that skips masked tokens."""
 
 
 class LogitsWarning(RuntimeWarning):
     """Training makes the whole logits. No UserWarning: Megatron-LM's programs show those on the first rank alone, which
     has no output layer under pipeline parallelism."""
 
-
-counted: ContextVar[tuple[Fusion, LabelCount] | None] = ContextVar("counted", default=None)
-"""Of the running call of a fused model that skips masked tokens: the count of its labels, and a bound of those that
-multi-token prediction rolls."""
 
 _OF_LOSS = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
 """Settings by which the loss is another one than Megatron's, or says more."""
@@ -65,8 +61,8 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
         raise ValueError(f"{min(unknown)} is no setting: take one of {', '.join(Settings._fields)}")
     defaults = Settings._field_defaults
     settings = before._replace(**{name: defaults[name] if value is None else value for name, value in given.items()})
-    if settings.cross_entropy not in CROSS_ENTROPIES:
-        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {settings.cross_entropy!r}")
+    if settings.cross_entropy not in ("output_layer", "logits"):
+        raise ValueError(f"cross_entropy must be one of 'output_layer', 'logits', got {settings.cross_entropy!r}")
     if settings.reduce_dtype not in (None, torch.float32):
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {settings.reduce_dtype!r}")
     check_flag("skip_masked", settings.skip_masked)
@@ -89,10 +85,11 @@ class Chosen(str):
 
 
 class Fusion:
-    """What a fused model and its output layer share: settings, what was said, and facts of the model's last call."""
+    """What a fused model and its output layer share: settings, and what was said. ``reason``: why a model is not
+    fused."""
 
-    def __init__(self, model: Any, settings: Settings | None) -> None:
-        self.own_settings = settings  # None: those of patch()
+    def __init__(self, model: Any, settings: Settings | None = None, reason: str | None = None) -> None:
+        self.own_settings, self.reason = settings, reason  # None: those of patch()
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         self.parameters = [*inspect.signature(model.forward).parameters]
@@ -109,14 +106,14 @@ class Fusion:
         """Warn, once for a reason, that training makes logits: on one of the ranks that have the output layer."""
         if training and torch.is_grad_enabled() and reason not in self.said:
             self.said.add(reason)
-            if speaks():
-                warn(f"parallel_lce: training makes the whole logits, which need not exist: {reason}", LogitsWarning)
+            say(f"training makes the whole logits, which need not exist: {reason}")
 
 
-def speaks() -> bool:
-    """Whether this rank is the one that warns, of those that have the same part of the pipeline."""
+def say(words: str) -> None:
+    """Warn on one of the ranks that have the same part of the pipeline."""
     from megatron.core import parallel_state as ranks
 
-    if not ranks.is_initialized():
-        return True
-    return not (ranks.get_data_parallel_rank(with_context_parallel=True) or ranks.get_tensor_model_parallel_rank())
+    if ranks.is_initialized():
+        if ranks.get_data_parallel_rank(with_context_parallel=True) or ranks.get_tensor_model_parallel_rank():
+            return
+    warn(f"parallel_lce: {words}", LogitsWarning)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, as_int64
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import hooks, outside_graphs
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import model_loss
-from parallel_lce.megatron.settings import MARK, Chosen, Fusion, LogitsWarning, counted, running
-from parallel_lce.patching import Replacements, warn
+from parallel_lce.megatron.settings import MARK, Chosen, Fusion, counted, running
+from parallel_lce.patching import Replacements
 from parallel_lce.run.token_count import LabelCount
 
 IMPLEMENTATION = "parallel_lce"
 KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()
 """Default of a setting: that of an earlier call, else its own."""
-_REASON = "_parallel_lce_reason"
 _LOSS = "compute_language_model_loss"
 _replacements = Replacements()
 fuses_native = False
@@ -42,27 +40,22 @@ def patch(
     token_metrics: bool | None = KEPT,
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
-    package's loss.
+    package's loss, of models that are built from now on. Other models say once that they are not fused.
 
-    Call it before the model is built. Such a model is fused (:func:`fuse`) at the end of its construction. Other models
-    do not change, and say so once. A later call changes the given settings of all models that it fused, from their next
-    loss on, and keeps the others; None gives a setting its default again. Three methods of Megatron's
-    ``LanguageModule`` are replaced: ``__init__``, which makes the two values of such a configuration False and "native"
-    for Megatron's own code; ``setup_embeddings_and_output_layer``; and ``compute_language_model_loss``.
+    A later call changes the given settings of all models that it fused, from their next loss on, and keeps the others;
+    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, which
+    makes the two values of such a configuration False and "native" for Megatron's own code;
+    ``setup_embeddings_and_output_layer``, which fuses the model; and ``compute_language_model_loss``.
 
     Args:
-        logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`. The default budget is divided
-            by ``1 + mtp_num_layers``.
-        cross_entropy: ``"output_layer"``, the default, fuses the projection into the loss. ``"logits"`` leaves the
-            output layer as it is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits.
-            Then no setting may change the loss.
+        logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
+            default budget is divided by ``1 + mtp_num_layers``. The last two are for models in training mode.
+        cross_entropy: ``"output_layer"``, the default; or ``"logits"``: real logits, and
+            :func:`parallel_lce.vocab_parallel_cross_entropy` of them. Then no setting may change the loss.
         reduce_dtype: None or ``torch.float32``, in which dX is summed over the ranks.
-        skip_masked: True: tokens that the model's ``loss_mask`` masks, and labels of -100, have the loss 0, no gradient
-            and no cost. Within the model's forward masked labels are -100. Default: False.
-        z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`, of models in training mode.
-        vocab_size: the number of real entries. Rows from this id on are padding: they are left out of the softmax and
-            have no gradient. Default: all rows take part, as in stock.
-        token_metrics: True: the loss also gives the metrics of its tokens, for :func:`token_metrics`. Default: False.
+        skip_masked: True: tokens with ``loss_mask`` 0 or label -100 have the loss 0, no gradient and no cost.
+        vocab_size: the number of real entries. Default: padding rows behind them take part in the softmax, as in stock.
+        token_metrics: True: the loss also gives :func:`token_metrics`.
 
     Collectives of the loss: those of :func:`parallel_lce.linear_cross_entropy` on the model's tensor-parallel group.
 
@@ -71,10 +64,10 @@ def patch(
         ValueError: a value is not allowed.
     """
     resolved = settings.resolve(settings.current, {n: value for n, value in locals().items() if value is not KEPT})
-    _check_megatron()
+    language_module = _language_module()
     settings.current = resolved
-    _replacements.replace(_language_module(), "__init__", _consuming)
-    _replacements.replace(_language_module(), "setup_embeddings_and_output_layer", _fusing)
+    _replacements.replace(language_module, "__init__", _consuming)
+    _replacements.replace(language_module, "setup_embeddings_and_output_layer", _fusing)
     replace_loss()
 
 
@@ -93,18 +86,17 @@ def fuse(model: Any, **given: Any) -> list[str]:
 
     ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
     layer becomes a subclass of the same name, with the same parameters and state dict, that returns deferred logits in
-    calls with labels. ``compute_language_model_loss`` takes their operands. Where the loss is not fused, Megatron's own
-    path runs, and a :class:`LogitsWarning` says why.
+    calls with labels. Where the loss cannot take their operands, Megatron's own runs, and :class:`LogitsWarning` says
+    why.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none.
 
     Raises:
-        ImportError: megatron-core is missing, or older than 0.14.
-        ValueError: a value is not allowed, or a chunk is no language model of Megatron's.
+        ImportError, ValueError: as :func:`patch`; or a chunk is no language model of Megatron's.
     """
     chunks, own = _chunks(model), settings.resolve(settings.Settings(), given) if given else None
     replace_loss()
-    return [_fuse_one(chunk, own) for chunk in chunks]
+    return [_fuse_one(chunk, own).reason or "fused" for chunk in chunks]
 
 
 def replace_loss() -> None:
@@ -122,39 +114,36 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _explained(model: Any) -> str:
-    head = getattr(model, "output_layer", None)
+    head, fusion = getattr(model, "output_layer", None), vars(model).get(MARK)
     if head is None:
         return settings.NO_HEAD
-    reason = vars(model).get(_REASON, "it was built before patch(), and not given to fuse()")
-    if reason == "fused" and MARK not in vars(head):
+    if fusion is None:
+        return "it was built before patch(), and not given to fuse()"
+    if fusion.reason is None and MARK not in vars(head):
         return "its output layer was replaced since; call fuse(model)"
-    if reason == "fused" and (_language_module(), _LOSS) not in _replacements:
+    if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
         return "unpatch() was called; call fuse(model)"
-    return reason
+    return fusion.reason or "fused"
 
 
-def _fuse_one(model: Any, own: settings.Settings | None) -> str:
-    from parallel_lce.megatron.functions import is_megatrons
-    from parallel_lce.megatron.heads import fuse_head
+def _fuse_one(model: Any, own: settings.Settings | None) -> Fusion:
+    from parallel_lce.megatron.heads import fuse_head, is_megatrons
 
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     if not is_megatrons(before):
-        reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
+        fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
     elif model.config.defer_embedding_wgrad_compute:
-        reason = settings.DEFERS_WEIGHT_GRADIENT
+        fusion.reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
     else:
-        reason = fuse_head(getattr(model, "output_layer", None), fusion)
-    if reason is None:
-        if MARK not in vars(model):
-            model.register_forward_pre_hook(_begin_call, with_kwargs=True)
-        vars(model)[MARK] = fusion
-    vars(model)[_REASON] = reason or "fused"
-    return vars(model)[_REASON]
+        fusion.reason = fuse_head(getattr(model, "output_layer", None), fusion)
+    if _begin_call not in hooks(model, "forward_pre"):
+        model.register_forward_pre_hook(_begin_call, with_kwargs=True)
+    vars(model)[MARK] = fusion
+    return fusion
 
 
 def language_model(model: Any) -> Any:
     """The LanguageModule inside a model's wrappers."""
-    _check_megatron()
     kind, inner = _language_module(), model
     while isinstance(inner, nn.Module) and not isinstance(inner, kind):
         # "_orig_mod" is torch.compile's name.
@@ -166,23 +155,19 @@ def language_model(model: Any) -> Any:
 
 
 def _language_module() -> Any:
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    return LanguageModule
-
-
-def _check_megatron() -> None:
-    """Raise ``ImportError`` if megatron-core is missing, or older than 0.14."""
-    if importlib.util.find_spec("megatron") is None:
-        remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
-        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
-    import megatron.core
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
+    """Raises ``ImportError`` if megatron-core is missing, or older than 0.14."""
+    try:
+        import megatron.core
+        from megatron.core.models.common.language_module.language_module import LanguageModule
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+    except ImportError as missing:
+        remedy = "pip install 'megatron-core>=0.14'"
+        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}") from missing
     # Models of older releases do not pass on their process groups. A program's own layer may take anything.
     if not any("tp_group" in inspect.signature(kind.__init__).parameters for kind in ColumnParallelLinear.__mro__):
         found = getattr(megatron.core, "__version__", "an unknown version")
         raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {found}")
+    return LanguageModule
 
 
 def _consuming(own: Callable) -> Callable:
@@ -205,13 +190,13 @@ def _fusing(own: Callable) -> Callable:
         own(self)
         name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
         if isinstance(name, Chosen):
-            reason = _fuse_one(self, None)
+            reason = _fuse_one(self, None).reason
         else:
             found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"
             reason = f"its configuration has {found}, not True and 'parallel_lce'"
-        vars(self)[_REASON] = reason
-        if reason != "fused" and getattr(self, "post_process", True) and settings.speaks():
-            warn(f"parallel_lce: a {type(self).__name__} is not fused: {reason}", LogitsWarning)
+            vars(self)[MARK] = Fusion(self, None, reason)
+        if reason is not None and getattr(self, "post_process", True):
+            settings.say(f"a {type(self).__name__} is not fused: {reason}")
 
     return setup_embeddings_and_output_layer
 
@@ -224,7 +209,7 @@ def _loss(own: Any) -> Any:
     @functools.wraps(own)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
         fusion = vars(self).get(MARK)
-        if fusion is None:
+        if fusion is None or fusion.reason is not None:
             return own(self, labels, logits, *others, **named)
         if (scoring := running.get()) is not None:
             if labels is scoring.labels:
@@ -244,17 +229,10 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     fusion.has_labels = isinstance(labels, Tensor) or fusion.labels not in fusion.parameters
     counted.set(None)
-    if not fusion.settings.skip_masked or not isinstance(labels, Tensor):
+    if fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
     if isinstance(mask, Tensor) and mask.numel() == labels.numel() and running.get() is None:
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
-    of_labels = LabelCount(labels)
-    counted.set((fusion, of_labels))
-    # A program's own loss may make other labels of them, and packed sequences roll more.
-    is_own = getattr(getattr(model, _LOSS), "__func__", None) is vars(_language_module())[_LOSS]
-    if of_labels.count is not None and fusion.heads > 1 and is_own and arguments.get("packed_seq_params") is None:
-        # When MTP rolls the labels, each depth may add a label that counts at the end of each sequence, and under
-        # context parallelism of both of its pieces.
-        of_labels.others = of_labels.count.plus(2 * len(labels) * (fusion.heads - 1))
+    counted.set(LabelCount(labels))
     names = fusion.parameters[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments

@@ -22,10 +22,10 @@ from parallel_lce.run.token_count import TokenCount
 
 
 class Compaction:
-    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. ``bound``: there may be
-    fewer; then tokens that do not count follow them. Without a ``count`` the call keeps all tokens."""
+    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count`` the
+    call keeps all tokens."""
 
-    def __init__(self, mask: Tensor, count: int | None = None, bound: bool = False) -> None:
+    def __init__(self, mask: Tensor, count: int | None = None) -> None:
         self._mask, self._kept, self._wrong = mask, None, None
         if count is None:
             return
@@ -33,7 +33,7 @@ class Compaction:
         total = flat.sum()
         # [count], positions of the counted tokens
         self._kept = flat.logical_not().to(torch.uint8).argsort(stable=True)[:count]
-        self._wrong = total > count if bound else total != count
+        self._wrong = total != count
         if not torch.compiler.is_compiling():
             _check_count(count, total, self._wrong)
 
@@ -109,8 +109,8 @@ def compacted(
     tensors, count, begun = autocasted(tensors), counted_tokens, isinstance(counted_tokens, TokenCount)
     # A refusal may be sent to the other ranks, so hidden states are gathered only after all checks.
     options, layout, tokens = check(options, tensors, group)
-    if begun and (count := counted_tokens.read()) is not None:
-        count = min(count, tokens.numel())
+    if begun:
+        count = counted_tokens.read()
     if options.reduction is not None:
         mask = as_int64(tensors.target) != options.ignore_index
     mask = _checked_mask(mask, count, tokens, tensors)
@@ -122,7 +122,7 @@ def compacted(
         check_together(options, tensors, layout, gradients, (count, mask))
     elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
         check_readable_target(options, tensors, layout, mask)
-    compaction = Compaction(mask, count, bound=begun and counted_tokens.more > 0)
+    compaction = Compaction(mask, count)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -19,27 +18,19 @@ class TokenCount:
 
     def __init__(self, mask: Tensor) -> None:
         self._total = HostNumber(mask.sum()) if _can_be_read(mask) else None
-        # Tokens that may count beyond those of the mask.
-        self.more = 0
 
     @property
     def unknown(self) -> bool:
         """Whether nobody could read the mask."""
         return self._total is None
 
-    def plus(self, more: int) -> TokenCount:
-        """The same number, as a bound: up to ``more`` further tokens may count."""
-        other = copy.copy(self)
-        other.more = self.more + more
-        return other
-
     def read(self) -> int | None:
-        """The number, or the bound. Waits until the device has copied it. None where the host must not wait: in a
+        """The number. Waits until the device has copied it. None where the host must not wait: in a
         trace, in a captured CUDA graph, and for a mask of which nobody could read it."""
         total = self._total
         if total is None or _in_trace() or (total.waits and torch.cuda.is_current_stream_capturing()):
             return None
-        return total.read() + self.more
+        return total.read()
 
 
 def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCount:
@@ -77,17 +68,15 @@ class LabelCount:
 
     def __init__(self, labels: Any, shifted: bool = False) -> None:
         self._labels, self._shifted, self.count = labels, shifted, None
-        # The bound of the count of other labels, if the door knows one.
-        self.others: TokenCount | None = None
         if isinstance(labels, Tensor) and not _in_trace():
             count = TokenCount(as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL)
             self._version, self.count = version(labels), None if count.unknown else count
 
     def of(self, labels: Any, shifted: bool = False) -> TokenCount | None:
-        """The count, if it is that of these very labels and nobody has changed them since; else that of others."""
+        """The count, if it is that of these very labels and nobody has changed them since."""
         if self.count is None or labels is not self._labels or shifted != self._shifted:
-            return self.others
-        return self.count if version(labels) == self._version else self.others
+            return None
+        return self.count if version(labels) == self._version else None
 
 
 def _in_trace() -> bool:

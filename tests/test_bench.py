@@ -271,18 +271,6 @@ def test_each_tile_that_is_measured_is_used():
     assert [call.args[1] for call in made.call_args_list] == [4, 2, 4]
 
 
-@pytest.mark.slow
-def test_tiles_are_measured_on_the_interpreter(short):
-    pytest.importorskip("triton", reason="needs triton")
-    tiles = [tune.Tile(64, 64, 32, 4, 2), tune.Tile(64, 128, 32, 4, 2)]
-    with chosen_backend("triton"):
-        bare, *rows = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ALONE), "0", 1, tiles, (2,))["peers"]
-    assert bare["name"] == GEMM_ONLY and all(row["refused"] is None for row in rows)
-    assert {row["name"] for row in rows} == {f"ours-statistics@0, {tile}, 2 row blocks a launch" for tile in tiles}
-    times = [row[FORWARD_BACKWARD]["seconds"] for row in rows]
-    assert times == sorted(times)
-
-
 # --- gradient_filter, on snapshots of a training ----------------------------------------------------
 
 

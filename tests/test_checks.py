@@ -379,17 +379,6 @@ def test_equal_numbers_of_another_type(other):
             call(good() | {name: other})
 
 
-def test_a_tangent_and_another_backend_are_refused_after_a_good_call(monkeypatch):
-    call(good())
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(good()["input"], torch.ones(N, D))
-        with pytest.raises(NotImplementedError, match="input has a tangent"):
-            call(good() | dict(input=dual))
-    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "other")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='other'"):
-        call(good())
-
-
 # --- DTensors ---------------------------------------------------------------------------------------
 
 

@@ -166,39 +166,6 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch, of)
     assert sum(said) >= share * len(said), said
 
 
-FAULTY_RESULTS = {
-    "sum_p_squared": dict(kind=("statistics",)),
-    "selected_log_prob": dict(kind=("statistics",), selected=("ids", "sets")),
-    "top_logits": dict(kind=("statistics",), top_k=range(2, 2000)),
-    "top_ids": dict(kind=("statistics",), top_k=range(2, 2000)),
-    "log_probs": dict(kind=("selected",)),
-    # Of flatter ones less than a thousandth is left beneath the roundings.
-    "loss": dict(kind=("divergence",), temperature=(0.7, 1.0, 3.0), beta=(0.0, 0.5, 1.0), scale=(1.0, -1.5))
-    | dict(softcap=(None, 30.0, 50.0), scale_dtype=("",), temperature_dtype=("",)),
-}
-
-
-@pytest.mark.parametrize("name", FAULTY_RESULTS)
-@pytest.mark.slow
-def test_one_wrong_result_is_found(name, monkeypatch, of):
-    def largest_off(c, value):
-        """The finite element that is largest in magnitude, a thousandth off; ids in another order."""
-        if c.counted == "wrong":
-            return
-        if not value.is_floating_point():
-            value[:] = value.flip(-1)
-        elif value.numel():
-            value.view(-1)[int(value.abs().reshape(-1).nan_to_num(0.0, 0.0, 0.0).argmax())] *= 1.001
-
-    # A divergence of masked entries is huge, and so are its roundings.
-    modest = dict.fromkeys(("bias", "teacher_bias"), ("", "plain", "masked"))
-    modest |= dict(dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0), offset=(0.0,))
-    wanted = dict(repeat=(False,), walk=("backward",), **modest, **FAULTY_RESULTS[name])
-    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, of(20, 5), **wanted)]
-    assert len(found) >= of(4, 1)
-    assert all(right for _, right in found), [c for c, right in found if not right][0]
-
-
 def test_exponentials_that_are_rounded_where_logits_are_nearly_equal_are_found(monkeypatch):
     """Roundings of p, of which a hundredth is the gradient. Row by row they are within what roundings may do."""
 

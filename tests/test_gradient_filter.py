@@ -16,8 +16,7 @@ from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from parallel_lce.features.filter import gradient as form
-from parallel_lce.features.filter.products import sparse_product
-from parallel_lce.features.filter.tiles import TILE, active_tile_lists
+from parallel_lce.features.filter.tiles import TILE
 from tools import arguments_to, chosen_backend, on_ranks, shrunk, unchecked
 
 EPS = 2**-7
@@ -39,10 +38,10 @@ def slices(monkeypatch):
         yield
 
 
-def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4) -> list[Tensor]:
+def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4, D=16) -> list[Tensor]:
     """Hidden states, a weight whose first rows are the likely ones, and targets: drawn from the softmax, but for some
     ignored ones, and shared and unshared ones where nothing is likely."""
-    x, weight = normal(N, 16), noise * normal(V, 16, seed=1)
+    x, weight = normal(N, D), noise * (16 / D) ** 0.5 * normal(V, D, seed=1)
     x[:, 0] = 3.0
     x[::9, 1:] *= 4.0  # ignored ones, sure of other entries
     weight[:, 0] = torch.linspace(slope, -slope, V)
@@ -93,12 +92,13 @@ def expected(x, weight, target, eps=EPS):
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 3e-6), ("bf16", 8e-3), ("fp16", 8e-3)])
 @pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("D", [16, 528])
 @pytest.mark.thinned
-def test_the_gradients_are_those_of_the_definition(options, dtype, rtol, device):
-    """And losses are those without a filter, bit for bit."""
+def test_the_gradients_are_those_of_the_definition(options, D, dtype, rtol, device):
+    """And losses are those without a filter, bit for bit. ``D``: of one tile of the products, or of ragged ones."""
     if device == "cuda" and dtype == "fp32":
         pytest.skip("fp32 is the torch backend's on a GPU, unless it is asked not to be")
-    t = problem(dtype=dtype, device=device)
+    t = problem(dtype=dtype, device=device, D=D)
     dx, dw, active = expected(*t)
     assert 0.2 < active < 0.8
     losses = [linear_cross_entropy(*t, gradient_filter=eps, **options) for eps in (EPS, None)]
@@ -129,41 +129,6 @@ def test_the_gradient_of_the_bias_is_not_filtered(device):
     options = dict(linear_bias=bias.requires_grad_(), token_weight=token_weight)
     exact, found = (gradients(*t, gradient_filter=eps, **options) for eps in (None, EPS))
     assert torch.equal(found[2], exact[2]) and not torch.equal(found[1], exact[1])
-
-
-SIZES = (700, 904), (700, 528), (900, 528)
-KINDS = {
-    "dX": dict(transposed=False, add=True),
-    "dW": dict(transposed=True, add=False),
-    "dW in fp32": dict(transposed=True, add=True),
-}
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.thinned
-def test_products_of_listed_tiles(kind, dtype, device):
-    """Ragged tiles of the result, and some whose lists are empty."""
-    R, C, D, options = 700, 900, 528, dict(KINDS[kind])
-    gradient, x, weight = (normal(*size, seed=i).to(device, DTYPES[dtype]) for i, size in enumerate(SIZES))
-    gradient = gradient[:, :C]
-    largest = (normal(-(-R // TILE), -(-C // TILE), seed=3) > 0).float().to(device)
-    largest[1::3], largest[:, 2] = 0.0, 0.0
-    listed = active_tile_lists(largest, 0.5)[options["transposed"]]
-    active = largest.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)[:R, :C]
-    g, other = gradient.double() * active, weight
-    if options["transposed"]:
-        g, other = g.t(), x
-        shares, spread = (v.float().to(device) for v in (normal(C, seed=4), normal(largest.shape[1], D, seed=5)))
-        options["rank_one"] = shares, spread
-    # Rows with padding.
-    sums = torch.float32 if options["add"] else DTYPES[dtype]
-    total = normal(len(g), D + 16, seed=6).to(device, sums)[:, :D]
-    exact = g @ other.double() + (total.double() if options["add"] else 0)
-    if options["transposed"]:
-        exact += shares[:, None].double() * spread.double().repeat_interleave(TILE, 0)[:C]
-    sparse_product(total, gradient, other, listed, **options)
-    assert relative_error(total, exact) < (4e-6 if options["add"] else torch.finfo(sums).eps / 2)
 
 
 @pytest.mark.parametrize("cause", ["target", "hidden states"])

@@ -170,8 +170,7 @@ def test_every_door_gives_the_same(name, device):
         assert not torch.equal(a, c)
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("shape", [(0, 700), (1, 1), (1, 700), (129, 257), (256, 256)])
+@pytest.mark.parametrize("shape", [(0, 700), (1, 1), (129, 257)])
 def test_odd_shapes(shape, device):
     t = problem("bf16", device, *shape)
     t[2].clamp_(max=shape[1] - 1)
@@ -191,12 +190,6 @@ def wide_problem(dtype="bf16", device="cpu", N=N, V=V):
 
 def recomputed(*t, **options):
     return gradients(*t, logits_budget=0, **{"reduction": "none", **options})
-
-
-def test_a_filter_below_every_probability_changes_nothing(slices, device):
-    t = wide_problem(device=device)
-    for found, exact in zip(recomputed(*t, gradient_filter=1e-30), recomputed(*t)):
-        assert_close(found, exact.double(), 6e-3)
 
 
 @pytest.mark.parametrize(("size", "slices"), [(256 << 20, 1), (0, 3)])
@@ -245,20 +238,23 @@ def test_targets_and_scales_of_tokens(scaled, gradient_filter, slices, device):
     assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
 
 
-@pytest.mark.parametrize("options", [dict(logit_scale=0.0), dict(temperature=torch.inf), dict(logit_scale=1e-38)])
-def test_tokens_without_a_unit(options, slices, device):
+def test_tokens_without_a_unit(slices, device):
     """The gradients of tokens whose logits are all 0 reach no other token's."""
     x, weight, target = wide_problem(device=device)
-    (name, value), others = *options.items(), 1.0
-    each = torch.full((N,), others, device=device)
-    each[::7] = value
-    found = recomputed(x, weight, target, gradient_filter=WIDE_EPS, **{name: each})
-    for f, e in zip(found, recomputed(x, weight, target, **{name: each})):
+    scale, temperature = torch.ones(N, device=device), torch.ones(N, device=device)
+    scale[::7], scale[1::7], temperature[2::7] = 0.0, 1e-38, torch.inf
+    options = dict(logit_scale=scale, temperature=temperature)
+    found = recomputed(x, weight, target, gradient_filter=WIDE_EPS, **options)
+    for f, e in zip(found, recomputed(x, weight, target, **options)):
         assert relative_error(f, e.double()) < 0.05
-    assert found[0][::7].abs().max() < 1e-30
+    for first in range(3):
+        assert found[0][first::7].abs().max() < 1e-30
 
 
-@pytest.mark.parametrize("budget", [0, N * 256 * 2 + 50_000], ids=["recomputed", "partly saved"])
+PARTLY_SAVED = N * 256 * 2 + 50_000
+
+
+@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), PARTLY_SAVED])
 def test_a_second_backward(budget, slices, device):
     """What the first one has overwritten is formed anew. Both are filtered, or neither."""
     t = wide_problem(device=device)
@@ -274,7 +270,7 @@ def test_a_second_backward(budget, slices, device):
 @on_ranks(2)
 def test_ranks(member, sequence_parallel):
     """Shards of whole tiles have the tiles of the whole. One of the ranks may choose exact gradients."""
-    x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
+    x, weight, target = given = wide_problem(N=256, V=768, device=member.device)
     t = part(Tensors(x, weight, target), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
     form.forget()
@@ -294,7 +290,7 @@ def test_ranks(member, sequence_parallel):
 # --- whether to filter -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(logits_budget=0, reduction="none")])
 def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, monkeypatch):
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The
     second call is walked twice, and has one choice."""

@@ -21,7 +21,7 @@ from parallel_lce.call import prepare
 from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, on_ranks, shrunk, small, statistics
 
 V, D = 150, 16
-SIZES = (40, 46, 57)  # tokens: compiled for one number, then for any
+SIZES = (24, 30, 41)  # tokens: compiled for one number, then for any
 SOME = 10000  # bytes: a part of the logits, beside blocks of 4000
 
 LOSSES = {
@@ -113,8 +113,7 @@ def test_losses(name, dtype, weighted, device):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
-@pytest.mark.thinned
+@pytest.mark.parametrize("name", [pytest.param("saved", marks=pytest.mark.slow), "some saved", "accumulated"])
 def test_the_triton_backend(name, kernels, device):
     """Its backward writes over what is kept, which no graph may notice."""
     t = operands(40, device, "bf16", V=900)
@@ -160,7 +159,7 @@ def test_the_group_may_change_from_call_to_call(member):
     def loss(process_group):
         return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target % 30, process_group=process_group)
 
-    for groups in ((alone, member.group), (member.group, alone), (None, member.group)):
+    for groups in ((alone, member.group), (None, member.group)):
         torch._dynamo.reset()
         fast = compiled(loss)[0]
         for group in groups:

@@ -3,17 +3,14 @@ figures are what they are called."""
 
 import json
 import math
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 pytest.importorskip("rich", reason="needs the benchmark's packages")
 pytest.importorskip("safetensors", reason="needs the benchmark's packages")
@@ -157,7 +154,8 @@ def _short(arguments: list[str]) -> None:
     assert command.main(arguments) == 0
 
 
-ON_TWO = "--device cpu --rounds 3 --shape 64,256,16 --json".split()
+PEERS = "--peers", *options.DEFAULTS[RANKS, "cpu"].ours, GEMM_ONLY, OVERLAPPED  # without compiled ones
+ON_TWO = *PEERS, *"--device cpu --rounds 3 --shape 64,256,16 --json".split()
 
 
 @pytest.mark.parametrize("shell", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -168,8 +166,7 @@ def test_a_run_of_two_processes(shell, tmp_path):
             # The user's own file, called like a module that Python, PyTorch and the benchmark import.
             (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
         torchrun = "--standalone", "--nproc-per-node", 2, "--"
-        peers = "--peers", *options.DEFAULTS[RANKS, "cpu"].ours, GEMM_ONLY, OVERLAPPED  # without compiled ones
-        done = ran("bash", ROOT / "launch" / "bench.sh", *torchrun, *peers, *ON_TWO, "new/r.json", cwd=tmp_path)
+        done = ran("bash", ROOT / "launch" / "bench.sh", *torchrun, *ON_TWO, "new/r.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         printed = done.stdout
     else:
@@ -215,35 +212,6 @@ def test_libraries_that_are_not_installed_are_skipped_in_words(short, capsys):
     said = capsys.readouterr().out
     for name in ("liger-scaled", "quack"):
         assert f"{name}, not installed" in said and f"{name}: not installed: No module named" in said
-
-
-def test_other_libraries_are_called_as_their_releases_take_it(monkeypatch):
-    """Signatures of Liger-Kernel 0.8.5, Cut Cross-Entropy 25.1 and 25.9, quack-kernels 0.6.5."""
-
-    def scaled(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1):
-        return F.cross_entropy(_input @ weight.T / temperature, target, ignore_index=ignore_index, reduction="none")
-
-    def cut(e, c, targets, bias=None, ignore_index=-100, softcap=None, reduction="mean"):
-        return F.cross_entropy(e @ c.T, targets, ignore_index=ignore_index, reduction=reduction)
-
-    def chunked(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True):
-        return F.cross_entropy(x @ weight.T, target, ignore_index=ignore_index, reduction=reduction)
-
-    def liger(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, reduction="mean"):
-        return F.cross_entropy(input @ weight.T, target, ignore_index=ignore_index, reduction=reduction)
-
-    for path, name, value in (
-        ("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction", SimpleNamespace(apply=scaled)),
-        ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", liger),
-        ("cut_cross_entropy", "linear_cross_entropy", cut),
-        ("quack.linear_cross_entropy", "chunked_linear_cross_entropy", chunked),
-    ):
-        monkeypatch.setitem(sys.modules, path, SimpleNamespace(**{name: value}))
-    given = make_problem(TINY, torch.float32, ALONE)
-    expected = calls_of(named("torch", ONE), given)[FORWARD_BACKWARD]()
-    for peer in options.FUSED:
-        for value, right in zip(calls_of(named(peer, ONE), given)[FORWARD_BACKWARD](), expected, strict=True):
-            torch.testing.assert_close(value, right, msg=peer)
 
 
 def test_bits_that_differ_are_counted(capsys):

@@ -30,12 +30,19 @@ def _drawn(wanted, ranks=1, settings=SETTINGS):
 
 @pytest.fixture
 def of(request):
-    """``of(number, fewer)``: how many configurations a test draws, fewer without ``--all``."""
-    return lambda number, fewer: number if request.config.option.all else fewer
+    """``of(all, few)``: what a test draws with ``--all``, and without."""
+    return lambda all, few: all if request.config.option.all else few
 
 
-def _hold(number, wanted, run, ranks=1, settings=SETTINGS) -> None:
-    for index, c in islice(_drawn(wanted, ranks, settings), number):
+def _cheap(c) -> bool:
+    """Of few entries, from which the truth is computed, and of few tiles; logits have a weight ``[V, V]``."""
+    tiles = 1 if c.tile is None else -(-c.N // c.tile[0]) * -(-c.V // c.tile[1])
+    return c.V * max(c.N, c.V if c.kind == "logits" else c.D) <= 200_000 and tiles <= 40
+
+
+def _hold(of, number, fewer, wanted, run, ranks=1, settings=SETTINGS) -> None:
+    fits = of(wanted, lambda c: wanted(c) and _cheap(c))
+    for index, c in islice(_drawn(fits, ranks, settings), of(number, fewer)):
         _, finding = program.examine(c, run)
         assert not finding, f"{settings.command(ranks, index)}\n{finding}"
 
@@ -61,13 +68,7 @@ WANTED = {
     + [(kind, "windows") for kind in ("loss", "statistics", "divergence")],
 )
 def test_configurations_of_one_process_hold(kind, wanted, of):
-    most = of(10**9, 200_000)  # entries of what the truth is computed from; logits have a weight [V, V]
-
-    def fits(c):
-        entries = c.V * max(c.N, c.V if kind == "logits" else c.D)
-        return c.kind == kind and entries <= most and WANTED[wanted](c)
-
-    _hold(of(24, 6), fits, _run)
+    _hold(of, 24, 6, lambda c: c.kind == kind and WANTED[wanted](c), _run)
 
 
 @pytest.mark.parametrize("edge", ["cap", "flat", "mean", "window", "nan", "cold", "close"])
@@ -75,7 +76,7 @@ def test_configurations_at_an_edge_hold(edge, backend, device, of):
     """A soft-cap that saturates, logits that are nearly equal, a NaN beside infinity, infinite temperatures, a teacher
     like the student."""
     settings = program.Settings(seed=13, backend=backend, device=device)
-    _hold(of(6, 2), lambda c: c.edge == edge, lambda c: [execute(alone(device), c, backend)], 1, settings)
+    _hold(of, 6, 2, lambda c: c.edge == edge, lambda c: [execute(alone(device), c, backend)], 1, settings)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_configurations_at_an_edge_hold(edge, backend, device, of):
 )
 def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of):
     run = lambda c: worlds(ranks).run(execute, c, "torch", timeout=60)  # noqa: E731
-    _hold(of(number, fewer), WANTED[wanted], run, ranks)
+    _hold(of, number, fewer, WANTED[wanted], run, ranks)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kern
     """More of what few draws have."""
     settings = program.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
-    _hold(of(number, fewer), lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
+    _hold(of, number, fewer, lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
 
 
 # --- planted faults --------------------------------------------------------------------------------

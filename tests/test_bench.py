@@ -198,15 +198,6 @@ def test_ours_refused_is_a_failure(short, monkeypatch, capsys):
     assert "ours@0: refused: dW" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kind", "peer"), [("distillation", "torch-distillation"), ("token-loss", "ours-token-statistics")]
-)
-def test_losses_of_post_training_are_the_same_by_either_way(kind, peer):
-    given = make_problem(TINY, torch.float32, ALONE)
-    for one, other in zip(*(calls_of(named(name, ONE), given)[FORWARD_BACKWARD]() for name in (f"ours-{kind}", peer))):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
 def test_libraries_that_are_not_installed_are_skipped_in_words(short, capsys):
     assert command.main("--device cpu --rounds 1 --shape 40,90,16 --peers ours liger-scaled quack".split()) == 0
     said = capsys.readouterr().out
@@ -272,16 +263,3 @@ def test_the_report_on_gradient_filter(short, tmp_path, monkeypatch):
             assert 0 < exact["errors"]["dX"] < 2 * cell["torch_errors"]["dX"] < 0.02
             # The torch backend computes exact gradients.
             assert all(rows[f"ours, {name}, {memory}"]["errors"] == exact["errors"] for name in FILTERS)
-
-
-@pytest.mark.slow
-def test_the_filter_of_a_trained_model(short, tmp_path, capsys):
-    pytest.importorskip("tokenizers", reason="needs the training program's packages")
-    pytest.importorskip("pydantic", reason="needs the training program's packages")
-    tiny = ["model.hidden=64", "train.steps=20", "train.sequence=64", "text.max_bytes=300_000", "text.vocab_size=1024"]
-    tiny += ["snapshots.steps=[5]", "snapshots.tokens=256", f"text.cache={tmp_path / 'cache'}", f"output={tmp_path}"]
-    config = ["--config", ROOT / "configs" / "snapshots-cpu.yaml", *tiny]
-    done = ran("bash", ROOT / "launch" / "train.sh", *config, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    gradient_filter.main([str(tmp_path / "step-20.safetensors"), "--device", "cpu", "--rounds", "1"])
-    assert "step-20.safetensors, by probability, TP 1, N=256, V=1024, D=64" in capsys.readouterr().out

@@ -350,7 +350,7 @@ def test_values_and_targets_of_inference_mode(kind):
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 @on_ranks(2)
-def test_debug_mode_compares_what_the_function_returns(member, kind):
+def test_debug_mode_compares_what_the_function_gets_and_returns(member, kind):
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=member.device)
     t, options = part(t, member), dict(entropy=True, process_group=member.group, logits_budget=budget)
 
@@ -366,15 +366,7 @@ def test_debug_mode_compares_what_the_function_returns(member, kind):
         for loss, words in ((scaled, "about the losses of loss"), (renamed, "about the metrics of loss")):
             with pytest.raises(ValueError, match=words):
                 parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **options)
+        old, advantage = values
+        with pytest.raises(ValueError, match=r"disagree about per_token\[0\]: rank 0 has"):
+            parallel_lce.token_loss(t.x, t.weight, t.target, ppo, old + member.rank, advantage, **options)
         parallel_lce.token_loss(t.x, t.weight, t.target, ppo, *values, **options)[0].backward()
-
-
-@on_ranks(2)
-def test_debug_mode_compares_the_values_per_token(member):
-    t, old, advantage = problem(device=member.device)
-    old = old.nan_to_num(0.0)
-    old[5] += member.rank
-    with debug_mode(), pytest.raises(ValueError, match=r"disagree about per_token\[0\]: rank 0 has"):
-        parallel_lce.token_loss(
-            t.x, part(t, member).weight, t.target, focal, old, advantage, process_group=member.group
-        )

@@ -17,7 +17,7 @@ from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from parallel_lce.features.filter import gradient as form
 from parallel_lce.features.filter.tiles import TILE
-from tools import arguments_to, chosen_backend, on_ranks, shrunk, unchecked
+from tools import chosen_backend, on_ranks, shrunk, unchecked
 
 EPS = 2**-7
 
@@ -192,15 +192,6 @@ def recomputed(*t, **options):
     return gradients(*t, logits_budget=0, **{"reduction": "none", **options})
 
 
-@pytest.mark.parametrize(("size", "slices"), [(256 << 20, 1), (0, 3)])
-def test_a_recomputed_slice_is_large_enough_for_its_products(size, slices, device, monkeypatch):
-    """Beyond the smallest working memory, in which products would be too small to be filtered."""
-    monkeypatch.setattr(form, "SLICE_BYTES", size)
-    with shrunk(300_000), arguments_to(form, "find_active_tiles") as found:
-        recomputed(*wide_problem(device=device), gradient_filter=WIDE_EPS)
-    assert len(found) == slices
-
-
 def test_masses_of_tokens_are_kept(slices, device):
     """With a weight of equal rows, dX is the sum of the gradient of the token's logits: 1 for the log-sum-exp, and 0
     for the log-probability of a target, whose own probability is no part of the mass of its tile."""
@@ -308,18 +299,6 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
         if len(found) == 3:
             assert all(map(torch.equal, walked[0], gradients(*t, **options)))
     assert "".join(found) == "FF-F-F"
-
-
-def test_a_backward_in_a_captured_graph_is_not_counted(monkeypatch):
-    """Its numbers are those of a replay. The call before may have begun outside."""
-    chosen, lists = form.Choice(), SimpleNamespace(counts=torch.tensor([4]), numbers=torch.zeros(4))
-    chosen.begin()
-    chosen.count(lists)
-    with monkeypatch.context() as captured:
-        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        chosen.count(SimpleNamespace(counts=mock.Mock(is_cuda=True), numbers=torch.zeros(40)))
-    chosen.begin()
-    assert chosen.begin() == (False, False)  # all 4 tiles are active
 
 
 @pytest.mark.gpu

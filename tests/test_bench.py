@@ -3,17 +3,14 @@ figures are what they are called."""
 
 import json
 import math
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 pytest.importorskip("rich", reason="needs the benchmark's packages")
 pytest.importorskip("safetensors", reason="needs the benchmark's packages")
@@ -157,7 +154,8 @@ def _short(arguments: list[str]) -> None:
     assert command.main(arguments) == 0
 
 
-ON_TWO = "--device cpu --rounds 3 --shape 64,256,16 --json".split()
+PEERS = "--peers", *options.DEFAULTS[RANKS, "cpu"].ours, GEMM_ONLY, OVERLAPPED  # without compiled ones
+ON_TWO = *PEERS, *"--device cpu --rounds 3 --shape 64,256,16 --json".split()
 
 
 @pytest.mark.parametrize("shell", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -168,8 +166,7 @@ def test_a_run_of_two_processes(shell, tmp_path):
             # The user's own file, called like a module that Python, PyTorch and the benchmark import.
             (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
         torchrun = "--standalone", "--nproc-per-node", 2, "--"
-        peers = "--peers", *options.DEFAULTS[RANKS, "cpu"].ours, GEMM_ONLY, OVERLAPPED  # without compiled ones
-        done = ran("bash", ROOT / "launch" / "bench.sh", *torchrun, *peers, *ON_TWO, "new/r.json", cwd=tmp_path)
+        done = ran("bash", ROOT / "launch" / "bench.sh", *torchrun, *ON_TWO, "new/r.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         printed = done.stdout
     else:
@@ -201,49 +198,11 @@ def test_ours_refused_is_a_failure(short, monkeypatch, capsys):
     assert "ours@0: refused: dW" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kind", "peer"), [("distillation", "torch-distillation"), ("token-loss", "ours-token-statistics")]
-)
-def test_losses_of_post_training_are_the_same_by_either_way(kind, peer):
-    given = make_problem(TINY, torch.float32, ALONE)
-    for one, other in zip(*(calls_of(named(name, ONE), given)[FORWARD_BACKWARD]() for name in (f"ours-{kind}", peer))):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
 def test_libraries_that_are_not_installed_are_skipped_in_words(short, capsys):
     assert command.main("--device cpu --rounds 1 --shape 40,90,16 --peers ours liger-scaled quack".split()) == 0
     said = capsys.readouterr().out
     for name in ("liger-scaled", "quack"):
         assert f"{name}, not installed" in said and f"{name}: not installed: No module named" in said
-
-
-def test_other_libraries_are_called_as_their_releases_take_it(monkeypatch):
-    """Signatures of Liger-Kernel 0.8.5, Cut Cross-Entropy 25.1 and 25.9, quack-kernels 0.6.5."""
-
-    def scaled(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1):
-        return F.cross_entropy(_input @ weight.T / temperature, target, ignore_index=ignore_index, reduction="none")
-
-    def cut(e, c, targets, bias=None, ignore_index=-100, softcap=None, reduction="mean"):
-        return F.cross_entropy(e @ c.T, targets, ignore_index=ignore_index, reduction=reduction)
-
-    def chunked(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True):
-        return F.cross_entropy(x @ weight.T, target, ignore_index=ignore_index, reduction=reduction)
-
-    def liger(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, reduction="mean"):
-        return F.cross_entropy(input @ weight.T, target, ignore_index=ignore_index, reduction=reduction)
-
-    for path, name, value in (
-        ("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction", SimpleNamespace(apply=scaled)),
-        ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", liger),
-        ("cut_cross_entropy", "linear_cross_entropy", cut),
-        ("quack.linear_cross_entropy", "chunked_linear_cross_entropy", chunked),
-    ):
-        monkeypatch.setitem(sys.modules, path, SimpleNamespace(**{name: value}))
-    given = make_problem(TINY, torch.float32, ALONE)
-    expected = calls_of(named("torch", ONE), given)[FORWARD_BACKWARD]()
-    for peer in options.FUSED:
-        for value, right in zip(calls_of(named(peer, ONE), given)[FORWARD_BACKWARD](), expected, strict=True):
-            torch.testing.assert_close(value, right, msg=peer)
 
 
 def test_bits_that_differ_are_counted(capsys):
@@ -269,18 +228,6 @@ def test_each_tile_that_is_measured_is_used():
             with tune.forced(tune.Tile(64, entries, 32, 4, 2), 2):
                 parallel_lce.linear_cross_entropy(x, weight, target)
     assert [call.args[1] for call in made.call_args_list] == [4, 2, 4]
-
-
-@pytest.mark.slow
-def test_tiles_are_measured_on_the_interpreter(short):
-    pytest.importorskip("triton", reason="needs triton")
-    tiles = [tune.Tile(64, 64, 32, 4, 2), tune.Tile(64, 128, 32, 4, 2)]
-    with chosen_backend("triton"):
-        bare, *rows = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ALONE), "0", 1, tiles, (2,))["peers"]
-    assert bare["name"] == GEMM_ONLY and all(row["refused"] is None for row in rows)
-    assert {row["name"] for row in rows} == {f"ours-statistics@0, {tile}, 2 row blocks a launch" for tile in tiles}
-    times = [row[FORWARD_BACKWARD]["seconds"] for row in rows]
-    assert times == sorted(times)
 
 
 # --- gradient_filter, on snapshots of a training ----------------------------------------------------
@@ -316,16 +263,3 @@ def test_the_report_on_gradient_filter(short, tmp_path, monkeypatch):
             assert 0 < exact["errors"]["dX"] < 2 * cell["torch_errors"]["dX"] < 0.02
             # The torch backend computes exact gradients.
             assert all(rows[f"ours, {name}, {memory}"]["errors"] == exact["errors"] for name in FILTERS)
-
-
-@pytest.mark.slow
-def test_the_filter_of_a_trained_model(short, tmp_path, capsys):
-    pytest.importorskip("tokenizers", reason="needs the training program's packages")
-    pytest.importorskip("pydantic", reason="needs the training program's packages")
-    tiny = ["model.hidden=64", "train.steps=20", "train.sequence=64", "text.max_bytes=300_000", "text.vocab_size=1024"]
-    tiny += ["snapshots.steps=[5]", "snapshots.tokens=256", f"text.cache={tmp_path / 'cache'}", f"output={tmp_path}"]
-    config = ["--config", ROOT / "configs" / "snapshots-cpu.yaml", *tiny]
-    done = ran("bash", ROOT / "launch" / "train.sh", *config, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    gradient_filter.main([str(tmp_path / "step-20.safetensors"), "--device", "cpu", "--rounds", "1"])
-    assert "step-20.safetensors, by probability, TP 1, N=256, V=1024, D=64" in capsys.readouterr().out

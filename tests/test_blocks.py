@@ -5,7 +5,6 @@ Each row of x picks a column of the weight, so that logits are known exactly. Th
 gradient of each logit.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,12 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from blocks import launches
 from cases import DTYPES, normal
-from parallel_lce import linear_cross_entropy, token_statistics
-from parallel_lce.backends import named, triton_backward
-from parallel_lce.backends.interface import Scratch
-from tools import chosen_backend, on_ranks, shrunk, small
+from parallel_lce import token_statistics
+from parallel_lce.backends import triton_backward
+from tools import on_ranks, shrunk
 
 KINDS = 9  # of tokens, in turn
 # A logit 2 FAR below 0 or 3 FAR above changes its window's reference.
@@ -186,33 +183,3 @@ def test_a_call(member, name, dtype, backend):
     assert_within(gradients[1], exact[:, rows].t() @ t.x.double(), allowed[:, rows].t() @ t.x.double(), "dW")
     if bias is not None:
         assert_within(gradients[2], exact[:, rows].sum(0), allowed[:, rows].sum(0), "dbias")
-
-
-SLICES = {
-    "with the bytes of dX too": (600, 256, 0, 2 * 600 * 256, [512, 188]),
-    "without them, since they are long enough": (300, 256, 0, 2 * 300 * 256, [256, 256, 188]),
-    "in the memory of two windows that were saved": (40, 16, 40 * 512 * 2 + 256, 256, [188]),
-    "in that of an earlier block": (100, 256, 90_000, 256, [700]),
-    "of pieces of rows, where those of all would be narrow": (600, 16, 0, 2 * 512 * 512, [512, 512, 188, 188]),
-}
-
-
-@pytest.mark.parametrize(("N", "D", "budget", "block", "slices"), SLICES.values(), ids=SLICES)
-def test_slices_that_are_projected_again(N, D, budget, block, slices, device, monkeypatch):
-    """A budget is one buffer, not two, and slices are as large as it. On one rank they also take the bytes in which dX
-    is written at the end."""
-    if N == 300:
-        monkeypatch.setattr(triton_backward, "MEASURED", replace(triton_backward.MEASURED, longest_slice=256))
-    if N == 40:
-        monkeypatch.setattr(Scratch, "borrow", lambda *_: pytest.fail("more memory than what was saved"))
-    monkeypatch.setattr(named("triton"), "CODES", False)
-    t = small(device, N=N, V=700, D=D, dtype="bf16")
-    t.weight.requires_grad_(N != 100)  # else columns would be saved, not rows
-    freed = mock.Mock(wraps=Scratch.release)
-    monkeypatch.setattr(Scratch, "release", lambda scratch: freed(scratch))
-    with chosen_backend("triton"), shrunk(block), launches() as found:
-        loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget)
-        loss.sum().backward()
-    assert freed.called == (N in (300, 600))  # nothing was saved
-    projected = [given for name, given in found if name.endswith("projection") and given["KIND"] == "backward"]
-    assert [given["entries"] for given in projected] == slices

@@ -14,9 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from parallel_lce.call import prepare
-from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors
 from parallel_lce.run.entry import fused_loss
 from tools import alone, debug_mode, given, on_ranks
 from world import Member, mesh_of
@@ -362,12 +360,6 @@ def test_checks_run_once_for_each_signature(monkeypatch):
         with torch.autocast("cpu"):
             call(good())
         assert check.call_count == 3
-    given, keys = good(), set()
-    for ranks, rank, name in ((2, 0, "gloo"), (2, 1, "gloo"), (4, 1, "gloo"), (4, 1, "nccl"), (2, 0, "gloo")):
-        with mock.patch.object(prepare.dist, "get_backend", return_value=name):
-            tensors = Tensors(given["input"], given["linear_weight"], given["target"])
-            keys.add(prepare._signature(Options("test"), tensors, Layout(None, ranks, rank), None, ()))
-    assert len(keys) == 4 and None not in keys
     monkeypatch.setattr(prepare, "_MOST_KNOWN", 3)
     for budget in range(10):
         call(good() | dict(logits_budget=budget))
@@ -382,17 +374,6 @@ def test_equal_numbers_of_another_type(other):
         call(good() | {name: 1})
         with pytest.raises(ValueError, match=f"{name} must be .*, got {other}"):
             call(good() | {name: other})
-
-
-def test_a_tangent_and_another_backend_are_refused_after_a_good_call(monkeypatch):
-    call(good())
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(good()["input"], torch.ones(N, D))
-        with pytest.raises(NotImplementedError, match="input has a tangent"):
-            call(good() | dict(input=dual))
-    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "other")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='other'"):
-        call(good())
 
 
 # --- DTensors ---------------------------------------------------------------------------------------

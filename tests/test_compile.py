@@ -18,14 +18,10 @@ from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
-from parallel_lce.core.collectives import Layout
-from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.run import ops
-from parallel_lce.run import results as results_module
-from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, given, on_ranks, shrunk, small, statistics
+from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, on_ranks, shrunk, small, statistics
 
 V, D = 150, 16
-SIZES = (40, 46, 57)  # tokens: compiled for one number, then for any
+SIZES = (24, 30, 41)  # tokens: compiled for one number, then for any
 SOME = 10000  # bytes: a part of the logits, beside blocks of 4000
 
 LOSSES = {
@@ -117,8 +113,7 @@ def test_losses(name, dtype, weighted, device):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
-@pytest.mark.thinned
+@pytest.mark.parametrize("name", [pytest.param("saved", marks=pytest.mark.slow), "some saved", "accumulated"])
 def test_the_triton_backend(name, kernels, device):
     """Its backward writes over what is kept, which no graph may notice."""
     t = operands(40, device, "bf16", V=900)
@@ -164,7 +159,7 @@ def test_the_group_may_change_from_call_to_call(member):
     def loss(process_group):
         return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target % 30, process_group=process_group)
 
-    for groups in ((alone, member.group), (member.group, alone), (None, member.group)):
+    for groups in ((alone, member.group), (None, member.group)):
         torch._dynamo.reset()
         fast = compiled(loss)[0]
         for group in groups:
@@ -327,42 +322,6 @@ def test_refusals(device):
     fast, _ = compiled(parallel_lce.linear_cross_entropy)
     with debug_mode(), pytest.raises(ValueError, match=f"target {V} at position 3"):
         fast(t.x, t.weight, t.target)
-
-
-def test_main_grad_is_refused_in_words(device):
-    """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
-    t, main_grad = operands(24, device), MainGrad(torch.empty(V, D), lambda memory: None)
-    with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
-        ops.call(*given(t.x, t.weight, t.target, reduction="none"), Layout(), main_grad)
-
-
-@pytest.mark.parametrize("needs", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(reduction="none", ignore_index=-100, label_smoothing=0.1, logits_budget=SOME),
-        dict(reduction="mean", ignore_index=-100, logits_budget=0),
-        dict(mean_logit=True, entropy=True, argmax=True, logits_budget=SOME),
-    ],
-    ids=str,
-)
-def test_contracts_of_the_operators(options, needs, device):
-    """Schema, fake tensors and dynamic shapes by torch's own checks."""
-    library = torch.ops.parallel_lce
-    with shrunk(4000, (16, 32)):
-        t = operands(24, device, bias=True)
-        asked, tensors = given(t.x, t.weight, t.target, t.bias, **options)
-        with torch.set_grad_enabled(needs):
-            given_tensors, *others = ops.encoded(asked, tensors, Layout())
-        detached = [tensor.detach() for tensor in given_tensors], *others
-        torch.library.opcheck(library.forward.default, detached)
-        if needs:
-            results, handle = library.forward(*detached)
-            others = [] if "reduction" in options else [None] * (len(results_module.DIFFERENTIABLE) - 1)
-            for wanted in ([True, True, False, True], [False, True, False, False]):
-                upstream = [torch.rand_like(results[0]), *others]
-                backward = *detached, handle, upstream, wanted
-                torch.library.opcheck(library.backward.default, backward)
 
 
 def test_an_upstream_gradient_that_is_not_there(device):

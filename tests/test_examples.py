@@ -5,6 +5,8 @@ import importlib
 import os
 import re
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,33 +26,37 @@ CASES = {
     "distillation": (5, 0.048929, 0.035058),
     MEGATRON: (5, 6.178493, 5.917152),  # of Megatron's own loss, in fp32
 }
-# Prints the threads that are left, which may abort the process while Python ends.
-ALL_IN_ONE_PROCESS = f"""
-import importlib, pathlib, time
-for name in {[name for name in CASES if name != MEGATRON]}:
-    print("example", name)
-    importlib.import_module(name).main()
-    for _ in range(100):  # a thread takes its time to end
-        threads = " ".join(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm"))
-        if "gloo" not in threads:
-            break
-        time.sleep(0.1)
-    print(threads)
-"""
+
+
+def _run(names: tuple[str, ...], ranks: int, device: str) -> None:
+    """Of one process none that torchrun has started. Prints the threads that are left of a group, which may abort the
+    process while Python ends."""
+    if ranks == 1:
+        del os.environ["RANK"]
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.path.insert(0, str(EXAMPLES))
+    for name in names:
+        print("example", name)
+        importlib.import_module(name).main()
+        for _ in range(100):  # a thread takes its time to end
+            threads = " ".join(task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm"))
+            if "gloo" not in threads or name == MEGATRON:
+                break
+            time.sleep(0.1)
+        print(threads)
 
 
 @functools.cache
-def _printed(device: str, *command: str) -> str:
-    paths = os.pathsep.join([str(ROOT), str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1") if device == "cuda" else ""
-    done = ran(sys.executable, *command, env={"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": visible})
+def _printed(ranks: int, device: str, *names: str) -> str:
+    return launched(ranks, _run, names, ranks, device)
+
+
+def _by_torchrun(name: str) -> str:
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    done = ran(sys.executable, *torchrun, EXAMPLES / f"{name}.py", env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "gloo" not in done.stdout, "threads of the group outlive it"
     return done.stdout
-
-
-def _main(name: str) -> None:
-    importlib.import_module(name).main()
 
 
 MORE = [pytest.param(2, name, marks=pytest.mark.slow) for name in CASES if name != "sequence_parallel"]
@@ -58,19 +64,15 @@ TORCHRUN = pytest.param("torchrun", "sequence_parallel", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), TORCHRUN, *MORE])
-def test_example(name, ranks, device, monkeypatch):
+def test_example(name, ranks, device):
     if device == "cuda" and ranks == 2 > torch.cuda.device_count():
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
-    if name == MEGATRON and ranks == 1:
-        printed = _printed(device, str(EXAMPLES / f"{name}.py"))
-    elif ranks == 1:
-        printed = _printed(device, "-c", ALL_IN_ONE_PROCESS).partition(f"example {name}\n")[2].partition("example ")[0]
-    elif ranks == 2 and device == "cpu":
-        monkeypatch.syspath_prepend(EXAMPLES)
-        printed = launched(2, _main, name)
+    if ranks == "torchrun":
+        printed = _by_torchrun(name)
     else:
-        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-        printed = _printed(device, *torchrun, str(EXAMPLES / f"{name}.py"))
+        together = [each for each in CASES if each != MEGATRON] if ranks == 1 and name != MEGATRON else [name]
+        printed = _printed(ranks, device, *together).partition(f"example {name}\n")[2].partition("example ")[0]
+        assert "gloo" not in printed or name == MEGATRON, "threads of the group outlive it"
     steps, second, last = CASES[name]
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (-?\d+\.\d+)", printed, re.MULTILINE)]
     bound = 1e-4 if name == "sequence_parallel" else 1e-5

@@ -7,10 +7,8 @@ it. So these tests start processes of their own, with a group of a short timeout
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from unittest import mock
@@ -22,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from benchmarks.engine.peak_memory import peak_memory
-from cases import dense_loss, make, part
-from measures import assert_close
+from cases import make, part
 from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence
@@ -394,62 +391,6 @@ def test_100_microbatches(member, name, sequence_parallel, backend):
                     leaves = [parts[number].x, parts[number].weight]
                     assert same(torch.autograd.grad(alive.pop(number), leaves), expected[number])
             assert not alive
-
-
-# --- threads, and groups that overlap --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_threads(dtype, backend, device):
-    """Two threads, on a GPU each on a stream of its own, at forwards and backwards of many signatures at once: the bits
-    of one thread."""
-    if backend == "triton" and device == "cpu":
-        pytest.skip("Triton's interpreter changes its language for one launch after the other")
-    sizes = [(N + 8 * number, V + 8 * number, D) for number in range(5)]
-    problems = [[small(device, *size, dtype=dtype, seed=thread) for size in sizes] for thread in range(2)]
-    together = threading.Barrier(2)
-
-    def steps(thread: int, repetitions: int) -> list:
-        found = []
-        with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):
-            for _ in range(repetitions):
-                if repetitions > 1:
-                    together.wait(60)
-                found += [step_of(name, t) for t in problems[thread] for name in [*REDUCED, *CALLS]]
-            if device == "cuda":
-                torch.cuda.current_stream().synchronize()
-        return found
-
-    with shrunk(*BLOCKS), ThreadPoolExecutor(2) as pool:
-        expected = [steps(thread, 1) for thread in range(2)]
-        if device == "cuda":
-            torch.cuda.synchronize()
-        for thread, found in enumerate(pool.map(steps, range(2), [2, 2])):
-            for number, each in enumerate(found):
-                assert same(each, expected[thread][number % len(expected[thread])]), (thread, number)
-
-
-@pytest.mark.parametrize("name", REDUCED)
-@on_ranks(3)
-def test_a_rank_of_two_groups(member, name):
-    """Ranks 0 and 1, and ranks 1 and 2. Rank 1 calls on both in turns, and has two graphs alive."""
-    pairs = (0, 1), (1, 2)
-    groups = [dist.new_group(pair) for pair in pairs]
-    mine = [number for number, pair in enumerate(pairs) if member.rank in pair]
-    results: list = []
-    for seed in range(4):
-        wholes = {n: make(N, V, D, "fp64", seed=2 * seed + n, device=member.device) for n in mine}
-        places = {n: Member(pairs[n].index(member.rank), 2, member.device, groups[n]) for n in mine}
-        parts = {n: part(wholes[n], places[n]) for n in mine}
-        with shrunk(*BLOCKS):
-            losses = {n: of_call(name, parts[n], groups[n]) for n in mine}
-            for n in reversed(mine) if seed % 2 else mine:
-                truth = dense_loss(wholes[n], reduction=REDUCED[name]["reduction"])
-                dx, dweight = torch.autograd.grad(losses[n], [parts[n].x, parts[n].weight])
-                results += (losses[n], truth["loss"].sum()), (dx, truth["dx"])
-                results.append((dweight, truth["dweight"].chunk(2)[places[n].rank]))
-    for found, expected in results:  # at the end: a rank that raises earlier leaves the others waiting
-        assert_close(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", REDUCED)

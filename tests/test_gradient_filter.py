@@ -16,9 +16,8 @@ from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from parallel_lce.features.filter import gradient as form
-from parallel_lce.features.filter.products import sparse_product
-from parallel_lce.features.filter.tiles import TILE, active_tile_lists
-from tools import arguments_to, chosen_backend, on_ranks, shrunk, unchecked
+from parallel_lce.features.filter.tiles import TILE
+from tools import chosen_backend, on_ranks, shrunk, unchecked
 
 EPS = 2**-7
 
@@ -39,10 +38,10 @@ def slices(monkeypatch):
         yield
 
 
-def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4) -> list[Tensor]:
+def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4, D=16) -> list[Tensor]:
     """Hidden states, a weight whose first rows are the likely ones, and targets: drawn from the softmax, but for some
     ignored ones, and shared and unshared ones where nothing is likely."""
-    x, weight = normal(N, 16), noise * normal(V, 16, seed=1)
+    x, weight = normal(N, D), noise * (16 / D) ** 0.5 * normal(V, D, seed=1)
     x[:, 0] = 3.0
     x[::9, 1:] *= 4.0  # ignored ones, sure of other entries
     weight[:, 0] = torch.linspace(slope, -slope, V)
@@ -93,12 +92,13 @@ def expected(x, weight, target, eps=EPS):
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 3e-6), ("bf16", 8e-3), ("fp16", 8e-3)])
 @pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("D", [16, 528])
 @pytest.mark.thinned
-def test_the_gradients_are_those_of_the_definition(options, dtype, rtol, device):
-    """And losses are those without a filter, bit for bit."""
+def test_the_gradients_are_those_of_the_definition(options, D, dtype, rtol, device):
+    """And losses are those without a filter, bit for bit. ``D``: of one tile of the products, or of ragged ones."""
     if device == "cuda" and dtype == "fp32":
         pytest.skip("fp32 is the torch backend's on a GPU, unless it is asked not to be")
-    t = problem(dtype=dtype, device=device)
+    t = problem(dtype=dtype, device=device, D=D)
     dx, dw, active = expected(*t)
     assert 0.2 < active < 0.8
     losses = [linear_cross_entropy(*t, gradient_filter=eps, **options) for eps in (EPS, None)]
@@ -129,41 +129,6 @@ def test_the_gradient_of_the_bias_is_not_filtered(device):
     options = dict(linear_bias=bias.requires_grad_(), token_weight=token_weight)
     exact, found = (gradients(*t, gradient_filter=eps, **options) for eps in (None, EPS))
     assert torch.equal(found[2], exact[2]) and not torch.equal(found[1], exact[1])
-
-
-SIZES = (700, 904), (700, 528), (900, 528)
-KINDS = {
-    "dX": dict(transposed=False, add=True),
-    "dW": dict(transposed=True, add=False),
-    "dW in fp32": dict(transposed=True, add=True),
-}
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.thinned
-def test_products_of_listed_tiles(kind, dtype, device):
-    """Ragged tiles of the result, and some whose lists are empty."""
-    R, C, D, options = 700, 900, 528, dict(KINDS[kind])
-    gradient, x, weight = (normal(*size, seed=i).to(device, DTYPES[dtype]) for i, size in enumerate(SIZES))
-    gradient = gradient[:, :C]
-    largest = (normal(-(-R // TILE), -(-C // TILE), seed=3) > 0).float().to(device)
-    largest[1::3], largest[:, 2] = 0.0, 0.0
-    listed = active_tile_lists(largest, 0.5)[options["transposed"]]
-    active = largest.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)[:R, :C]
-    g, other = gradient.double() * active, weight
-    if options["transposed"]:
-        g, other = g.t(), x
-        shares, spread = (v.float().to(device) for v in (normal(C, seed=4), normal(largest.shape[1], D, seed=5)))
-        options["rank_one"] = shares, spread
-    # Rows with padding.
-    sums = torch.float32 if options["add"] else DTYPES[dtype]
-    total = normal(len(g), D + 16, seed=6).to(device, sums)[:, :D]
-    exact = g @ other.double() + (total.double() if options["add"] else 0)
-    if options["transposed"]:
-        exact += shares[:, None].double() * spread.double().repeat_interleave(TILE, 0)[:C]
-    sparse_product(total, gradient, other, listed, **options)
-    assert relative_error(total, exact) < (4e-6 if options["add"] else torch.finfo(sums).eps / 2)
 
 
 @pytest.mark.parametrize("cause", ["target", "hidden states"])
@@ -205,8 +170,7 @@ def test_every_door_gives_the_same(name, device):
         assert not torch.equal(a, c)
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("shape", [(0, 700), (1, 1), (1, 700), (129, 257), (256, 256)])
+@pytest.mark.parametrize("shape", [(0, 700), (1, 1), (129, 257)])
 def test_odd_shapes(shape, device):
     t = problem("bf16", device, *shape)
     t[2].clamp_(max=shape[1] - 1)
@@ -226,21 +190,6 @@ def wide_problem(dtype="bf16", device="cpu", N=N, V=V):
 
 def recomputed(*t, **options):
     return gradients(*t, logits_budget=0, **{"reduction": "none", **options})
-
-
-def test_a_filter_below_every_probability_changes_nothing(slices, device):
-    t = wide_problem(device=device)
-    for found, exact in zip(recomputed(*t, gradient_filter=1e-30), recomputed(*t)):
-        assert_close(found, exact.double(), 6e-3)
-
-
-@pytest.mark.parametrize(("size", "slices"), [(256 << 20, 1), (0, 3)])
-def test_a_recomputed_slice_is_large_enough_for_its_products(size, slices, device, monkeypatch):
-    """Beyond the smallest working memory, in which products would be too small to be filtered."""
-    monkeypatch.setattr(form, "SLICE_BYTES", size)
-    with shrunk(300_000), arguments_to(form, "find_active_tiles") as found:
-        recomputed(*wide_problem(device=device), gradient_filter=WIDE_EPS)
-    assert len(found) == slices
 
 
 def test_masses_of_tokens_are_kept(slices, device):
@@ -280,20 +229,23 @@ def test_targets_and_scales_of_tokens(scaled, gradient_filter, slices, device):
     assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
 
 
-@pytest.mark.parametrize("options", [dict(logit_scale=0.0), dict(temperature=torch.inf), dict(logit_scale=1e-38)])
-def test_tokens_without_a_unit(options, slices, device):
+def test_tokens_without_a_unit(slices, device):
     """The gradients of tokens whose logits are all 0 reach no other token's."""
     x, weight, target = wide_problem(device=device)
-    (name, value), others = *options.items(), 1.0
-    each = torch.full((N,), others, device=device)
-    each[::7] = value
-    found = recomputed(x, weight, target, gradient_filter=WIDE_EPS, **{name: each})
-    for f, e in zip(found, recomputed(x, weight, target, **{name: each})):
+    scale, temperature = torch.ones(N, device=device), torch.ones(N, device=device)
+    scale[::7], scale[1::7], temperature[2::7] = 0.0, 1e-38, torch.inf
+    options = dict(logit_scale=scale, temperature=temperature)
+    found = recomputed(x, weight, target, gradient_filter=WIDE_EPS, **options)
+    for f, e in zip(found, recomputed(x, weight, target, **options)):
         assert relative_error(f, e.double()) < 0.05
-    assert found[0][::7].abs().max() < 1e-30
+    for first in range(3):
+        assert found[0][first::7].abs().max() < 1e-30
 
 
-@pytest.mark.parametrize("budget", [0, N * 256 * 2 + 50_000], ids=["recomputed", "partly saved"])
+PARTLY_SAVED = N * 256 * 2 + 50_000
+
+
+@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), PARTLY_SAVED])
 def test_a_second_backward(budget, slices, device):
     """What the first one has overwritten is formed anew. Both are filtered, or neither."""
     t = wide_problem(device=device)
@@ -309,7 +261,7 @@ def test_a_second_backward(budget, slices, device):
 @on_ranks(2)
 def test_ranks(member, sequence_parallel):
     """Shards of whole tiles have the tiles of the whole. One of the ranks may choose exact gradients."""
-    x, weight, target = given = wide_problem(N=512, V=1024, device=member.device)
+    x, weight, target = given = wide_problem(N=256, V=768, device=member.device)
     t = part(Tensors(x, weight, target), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
     form.forget()
@@ -329,7 +281,7 @@ def test_ranks(member, sequence_parallel):
 # --- whether to filter -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(logits_budget=0, reduction="none")])
 def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, monkeypatch):
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The
     second call is walked twice, and has one choice."""
@@ -347,18 +299,6 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
         if len(found) == 3:
             assert all(map(torch.equal, walked[0], gradients(*t, **options)))
     assert "".join(found) == "FF-F-F"
-
-
-def test_a_backward_in_a_captured_graph_is_not_counted(monkeypatch):
-    """Its numbers are those of a replay. The call before may have begun outside."""
-    chosen, lists = form.Choice(), SimpleNamespace(counts=torch.tensor([4]), numbers=torch.zeros(4))
-    chosen.begin()
-    chosen.count(lists)
-    with monkeypatch.context() as captured:
-        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        chosen.count(SimpleNamespace(counts=mock.Mock(is_cuda=True), numbers=torch.zeros(40)))
-    chosen.begin()
-    assert chosen.begin() == (False, False)  # all 4 tiles are active
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ import parallel_lce
 from measures import error
 from parallel_lce.kernels import mainloop_choice
 from parallel_lce.kernels.relaunch import Relaunched
-from releases import folder_of, installed
+from releases import ROOT, folder_of, installed
 from tools import chosen_backend, small
 
 HERE = Path(__file__).parent
@@ -55,8 +55,10 @@ FEW_BYTES = 16
 ADDED_BYTES = 256
 
 
-def compiled(capability: int, cache: Path, release: str | None) -> list[dict]:
-    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one."""
+def compiled(capability: int, release: str | None) -> list[dict]:
+    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one. Kernels that have not
+    changed since the last run are not compiled again."""
+    cache = ROOT / "outputs" / "triton-cache"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(HERE.parent), *([str(folder_of("triton", release))] if release else [])]
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
@@ -76,10 +78,10 @@ def compiled(capability: int, cache: Path, release: str | None) -> list[dict]:
 @pytest.mark.parametrize(
     ("capability", "release"), [(90, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
-def test_every_launch_compiles(capability, release, tmp_path):
+def test_every_launch_compiles(capability, release):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
     cost many times what they are for."""
-    found = compiled(capability, tmp_path, release)
+    found = compiled(capability, release)
     assert {kernel["name"] for kernel in found} == kernel_calls.NAMES
     version = release or installed("triton")
     if capability != 90 or version in TRITON:

@@ -1,4 +1,5 @@
-"""The private interfaces that the package uses (core/private.py, kernels/relaunch.py) do what it uses them for."""
+"""The private interfaces that the package uses (core/private.py, kernels/relaunch.py) do what it uses them for, where
+no other test shows it."""
 
 import ast
 import gc
@@ -11,42 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.autograd import forward_ad
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules import module
 
 from parallel_lce.core import private
 from tools import on_ranks
 from world import mesh_of
-
-# --- graphs of torch.compile ------------------------------------------------------------------------
-
-
-def _untraceable() -> int:
-    """No graph can hold it."""
-    return len(gc.get_referrers(_untraceable)) and 3
-
-
-def test_a_constant_in_graphs_is_called_while_torch_compile_traces():
-    constant = private.constant_in_graphs(_untraceable)
-    compiled = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
-    assert compiled(torch.ones(2)).tolist() == [3, 3]
-
-
-def test_graphs_break_at_a_function_outside_of_them_and_none_is_made_within():
-    graphs, compiling = [], []
-    within = lambda x: compiling.append(torch.compiler.is_compiling()) or x + 1  # noqa: E731
-    outside = private.outside_graphs(lambda x: within(x), "it is the reason")
-    called = lambda x: outside(x * 2)  # noqa: E731
-    compiled = torch.compile(called, backend=lambda graph, given: graphs.append(graph) or graph)
-    assert compiled(torch.ones(1)).item() == 3
-    assert compiling == [False] and len(graphs) == 1
-    torch.compiler.reset()  # it has code of the first call
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="it is the reason"):
-        torch.compile(called, backend="eager", fullgraph=True)(torch.ones(1))
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -63,32 +34,7 @@ def test_tensors_are_saved_without_the_hooks_around(allowed):
         assert (x * x).grad_fn._saved_other is x  # a parameter stays the object that it is
 
 
-def test_tensors_of_tracing_are_of_one_package():
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    assert isinstance(fake, private.FakeTensor) and not fake.is_meta
-    with FunctionalTensorMode():
-        functional = FunctionalTensor.to_functional(torch.ones(2))
-    for tensor in (fake, functional):
-        assert type(tensor).__module__.startswith(private.TRACING)
-
-
-# --- autograd and torch.func ------------------------------------------------------------------------
-
-
-def test_transforms_and_forward_mode_are_seen():
-    seen = []
-
-    def look(x):
-        seen.append((private.transforming(), private.in_forward_mode()))
-        return x.sum()
-
-    look(torch.ones(2))
-    torch.func.grad(look)(torch.ones(2))
-    torch.func.vmap(look)(torch.ones(2, 2))
-    with forward_ad.dual_level():
-        look(torch.ones(2))
-    assert seen == [(False, False), (True, False), (True, False), (False, True)]
+# --- autograd ---------------------------------------------------------------------------------------
 
 
 def test_a_backward_knows_whether_it_accumulates():
@@ -164,16 +110,6 @@ def test_hooks_of_a_tensor():
 
 
 # --- torch.distributed ------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_groups_and_results_of_functional_collectives(member):
-    assert private.group_of_name(member.group.group_name) is member.group
-    own = torch.full((1,), float(member.rank), device=member.device)
-    result = collectives.all_reduce(own, "sum", member.group)
-    assert isinstance(result, private.AsyncCollectiveTensor)
-    plain = result.trigger_wait()
-    assert type(plain) is torch.Tensor and plain.item() == 1
 
 
 @on_ranks(2)

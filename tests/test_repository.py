@@ -226,7 +226,8 @@ assert abs(loss.item() - math.log(5)) < 1e-6, loss
 assert w.grad.shape == (5, 4)
 print(parallel_lce.__file__, parallel_lce.__version__)
 
-import parallel_lce.megatron, parallel_lce.transformers, parallel_lce.trl, parallel_lce.verl
+assert callable(parallel_lce.transformers.patch) and callable(parallel_lce.verl.patch)
+assert callable(parallel_lce.rl.linear_cross_entropy)
 def import_torchtitan():
     import parallel_lce.torchtitan
 for call, needed in (

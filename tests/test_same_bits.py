@@ -25,7 +25,7 @@ CASES = {
     "fp16": dict(dtype=torch.float16),
     "logits below -44": dict(far=-70.0),
 }
-SLOW = "a soft-cap", "fp16"
+SLOW = "plain", "a soft-cap", "fp16"
 
 
 def problem(device, R, V, *, bias=False, dtype=torch.bfloat16, far=0.0, **options):
@@ -56,6 +56,7 @@ def assert_equal(found, base, rows=slice(None), names=NAMES) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("stride", [0, 1, 8])
+@pytest.mark.thinned
 def test_the_layout_of_the_weight(offset, stride, device, kernels):
     """TMA cannot load rows that begin anywhere, and another tile would sum a logit in another order."""
     x, weight, target, options = problem(torch.device(device), 48, 1000)
@@ -100,7 +101,7 @@ def test_the_tokens_and_the_memory_around_it(name, device, kernels):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "-44" not in name])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.thinned
 @on_ranks()
 def test_the_shards_of_the_vocabulary(member, name, kernels):

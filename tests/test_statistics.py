@@ -1,18 +1,12 @@
 """The fields of ``token_statistics``, the order of the largest entries, tokens that do not count, and odd selections.
 test_functional.py and the fuzz compare every value and gradient with float64."""
 
-import itertools
-
 import pytest
 import torch
 
 import parallel_lce
 from cases import normal
 from measures import relative_error
-from parallel_lce.backends import formulas as formula
-from parallel_lce.core.options import Options, Wanted
-from parallel_lce.kernels import results as kernels
-from parallel_lce.run.results import DIFFERENTIABLE
 from tools import fields, on_ranks, shrunk, small, statistics
 
 N, V, D, K = 12, 90, 24, 5
@@ -32,62 +26,6 @@ def test_fields_that_were_not_asked_for_are_none(backend, device):
             assert torch.equal(getattr(found, name), getattr(rich, name)), name
     gradients = [torch.autograd.grad(f.entropy.sum() + f.lse.sum(), [t.x, t.weight]) for f in (found, rich)]
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
-
-
-@pytest.mark.parametrize("ignore_index", [None, -100])
-@pytest.mark.parametrize("asked", [(), ("mean_logit", "entropy", "sum_p_squared", "argmax"), ("entropy",)], ids=len)
-def test_kernels_of_statistics_are_their_formulas(asked, ignore_index, device):
-    """Values, and coefficients of the gradient from all pairs of upstream gradients; targets outside the vocabulary and
-    without a label, tokens without a finite logit, and gradients of one number for all tokens."""
-    options = Options("test", ignore_index=ignore_index, **dict.fromkeys(asked, True))
-    columns = options.columns
-    partial = torch.rand(columns.count, 131, device=device) + 1
-    partial[3 : columns["argmax"]] *= -1
-    partial[0, 3], partial[0, 4] = torch.nan, -torch.inf
-    if columns.argmax:
-        partial[columns["argmax"]] = torch.arange(131, dtype=torch.int32, device=device).view(torch.float32)
-    target = torch.arange(131, device=device) - 5
-    target[7] = -100
-    for vocab_size in (120, torch.tensor(120, device=device)):
-        wanted = Wanted("statistics", options, target, log_sum=isinstance(vocab_size, int))
-        found = kernels.results_of(partial, vocab_size, wanted)
-        formulas = formula.token_statistics(partial, vocab_size, target, columns, options, wanted.log_sum)
-        for name, value in found.items():
-            other = formulas.get(name)
-            assert (value is None) == (other is None), name
-            if value is not None:
-                torch.testing.assert_close(value, other, rtol=3e-7, atol=3e-7, equal_nan=True)
-    assert not formulas.keys() - found.keys()
-    names = [name for name in DIFFERENTIABLE if found.get(name) is not None]
-    for some in [(), *itertools.combinations(names, 1), *itertools.combinations(names, 2)]:
-        upstream = {name: torch.randn(131, device=device) for name in some}
-        for name in some[1:]:
-            upstream[name] = torch.randn((), device=device).expand(131)
-        if some:
-            upstream[some[0]][:3] = 0
-        found, formulas = (
-            module.statistics_gradient(upstream, partial, vocab_size, target, columns, options)
-            for module in (kernels, formula)
-        )
-        for one, other in zip(found, formulas):
-            assert (one is None) == (other is None), some
-            if one is not None:
-                torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6, equal_nan=True)
-
-
-def test_features_keep_no_tensors_of_forward(device):
-    """Backward's tensors are saved for it; what a feature keeps beside them is not freed and skips saved-tensor
-    hooks."""
-    t = small(device)
-    ids = torch.arange(2 * N * 2, device=device) % V
-    offsets = torch.arange(2 * N + 1, device=device) * 2
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=(ids, offsets), top_k=3)
-    node = found.lse.grad_fn
-    node = node if hasattr(node, "call") else node.next_functions[0][0]  # behind a view
-    features = node.call.features
-    assert features
-    kept = [(type(f).__name__, name) for f in features for name, v in vars(f).items() if isinstance(v, torch.Tensor)]
-    assert not kept
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -142,32 +80,6 @@ def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch
     assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
 
 
-def test_gradients_of_targets_and_selected_entries_together(backend, device):
-    """Some of the selected entries are targets."""
-    t = small(device)
-    rows = torch.arange(t.target.numel(), device=device)
-    ids = torch.stack([t.target, (t.target + 1) % len(t.weight), rows % len(t.weight)], -1)
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=ids)
-    found = torch.autograd.grad(found.target_log_prob.sum() + 2 * found.selected_log_prob.sum(), [t.x, t.weight])
-    exact = [leaf.detach().double().requires_grad_() for leaf in (t.x, t.weight)]
-    log_probs = (exact[0] @ exact[1].T).log_softmax(-1)
-    loss = log_probs.gather(-1, t.target[..., None]).sum() + 2 * log_probs.gather(-1, ids).sum()
-    for ours, theirs in zip(found, torch.autograd.grad(loss, exact)):
-        assert relative_error(ours, theirs) < 1e-5
-
-
-def test_empty_selections(backend, device):
-    """Without tokens, or without entries, results are empty and gradients 0."""
-    for N, E in ((0, 0), (3, 0)):
-        t, (ids, offsets) = small(device, N=N), (torch.zeros(n, dtype=torch.int64, device=device) for n in (E, N + 1))
-        for selected in ((ids, offsets), ids.new_zeros(N, 0)):
-            found = parallel_lce.token_statistics(t.x, t.weight, None, selected=selected).selected_log_prob
-            among = parallel_lce.selected_log_probs(t.x, t.weight, selected)
-            assert found.numel() == among.numel() == 0
-            for value in (found, among):
-                assert not torch.autograd.grad(value.sum(), t.weight)[0].any()
-
-
 def test_in_a_compiled_graph(device):
     x, w, ids = problem(device)
     pair = ids.view(-1), torch.arange(N + 1, device=device) * K
@@ -186,16 +98,6 @@ def test_in_a_compiled_graph(device):
 
 
 # --- selected_log_probs alone ------------------------------------------------------------------------
-
-
-def test_a_token_that_is_sure_of_one_of_its_entries(backend, device):
-    """What it leaves to the others, 1e-9 to 1e-2, is in its log-probability and in its gradient."""
-    gaps = torch.tensor([20.0, 16.0, 12.0, 8.0, 4.0], device=device)
-    w = torch.stack([gaps, torch.zeros_like(gaps)]).requires_grad_()
-    found = parallel_lce.selected_log_probs(torch.eye(5, device=device), w, torch.arange(2, device=device).expand(5, 2))
-    [gradient] = torch.autograd.grad(found[:, 0].sum(), w)
-    torch.testing.assert_close(found[:, 0].double(), -(-gaps.double()).exp().log1p(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradient[0].double(), torch.sigmoid(-gaps.double()), rtol=1e-6, atol=0)
 
 
 def test_gradients_of_an_entry_that_most_tokens_select(device):

@@ -24,7 +24,7 @@ from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
 from parallel_lce.core import collectives
-from tools import alone, chosen_backend, everywhere, planned, shrunk, small, statistics
+from tools import alone, chosen_backend, everywhere, planned, shrunk, statistics
 from world import Member
 
 
@@ -465,13 +465,3 @@ def test_graphs_of_the_compiler(call, device):
             torch.compiler.cudagraph_mark_step_begin()
             found = [tensor.clone() for tensor in step.backward(step.forward(compiled))]
             assert_same(found, step(), call.dtype)
-
-
-@ON_GPUS
-def test_a_number_of_counted_tokens_spares_the_wait(device):
-    t = small(device, N=48, ignored=True)
-    options = dict(counted_tokens=int((t.target != -100).sum()))
-    step = lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).backward()  # noqa: E731
-    step()
-    with never_waiting():
-        step()

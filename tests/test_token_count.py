@@ -8,7 +8,7 @@ from blocks import counted_forwards
 from cases import make, part
 from parallel_lce.backends import backend_of
 from parallel_lce.run.token_count import LabelCount, TokenCount
-from tools import debug_mode, fields, on_ranks, small, statistics
+from tools import debug_mode, on_ranks, small
 
 N, V, D = 48, 120, 24
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -30,21 +30,6 @@ def test_a_loss_of_the_counted_tokens(member, reduction, sequence_parallel, back
         found.append([loss, *torch.autograd.grad(loss.sum(), [t.x, t.weight])])
     for whole, counted in zip(*found):
         torch.testing.assert_close(counted, whole, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("counted", [0, 16, N])
-def test_statistics_of_the_counted_tokens(counted, backend, device):
-    t = small(device, N=N)
-    mask = torch.arange(N, device=device) % 3 < counted * 3 // N
-    whole = fields(statistics(t.x, t.weight, t.target))
-    target = t.target.masked_fill(~mask, V + 5)  # no ids
-    found = statistics(t.x, t.weight, target, mask=mask, counted_tokens=parallel_lce.count_tokens(mask))
-    for name, value in fields(found).items():
-        if name == "vocab_size":
-            continue
-        others = 0.0 if value.is_floating_point() else -1
-        wide = mask.view(-1, *[1] * (value.dim() - 1))
-        torch.testing.assert_close(value, whole[name].where(wide, others), rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_a_number_that_cannot_be_read_runs_the_whole(backend, device):
@@ -133,18 +118,6 @@ def test_a_mask_alone(member, sequence_parallel, backend):
         found.append([each.lse, loss, *torch.autograd.grad(loss.sum(), [x, t.weight])])
     for alone, counted in zip(*found):
         torch.testing.assert_close(alone, counted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("given", [{}, dict(counted_tokens=1)])
-def test_the_mask_of_a_token_without_dimensions(given, device):
-    t = small(device)
-    whole = parallel_lce.token_statistics(t.x[0], t.weight, t.target[0], selected=t.target[:3])
-    found = parallel_lce.token_statistics(
-        t.x[0], t.weight, t.target[0], selected=t.target[:3], mask=t.target[0] >= 0, **given
-    )
-    for name, value in fields(found).items():
-        assert value.shape == fields(whole)[name].shape
-        torch.testing.assert_close(value, fields(whole)[name])
 
 
 def test_labels_keep_their_count_until_they_change():

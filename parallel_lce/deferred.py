@@ -289,7 +289,7 @@ class DeferredLogits(Tensor):
         if source.whole is not None:
             rows = source.whole(source.hidden)
         with source.modes():
-            options = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
+            options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
             found: Any = token_statistics(rows, weight, None, **options)
         if (found.argmax < 0).any():
             return None

@@ -265,9 +265,10 @@ class DTensorAdapter:
     def _as_dtensor(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor
 
-        stride, value = torch.empty(shape, device="meta").stride(), value.contiguous()
-        given = dict(run_check=False, shape=torch.Size(shape), stride=stride)
-        return DTensor.from_local(value, self.mesh, placements, **given)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
 
 def _alike(name: str, value: Any, other_name: str, other: Any) -> bool:

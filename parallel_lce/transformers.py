@@ -176,7 +176,7 @@ def _door_of(module: nn.Module) -> _Door | None:
 def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = False) -> DeferredLogits | None:
     """The deferred logits of this call; None if it must make real ones, for a reason that is said."""
     door, call = vars(layer)[_DOOR], _running.get()
-    outer = None if call is None else call.outer
+    outer: Any = None if call is None else call.outer
     if getattr(outer, "module", None) is layer:
         unit = outer
     weight, bias = (layer.weight, layer.bias) if unit is None else (None, None)
@@ -185,7 +185,7 @@ def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = Fals
         reason = "its output layer is in a unit of FSDP with more than the layer: make it one of its own"
     elif unit is None and is_unit(layer):
         reason = "its output layer gathers its weight for itself, and has hooks, or the model's call has no labels"
-    elif unit is not None and not call.labelled:
+    elif unit is not None and not (call and call.labelled):
         reason = "its output layer gathers its weight for itself, and the model's call has no labels"
     if reason is not None:
         if torch.is_grad_enabled():
@@ -196,11 +196,13 @@ def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = Fals
     if planned:
         make, operands = functools.partial(nn.Module.__call__, layer), ()
     elif unit is not None:
-        dtype = private.fsdp_output_dtype(unit) if isinstance(unit, FSDPModule) else None
+        dtype = private.fsdp_output_dtype(unit) if isinstance(cast(object, unit), FSDPModule) else None
 
-        def make(hidden: Tensor) -> Tensor:
+        def of_unit(hidden: Tensor) -> Tensor:
             (logits,) = call_unit(unit, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
             return logits.to(dtype or hidden.dtype)
+
+        make = of_unit
 
     parameter = private.parameters_of(layer).get("weight")
     source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
@@ -274,8 +276,9 @@ def _patched(base: type) -> Any:
 
         def _loss_of(self):
             own, door = get(self), _door_of(self)
-            is_fused = door is not None and neighbours.is_causal_lm_loss(own)
-            return functools.partial(door.loss, own) if is_fused else own
+            if door is None or not neighbours.is_causal_lm_loss(own):
+                return own
+            return functools.partial(door.loss, own)
 
         loss_function = property(_loss_of, base.loss_function.fset)
 

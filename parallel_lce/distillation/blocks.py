@@ -181,7 +181,7 @@ def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     return x.new_empty(len(x), -(-entries // 16) * 16, dtype=dtype)[:, :entries]
 
 
-def _normalizers(partials: Sequence[Tensor], student: Call, teacher: Call) -> Tensor:
+def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) -> Tensor:
     """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
     all ranks, from this rank's ``partials [3, R]`` of both. NaN where the ranks' trailers do not match."""
     rows, shard = partials[0].shape[1], student.shard

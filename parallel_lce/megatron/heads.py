@@ -43,7 +43,8 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
             keep_autograd_gradient(used)
             return stock(hidden, weight, runtime_gather_output)[0]
 
-        group, whole = self.tp_group, None
+        group: Any = self.tp_group
+        whole: Any = None
         ranks = 1 if group is None else group.size()
         first, *others, _ = input_.shape
         if self.sequence_parallel and ranks > 1:

@@ -103,7 +103,7 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
         return fused_losses(logits, target, ignored, count)
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
     target = as_int64(target)
-    found = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
+    found: Any = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
     outside = (target < 0) | (target >= found.vocab_size)
     entropy = found.lse - torch.where(outside, found.max_logit.detach(), found.target_logit)
     losses, squares = entropy, found.lse.square()

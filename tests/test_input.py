@@ -111,7 +111,7 @@ OF_IDS = {
     "logits": lambda x, w, y: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), y),
     "top-k": lambda x, w, y: top_k_divergence(x, w, y[:, None], x[:, :1], target=y, ignore_index=3),
     "verl": lambda x, w, y: rl.linear_cross_entropy(x, w, y)[0],
-    "TRL": lambda x, w, y: trl._log_probs(x, w, None, y, 1.0, 9)[0],
+    "TRL": lambda x, w, y: trl._Fused(None, None)._log_probs(x, w, None, y, 1.0, 9)[0],
 }
 
 

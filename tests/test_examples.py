@@ -67,6 +67,8 @@ TORCHRUN = pytest.param("torchrun", "sequence_parallel", marks=pytest.mark.slow)
 def test_example(name, ranks, device):
     if device == "cuda" and ranks == 2 > torch.cuda.device_count():
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+    if name == MEGATRON:
+        pytest.importorskip("megatron.core")
     if ranks == "torchrun":
         printed = _by_torchrun(name)
     else:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from parallel_lce.backends import check_choice
 from parallel_lce.megatron import switch
 
 _OPTIONS = {
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> None:
     # As `python SCRIPT` does; `python -m` put the current folder there.
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     try:
+        check_choice()
         switch.patch(**settings)
     except ValueError as refusal:
         sys.exit(f"error: {refusal}")

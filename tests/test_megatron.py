@@ -9,7 +9,7 @@ import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -287,3 +287,13 @@ def test_the_launcher_refuses_in_words(monkeypatch):
             launcher.main(arguments)
     with pytest.raises(SystemExit, match="error: z_loss must be"):
         launcher.main(["--parallel-lce-z-loss", "-1", "script.py"])
+
+
+@pytest.mark.parametrize(("safe", "first"), [(False, str(Path.cwd())), (True, "first")])
+def test_where_the_script_imports_from(safe, first, monkeypatch):
+    """As `python SCRIPT`: from its folder, but not with -P or PYTHONSAFEPATH."""
+    started = SimpleNamespace(argv=[], path=["first", "second"], flags=SimpleNamespace(safe_path=safe), exit=sys.exit)
+    monkeypatch.setattr(launcher, "sys", started)
+    with pytest.raises(SystemExit, match="error: z_loss must be"):
+        launcher.main(["--parallel-lce-z-loss", "-1", "script.py"])
+    assert started.path == [first, "second"]

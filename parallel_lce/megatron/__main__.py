@@ -32,8 +32,8 @@ _OPTIONS = {
 
 def main(arguments: list[str]) -> None:
     settings, sys.argv, switch.fuses_native = _parsed(arguments)
-    # As `python SCRIPT` does; `python -m` put the current folder there.
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    if not sys.flags.safe_path:  # as `python SCRIPT` does; `python -m` put the current folder there
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     try:
         check_choice()
         switch.patch(**settings)

@@ -14,6 +14,7 @@ from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
+from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
 from tools import chosen_backend, debug_mode, on_ranks, shrunk
 from world import Member, mesh_of
@@ -301,6 +302,8 @@ def test_equal_arguments_agree(member, backend):
                 t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options
             )
             assert loss.isfinite().all(), options
+    both, ignored = (t.x, t.weight, t.x, t.weight), (None, -100)[member.rank]
+    assert divergence(*both, process_group=member.group, ignore_index=ignored).isfinite()
     for needs in (False, True):  # of a gradient, on one rank
         token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
         with torch.set_grad_enabled(needs or member.rank == 0):

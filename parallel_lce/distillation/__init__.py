@@ -234,6 +234,7 @@ def _adapted_student(
     beta = float(beta)
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
+    ignore_index = NO_LABEL if ignore_index is None else ignore_index
     name = f"distillation.{name} with {beta=}, {reduction=} and {ignore_index=}"
     options = Options.of(name, arguments | dict(reduction=None, ignore_index=None))
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))

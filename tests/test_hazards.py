@@ -290,6 +290,16 @@ def test_nan_is_of_its_token_alone(member, backend):
         assert torch.equal(value[~broken], expected[name][~broken]), name
 
 
+def test_a_selected_id_beyond_32_bits_reaches_no_row_of_the_weight(backend, device):
+    """Its lowest 32 bits are those of an entry. 0 times an infinite hidden state would be NaN there."""
+    x, weight = normal(2, 16).to(device), normal(8, 16, seed=1).to(device)
+    x[0, 0] = torch.inf
+    x, weight = x.float().requires_grad_(), weight.float().requires_grad_()
+    log_probs = selected_log_probs(x, weight, torch.tensor([[2**32 + 3, -1], [5, 6]], device=device))
+    (dweight,) = torch.autograd.grad(log_probs[1].sum() + log_probs[0].nan_to_num(0.0, 0.0, 0.0).sum(), weight)
+    assert dweight.isfinite().all() and dweight.any(1).nonzero().flatten().tolist() == [5, 6]
+
+
 def test_sets_of_which_nothing_remains(backend, device):
     """Every log-probability is -inf and has no gradient, whether entries are excluded or outside the vocabulary. One
     that is NaN makes the token's others NaN, but those that are -inf."""

@@ -55,13 +55,13 @@ def picked_rows(picked: Picked, source: Tensor, out: Tensor) -> None:
         out.zero_()
         return
     row, hit = picked.located(0, len(source))
-    ids, values = picked.ids.where(hit, 0), picked.gradient.where(hit, 0.0)
+    ids, values, skipped = picked.ids.where(hit, 0), picked.gradient, ~hit.unsqueeze(1)
     for columns in tiles_of_rows(out.shape[1], len(out), torch.float64.itemsize):
         of_columns = source[:, columns]
         total = torch.zeros_like(out[:, columns], dtype=torch.float64)
         for some in tiles_of_rows(len(ids), total.shape[1], total.element_size()):
             added = of_columns[ids[some]].to(total.dtype) * values[some].unsqueeze(1)
-            total.index_put_((row[some],), added, accumulate=True)
+            total.index_put_((row[some],), added.masked_fill_(skipped[some], 0.0), accumulate=True)
         out[:, columns] = total
 
 

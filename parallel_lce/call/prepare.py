@@ -164,7 +164,7 @@ def _planned(
     backend, gradients = backend_of(weight), gradients_of(tensors, main_grad, needs)
     if options.logits_budget is None:
         options = options._replace(logits_budget=default_budget(weight.device))
-    number, no_plan = None, cast(Plan, None)
+    number = None
     if debug.enabled():
         check_together(options, tensors, layout, gradients)
         number = debug.next_call(layout)
@@ -177,7 +177,7 @@ def _planned(
         backend=backend,
         shard=shard,
         columns=replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1),
-        plan=no_plan,
+        plan=cast(Plan, None),  # until it is made, below
         shape=shape,
         needs=needs,
         logit_map=LogitMap.of(options),

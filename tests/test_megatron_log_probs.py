@@ -155,7 +155,7 @@ def test_another_pipeline_stage_gives_the_models_output(member):
 REFUSED = [
     (lambda y: dict(labels=None), "of an integer dtype, got NoneType$"),
     (lambda y: dict(labels=y[:, :3]), r"target must have shape \[16, 2\] .*, got \[3, 2\]"),
-    (lambda y: dict(temperature=torch.ones(16, 1)), r"target's shape \[16, 2\], got one of shape \[1, 16\]"),
+    (lambda y: dict(temperature=y.new_ones(16, 1).float()), r"target's shape \[16, 2\], got one of shape \[1, 16\]"),
     (lambda y: dict(entropy=1), "entropy must be True or False, got 1"),
 ]
 

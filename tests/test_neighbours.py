@@ -64,5 +64,6 @@ def test_verls_modules_hold_its_functions_by_these_names(member):
 def test_the_mappings_that_sum_the_gradient_have_these_names(member):
     megatron_models.build(member, megatron_models.Model(ranks=2), {})
     summing = mappings.gather_from_sequence_parallel_region, mappings.copy_to_tensor_model_parallel_region
-    names = [type(mapping(torch.ones(2, 3, requires_grad=True)).grad_fn).__name__ for mapping in summing]
+    hidden = torch.ones(2, 3, requires_grad=True, device=member.device)
+    names = [type(mapping(hidden).grad_fn).__name__ for mapping in summing]
     assert (*names,) == neighbours.VERL_SUMMED

@@ -49,7 +49,7 @@ def _run(names: tuple[str, ...], ranks: int, device: str) -> None:
 
 @functools.cache
 def _printed(ranks: int, device: str, *names: str) -> str:
-    return launched(ranks, _run, names, ranks, device)
+    return launched(ranks, _run, names, ranks, device, device=device)
 
 
 def _by_torchrun(name: str) -> str:

@@ -364,8 +364,8 @@ OVER_RANKS = [
     + ("accumulated", "accumulated, sums in fp32")
     for sequence_parallel in (False, True)
     for backend, dtype in BOTH
-    # Without sequence parallelism hidden states are not gathered; sums of fp32 are fp32 anyway, and capped logits of fp32
-    # are never saved.
+    # Without sequence parallelism hidden states are not gathered. In fp32 sums are fp32 anyway, and capped logits are
+    # never saved.
     if (sequence_parallel or "gathered" not in name)
     and (dtype == "bf16" or ("fp32" not in name and name != "some rows saved"))
 ]

@@ -145,16 +145,17 @@ def forkserver():
     return context
 
 
-def launched(ranks: int, program, *arguments, timeout: float = TIMEOUT) -> str:
-    """What ``program(*arguments)`` prints on rank 0 of so many CPU processes that find themselves started by torchrun,
+def launched(ranks: int, program, *arguments, timeout: float = TIMEOUT, device: str = "cpu") -> str:
+    """What ``program(*arguments)`` prints on rank 0 of so many processes that find themselves started by torchrun,
     which would import everything anew. Raises ``AssertionError`` with what a rank prints that fails."""
+    context = forkserver() if device == "cpu" else mp.get_context("spawn")  # see World
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, str(rank)) for rank in range(ranks)]
         given = [(rank, ranks, port, files[rank], program, arguments) for rank in range(ranks)]
-        processes = [forkserver().Process(target=_launch, args=each, daemon=True) for each in given]
+        processes = [context.Process(target=_launch, args=each, daemon=True) for each in given]
         for process in processes:
             process.start()
         for process in processes:

@@ -33,15 +33,19 @@ def adapted(
     """The call's options, plain tensors and group; ids are int64. The adapter changes further tensors likewise, and
     restores order and placements of the results. ``reduction``: of the result, if it differs from that of the options.
     Raises ``ValueError`` for a group, placements or shapes that are not supported."""
-    ids = {name: as_int64(getattr(tensors, name)) for name in ("target", "picked", "picked_offsets")}
-    group, tensors = group and as_group(group), tensors._replace(**ids)
+    group = group and as_group(group)
+    for name in ("target", "picked", "picked_offsets"):
+        ids = getattr(tensors, name)
+        if isinstance(ids, Tensor) and ids.dtype is not torch.int64:
+            tensors = tensors._replace(**{name: as_int64(ids)})
     for name in ("logit_scale", "temperature"):
         if isinstance(value := getattr(options, name), Tensor):  # one number per token
             options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})
     check_option("sequence_dim", options.sequence_dim)
+    if not options.sequence_dim and not has_dtensor(tensors):
+        return options, tensors, group, _CHANGES_NOTHING
     adapter = DTensorAdapter(options, tensors, group, reduction or options.reduction)
-    if options.sequence_dim or has_dtensor(tensors):
-        tensors = adapter.enter(tensors)
+    tensors = adapter.enter(tensors)
     return adapter.options, tensors, adapter.group, adapter
 
 
@@ -244,6 +248,8 @@ class DTensorAdapter:
 
     def loss(self, value: Tensor) -> Any:
         """A call's loss, as the user expects it."""
+        if self is _CHANGES_NOTHING:
+            return value
         if self._reduction == "none":
             return self.of_tokens(value)
         return self._as_dtensor(value, self._sums) if self._gives_dtensors else value
@@ -269,6 +275,10 @@ class DTensorAdapter:
         return DTensor.from_local(
             value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
+
+
+_CHANGES_NOTHING = DTensorAdapter(Options(""), Tensors(None, None), None, None)
+"""Of calls on plain tensors."""
 
 
 def _alike(name: str, value: Any, other_name: str, other: Any) -> bool:

@@ -115,9 +115,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
             backend.logits_partial(logits, target, columns.shifted, partial)
             gather.local.copy_(partial[:SHIFTED])
             gather.start()
-            merged, vocab_size = gather.local, entries
-            if layout.ranks > 1:
-                merged, vocab_size, _ = gather.finish(backend.merge_ranks)
+            (merged, vocab_size), _ = gather.finish(backend)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
         inside = (ids >= 0) & (ids < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)

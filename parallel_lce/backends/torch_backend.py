@@ -68,31 +68,7 @@ from parallel_lce.core.partials import (
     tile_partial,
 )
 
-__all__ = [
-    "FLOPS_PER_BYTE",
-    "NAME",
-    "CODES",
-    "REUSES_SAVED",
-    "SAME_BITS",
-    "Saved",
-    "allocate_saved",
-    "block_backward",
-    "block_forward",
-    "gradient_of_sets",
-    "log_softmax_of_sets",
-    "logits_gradient",
-    "logits_partial",
-    "mean_loss",
-    "merge_ranks",
-    "picked_logits",
-    "picked_rows",
-    "recovers_differences",
-    "results_of",
-    "scaled",
-    "statistics_gradient",
-    "without_factor",
-]
-
+# What this module imports and does not call are functions of :class:`parallel_lce.backends.interface.Backend`.
 NAME: str = "torch"
 FLOPS_PER_BYTE: float = 8  # of a CPU
 SAME_BITS: bool = False

@@ -28,31 +28,7 @@ from parallel_lce.kernels.results import Results, mean_loss, results_of, statist
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
-__all__ = [
-    "CODES",
-    "FLOPS_PER_BYTE",
-    "NAME",
-    "REUSES_SAVED",
-    "SAME_BITS",
-    "Saved",
-    "allocate_saved",
-    "block_backward",
-    "block_forward",
-    "gradient_of_sets",
-    "log_softmax_of_sets",
-    "logits_gradient",
-    "logits_partial",
-    "mean_loss",
-    "merge_ranks",
-    "picked_logits",
-    "picked_rows",
-    "recovers_differences",
-    "results_of",
-    "scaled",
-    "statistics_gradient",
-    "without_factor",
-]
-
+# What this module imports and does not call are functions of :class:`parallel_lce.backends.interface.Backend`.
 NAME: str = "triton"
 FLOPS_PER_BYTE: float = MEASURED.flops_per_byte
 SAME_BITS: bool = True

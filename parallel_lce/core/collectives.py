@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import TRAILER, Columns, matching, trailer_of
+from parallel_lce.core.partials import TRAILER, Columns, Merged, matching, trailer_of
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import constant_in_graphs
 
@@ -290,8 +290,13 @@ class PartialsGather:
         self._shard.write_trailer(self._packed, first)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
-    def finish(self, merge_ranks: Callable, wanted: Any = None) -> tuple[Tensor, Tensor, Any]:
-        """The results of a backend's ``merge_ranks``: the merged partial, V, and what is wanted. On several ranks."""
+    def finish(self, backend: Any, wanted: Any = None, found: Any = None) -> tuple[Merged, Any]:
+        """The merged partial, and what is ``wanted`` of it. On one rank the latter may be ``found`` already."""
+        if self._layout.ranks == 1:
+            merged = Merged(self.local, self._shard.real_rows)
+            return merged, found if found is not None or wanted is None else backend.results_of(*merged, wanted)
         assert self._work is not None  # start() has been called
         self._work.wait()
-        return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size, wanted)
+        shape = self._columns, self._rows, self._shard.vocab_size
+        partial, vocab_size, found = backend.merge_ranks(self._packed, *shape, wanted)
+        return Merged(partial, vocab_size), found

@@ -189,5 +189,5 @@ def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) 
     gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout, student.dtype)
     torch.cat(partials, 1, out=gather.local)
     gather.start()
-    merged = gather.local if student.layout.ranks == 1 else gather.finish(student.backend.merge_ranks)[0]
+    (merged, _), _ = gather.finish(student.backend)
     return torch.stack([merged[MAX].view(2, rows), merged[SUM_EXP].log().view(2, rows)], 1).view(4, rows)

@@ -11,8 +11,7 @@ import torch
 from parallel_lce.call.call import Call, Needs
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.partials import Coefficients
-from parallel_lce.run import results
-from parallel_lce.run.results import DIFFERENTIABLE, Residuals
+from parallel_lce.run.results import DIFFERENTIABLE, NAMES, loss_of, of_statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice (create_graph=True)"
@@ -34,9 +33,6 @@ def first_order_only(backward: Callable) -> Callable:
     return call
 
 
-_NO_COEFFICIENTS = (None,) * 6
-
-
 class Fused(torch.autograd.Function):
     """The results of a call: a loss; or all statistics, None if not asked for."""
 
@@ -46,36 +42,37 @@ class Fused(torch.autograd.Function):
         # Most statistics get no upstream gradient: autograd need not make zeros for them.
         ctx.set_materialize_grads(call.kind == "loss")
         merged, gathered, saved, found = forward(call, hidden, weight, bias, save)
-        outputs, (coefficients, divisor, vocab_size) = results.outputs(call, merged, found)
+        # ``kept``: from what backward makes the coefficients.
+        if call.kind == "loss":
+            outputs, kept = loss_of(call, merged, found)
+        else:
+            outputs, kept = tuple([found.get(name) for name in NAMES]), (found["vocab_size"],)
+            ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
         if save:
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-            kept = hidden, weight, bias, merged.partial, gathered, divisor, vocab_size
-            given = _NO_COEFFICIENTS if coefficients is None else coefficients[: len(_NO_COEFFICIENTS)]
-            ctx.save_for_backward(*kept, *given, *call.tensors, *saved)
-            ctx.call, ctx.consumed = call, False
+            ctx.save_for_backward(hidden, weight, bias, merged.partial, gathered, *kept, *call.tensors, *saved)
+            ctx.call, ctx.kept, ctx.consumed = call, len(kept), False
             for feature in call.features:  # autograd keeps these, and saved-tensor hooks may move them
                 feature.saved = None
-        if call.kind == "loss":
-            return outputs[0]
-        ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        hidden, weight, bias, partial, gathered, divisor, vocab_size, *others = saved_tensors
-        number, coefficients = len(_NO_COEFFICIENTS), None
-        if ctx.call.kind == "loss":  # saved-tensor hooks may have changed the strides
-            values: list[Any] = [c if c is None else c.contiguous() for c in others[:number]]
-            coefficients = Coefficients(*values)
-        call, saved = ctx.call.with_saved(others[number:])
+        hidden, weight, bias, partial, gathered, *others = saved_tensors
+        kept: list[Any] = others[: ctx.kept]
+        call, saved = ctx.call.with_saved(others[ctx.kept :])
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
-        coefficients = results.coefficients_of(call, partial, Residuals(coefficients, divisor, vocab_size), upstream)
+        if call.kind == "loss":  # saved-tensor hooks may have changed the strides
+            coefficients = Coefficients(*[c if c is None else c.contiguous() for c in kept])
+            coefficients = coefficients._replace(factor=upstream[0])
+        else:
+            coefficients = of_statistics(call, partial, *kept, upstream)
         consumed, ctx.consumed = ctx.consumed, True
-        kept = hidden, weight, bias, partial, gathered
-        dx, dweight, dbias = backward(call, *kept, saved, coefficients, needs, consumed)
+        given = hidden, weight, bias, partial, gathered
+        dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, consumed)
         if call.main_grad is not None and needs.weight:
             memory = call.backend.Saved(*saved).exponentials if saved else None
             dweight = call.main_grad.placeholder(memory)

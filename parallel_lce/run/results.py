@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -96,17 +96,6 @@ _ARGUMENTS = {name: name for name in ("mean_logit", "entropy", "sum_p_squared", 
 _ARGUMENTS |= {"mean_log_prob": "mean_logit", "expected_logit": "entropy"}
 
 
-class Residuals(NamedTuple):
-    """What a backward needs beside the merged partial."""
-
-    # Of a loss.
-    coefficients: Coefficients | None = None
-    # Of a mean, 0-dimensional: divisor of the sum of the losses.
-    divisor: Tensor | None = None
-    # Of statistics: V, 0-dimensional int64.
-    vocab_size: Tensor | None = None
-
-
 def present(options: Options, tensors: Tensors) -> list[str]:
     """The fields of :class:`TokenStatistics` that are not None."""
     columns = {*options.columns.requested, None} | ({"target"} if tensors.target is not None else set())
@@ -114,37 +103,24 @@ def present(options: Options, tensors: Tensors) -> list[str]:
     return [name for name, column in zip(NAMES, _COLUMNS) if column in columns or name in filled]
 
 
-def outputs(call: Call, merged: Merged, found: Any) -> tuple[list[Tensor | None], Residuals]:
-    """The call's loss, of each token ``[N]`` or 0-dimensional, or its statistics in the order of ``NAMES``; and the
-    residuals of the backward. ``found``: what the backend made of the ``merged`` partial."""
-    if call.kind == "statistics":
-        return [found.get(name) for name in NAMES], Residuals(vocab_size=found["vocab_size"])
+def loss_of(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients]:
+    """The call's loss, of each token ``[N]`` or 0-dimensional, and the coefficients of its gradient. ``found``: what
+    the backend made of the ``merged`` partial."""
     losses, coefficients, metrics = of_tokens(call, merged, found)
     finish(call, losses, metrics)
     reduction = call.options.reduction
     if reduction == "none":
-        return [losses], Residuals(coefficients)
+        return losses, coefficients
     if reduction == "sum":
-        return [losses.sum()], Residuals(coefficients)
+        return losses.sum(), coefficients
     assert call.target is not None
     mean, divisor = call.backend.mean_loss(losses, call.target, call.token_weight, call.options.ignore_index)
-    return [mean], Residuals(coefficients, divisor)
-
-
-def coefficients_of(
-    call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
-) -> Coefficients:
-    """Coefficients of the gradient of the logits. ``upstream``: the gradients of the loss, or of the differentiable
-    statistics, in the order of ``DIFFERENTIABLE``."""
-    coefficients, divisor, vocab_size = residuals
-    if coefficients is not None:
-        return coefficients._replace(factor=upstream[0], divisor=divisor)
-    assert vocab_size is not None
-    return of_statistics(call, partial, vocab_size, upstream)
+    return mean, coefficients._replace(divisor=divisor)
 
 
 def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-    """As :func:`coefficients_of`, of statistics."""
+    """Coefficients of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics, in the
+    order of ``DIFFERENTIABLE``."""
     given, backend, columns = dict(zip(DIFFERENTIABLE, upstream)), call.backend, call.columns
     result = backend.statistics_gradient(given, partial, vocab_size, call.target, columns, call.options)
     for feature in call.features:
@@ -155,7 +131,7 @@ def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: tup
 def of_tokens(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
     """Losses ``[R]`` of the call's tokens, the coefficients of the gradient of their sum, and the metrics ``[R]`` of a
     caller's function by name. ``call``: with the tensors of these tokens (:meth:`Call.of_tokens`). ``found``: as for
-    :func:`outputs`. If the function raises, losses and gradients are NaN until :func:`finish` raises what it raised,
+    :func:`loss_of`. If the function raises, losses and gradients are NaN until :func:`finish` raises what it raised,
     after the call's collectives."""
     function = call.loss_function
     if function is None:

@@ -85,27 +85,24 @@ def forward(
     with device_without_autocast(weight):
         hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
         single = len(blocks) == 1
-        sizes = [feature.message_size(call) for feature in features] if features else []
-        partials = gathers = out = None
-        found: Any = None
-        if layout.ranks > 1 or features or not single:
-            of_all = call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
-            partials = PartialsGather(hidden, *of_all)
-            # With one block the backend writes straight into the buffer that is gathered.
-            out = partials.local if single else None
-        for feature, message in zip(features, partials.extra.split(sizes) if features and partials else ()):
+        sizes = [feature.message_size(call) for feature in features]
+        partials = PartialsGather(
+            hidden, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
+        )
+        for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
             feature.message = message.zero_()
         gathered: Tensor | None = None
-        merged = None if partials is None else Merged(partials.local, projection.real_rows)
         saved: Saved | tuple[()] = ()
-        wanted = call.wanted if single and layout.ranks == 1 else None
-        if layout.sp_size > 1 or not single:
-            gathers = Gathers(hidden, blocks, layout)
+        found: Any = None
+        # One block's partial is written straight into the buffer that is gathered.
+        out, wanted = partials.local if single else None, call.wanted
+        at_once = wanted if single and layout.ranks == 1 else None
+        gathers = Gathers(hidden, blocks, layout)
         for block in blocks:
-            x = hidden if gathers is None else gathers.ready().tensor
+            x = gathers.ready().tensor
             target, of_block = layout.take(targets, block), call.of_block(projection, block)
             saves = block.saved if save else 0
-            task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=wanted)
+            task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=at_once)
             for feature in features:
                 task = feature.before_block(call, task, block)
             partial, of_this, found = backend.block_forward(task)
@@ -114,22 +111,15 @@ def forward(
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
                 gathered = x
-            if merged is None:
-                merged = Merged(partial, projection.real_rows)
-            elif out is None:
-                layout.put(merged.partial, block, partial)
-        assert merged is not None
-        if partials is not None and layout.ranks > 1:
+            if not single:
+                layout.put(partials.local, block, partial)
+        if layout.ranks > 1:
             partials.start(0 if call.picked is None else checksum_of(*call.picked[:3]))
-            partial, vocab_size, found = partials.finish(backend.merge_ranks, call.wanted)
-            merged = Merged(partial, vocab_size)
-        elif wanted is None:
-            found = backend.results_of(*merged, call.wanted)
-        if features and partials is not None:
-            for feature, messages in zip(features, partials.extras.split(sizes, 1)):
-                feature.message = None
-                if call.kind == "statistics":
-                    found = found | feature.outputs(call, merged, messages, found)
+        merged, found = partials.finish(backend, wanted, found)
+        for feature, messages in zip(features, partials.extras.split(sizes, 1) if features else ()):
+            feature.message = None
+            if call.kind == "statistics":
+                found = found | feature.outputs(call, merged, messages, found)
         return merged, gathered, saved, found
 
 
@@ -305,11 +295,8 @@ def accumulate(
 
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
-            of_tokens, found = call.of_tokens(block), waiting.found
-            merged = Merged(waiting.partials.local, call.shard.real_rows)
-            if layout.ranks > 1:
-                partial, vocab_size, found = waiting.partials.finish(backend.merge_ranks, of_tokens.wanted)
-                merged = Merged(partial, vocab_size)
+            of_tokens = call.of_tokens(block)
+            merged, found = waiting.partials.finish(backend, of_tokens.wanted, waiting.found)
             of_block, coefficients, of_metrics = results.of_tokens(of_tokens, merged, found)
             layout.put(per_token, block, of_block)
             for name, values in of_metrics.items():

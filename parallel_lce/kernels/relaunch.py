@@ -94,15 +94,18 @@ class Relaunched:
         return getattr(self._function, name)
 
 
-def _describe(arguments: tuple, described: list) -> list:
+def _describe(arguments: tuple, described: list) -> Sequence:
     """The arguments for the driver, tensors as addresses. Adds all properties on which Triton specializes, and possibly
     more, to ``described``. Most arguments of a launch are None, of which their type says everything."""
     kinds = tuple(map(type, arguments))
     places = _PLACES.get(kinds)
     if places is None:
         places = _PLACES[kinds] = _places_of(kinds)
-    values, (kinds, tensors, integers, tuples, others) = [*arguments], places
+    kinds, tensors, integers, tuples, others = places
     described.append(kinds)
+    if not (tensors or integers or tuples or others):
+        return arguments
+    values = [*arguments]
     for place in tensors:
         tensor = arguments[place]
         values[place] = address = tensor.data_ptr()

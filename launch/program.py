@@ -21,8 +21,7 @@ KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 ARGUMENTS = " torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
 DESCRIPTIONS = {
     "train": "Trains stock Megatron-core's GPTModel with either loss." + ARGUMENTS,
-    "demo": "Trains the same model from one seed with Megatron's unfused loss and with parallel_lce. Exits with 1 if a "
-    "run fails or the loss curves part." + ARGUMENTS,
+    "demo": "Trains it with Megatron's unfused loss and with parallel_lce. Exits with 1 if losses part." + ARGUMENTS,
 }
 
 
@@ -81,11 +80,9 @@ def _prepare(config: "Config", torchrun: list[str]) -> int:
         layout = f"parallel.tensor={config.parallel.tensor} * data={config.parallel.data}"
         raise Refusal(f"{layout} needs {config.parallel.processes} processes, torchrun started {hosts * here}")
     config.uses_cuda(here)
-    folders = {"output": config.output, "text.cache": config.text.cache, "compare.report": config.compare.report}
-    for name, folder in folders.items():
-        if folder is not None:
-            check_folder(name, folder)
-    text = load_text(config.text, say=lambda line: print(line, flush=True))
+    check_folder("output", config.output)
+    check_folder("text.cache", config.text.cache)
+    text = load_text(config.text)
     needed = ((config.train.held_out_samples or 0) + 1) * (config.train.sequence + 1)
     if len(text.tokens) < needed:
         raise Refusal(f"{text.source} has {len(text.tokens)} tokens, fewer than the {needed} of the samples")
@@ -110,7 +107,7 @@ def _demo(config: "Config", command: list[str], hosts: int, words: str) -> int:
     if hosts > 1 and not (folders["stock"] / "metrics.json").exists():
         print("another host has the results")  # rank 0 writes them, on its own host
         return 0
-    comparison, folder = compare(config), Path(config.compare.report or config.output)
+    comparison, folder = compare(config), Path(config.output)
     print(f"\n{write_report(comparison, folder, words)}")
     print(f"\nreport: {folder / 'report.md'}\n{comparison.verdict}")
     return 0 if comparison.agree else 1

@@ -102,24 +102,25 @@ def test_what_is_no_text_is_refused_and_no_more_is_read_than_asked_for(tmp_path)
     assert read_documents(_text(tmp_path, 25))[1] == ["first", "01234567890123456789"]
 
 
-def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path):
+def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for name in "ab":
         (tmp_path / "text" / name).write_text("a few words " * 50)
-    said, texts = [], []
+    texts = []
 
     def files(**settings) -> int:
-        text = load_text(_text(tmp_path / "text", cache=tmp_path / "cache", **settings), said.append)
+        text = load_text(_text(tmp_path / "text", cache=tmp_path / "cache", **settings))
         texts.append(text.tokens.tolist())
         return len([*(tmp_path / "cache").iterdir()])
 
-    assert files() == files() == 1 and len(said) == 1  # the second time from the cache
+    assert files() == files() == 1 and capsys.readouterr().out.count("\n") == 1  # the second time from the cache
     assert texts[0] == texts[1] == 2 * texts[0][: len(texts[0]) // 2]
     assert texts[0].count(0) == 2 and texts[0][-1] == 0  # documents end with their token
     (file,) = (tmp_path / "cache").iterdir()
     file.write_bytes(file.read_bytes()[:-5])
     assert files() == files() == 1 and texts[-1] == texts[-2] == texts[0]
-    assert files(vocab_size=301) == 2 and files(max_bytes=500) == 3 and len(said) == 4
+    assert files(vocab_size=301) == 2 and files(max_bytes=500) == 3
+    assert capsys.readouterr().out.count("\n") == 3
 
 
 # --- trainings ----------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def _rank(arguments: list[str]) -> None:
 def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, capsys):
     """And losses of one process are those of two with the stock loss. Ranks are forked. That torchrun takes the
     command, and starts a rank by it, a setting shows that the rank refuses."""
-    own = ["--config", str(CPU), f"--text={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL]
+    own = ["--config", str(CPU), f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL]
     own += "train.steps=12 train.sequence=24 train.micro_batch=4".split()
     one = "train.micro_batches=4 snapshots.steps=[3,6,40] snapshots.tokens=120".split()
     one.append(f"output={work / 'snapshots'}")
@@ -213,7 +214,7 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch, c
     two = "parallel.data=2 train.micro_batches=2 parallel.distributed_optimizer=true loss.impl=stock".split()
     two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
     launched(2, _rank, [*own, *two])
-    config = load_config(CPU, [*own[3:], *one], str(work / "text.txt"))
+    config = load_config(CPU, [*own[2:], *one])
     files = [*Path(config.output).glob("*.safetensors")]
     metrics, other = (_metrics(folder) for folder in (Path(config.output), tmp_path))
     assert metrics.losses == pytest.approx(other.losses, abs=1e-5)
@@ -315,7 +316,7 @@ def test_step_times_that_lie_apart_are_no_noise(tmp_path):
 
 
 def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):
-    given = ["--text", str(work / "text.txt"), f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
+    given = [f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
     given += ["train.micro_batches=2", f"output={tmp_path}/o #1"]
     hosts = ["--nnodes=2", "--nproc-per-node=1"]
     for code, torchrun, runs, status, words in (

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
 # The settings that are paths: overrides of them are taken literally.
-PATHS = ("text.path", "text.cache", "compare.report", "output")
+PATHS = ("text.path", "text.cache", "output")
 FEWEST_SAMPLES = 4  # of a step, with a yardstick: fewer have too few different orders
 
 Count = Annotated[int, Field(ge=1)]
@@ -54,7 +54,6 @@ class ModelConfig(Section):
     order_vocabulary: bool = False  # rows by frequency in the text, dealt to the tensor-parallel ranks in turn
     rotary_base: Count = 10000
     tie_embeddings: bool = False
-    initialize_on_cpu: bool = False  # equal parameters whatever the device, and slow for large models
     recompute: bool = False  # run every layer's forward again in the backward instead of saving its activations
 
 
@@ -104,7 +103,6 @@ class CompareConfig(Section):
     tolerance: Number = 1e-4  # without a yardstick: largest allowed difference of the two losses at any step
     yardstick: bool = False  # from three more stock runs, with the samples of a step in other orders
     factor: Positive = 1.5  # with a yardstick: the allowed difference is this times the yardstick
-    report: InRepository | None = None  # folder of the report; None: the output folder
 
 
 class SnapshotConfig(Section):
@@ -161,18 +159,17 @@ class Config(Section):
 
 
 def parse_command_line(description: str, argv: list[str]) -> Config:
-    """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
+    """Reads `[--config FILE] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
     parser = argparse.ArgumentParser(description=description, epilog="configs/demo.yaml explains all settings.")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
-    parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
     args = parser.parse_intermixed_args(argv)
-    return load_config(args.config, args.overrides, args.text)
+    return load_config(args.config, args.overrides)
 
 
-def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
-    """The configuration in the file, with the overrides and then `text` applied, checked. `text` and `text.path` are
-    relative to the current folder, the other paths to the repository. Raises a Refusal for every mistake."""
+def load_config(path: Path, overrides: list[str]) -> Config:
+    """The configuration in the file, with the overrides applied, checked. `text.path` is relative to the current
+    folder, the other paths to the repository. Raises a Refusal for every mistake."""
     try:
         values = yaml.safe_load(path.read_text("utf-8"))
         if not isinstance(values, dict):
@@ -182,8 +179,6 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
             if not equals:
                 raise Refusal(f"expected key=value, got {override!r}")
             _set(values, key, value if key in PATHS and value != "null" else yaml.safe_load(value))
-        if text is not None:
-            _set(values, "text.path", text)
         return Config.model_validate(values)
     except ValidationError as error:
         raise Refusal(described(error)) from None

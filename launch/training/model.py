@@ -62,7 +62,6 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         calculate_per_token_loss=True,
-        use_cpu_initialization=model.initialize_on_cpu,
         **(RECOMPUTE if model.recompute else {}),
         **_loss_options(config),
     )

@@ -5,7 +5,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,9 +31,9 @@ class Text:
     source: str
 
 
-def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None) -> Text:
-    """The token stream of a text, from the cache if this text was tokenized with these settings before. Raises a
-    Refusal for a text that cannot be read. `say` is called with a line before the slow steps."""
+def load_text(config: TextConfig) -> Text:
+    """The token stream of a text, from the cache if this text was tokenized with these settings before, else with a
+    line printed before the slow steps. Raises a Refusal for a text that cannot be read."""
     source, documents = read_documents(config)
     if not documents:
         raise Refusal(f"no file with text at {source}")
@@ -42,7 +42,7 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
         return Text(np.load(cache, allow_pickle=False), END_OF_DOCUMENT, source)
     except (OSError, ValueError, EOFError):  # missing, or damaged
         size = sum(map(len, documents)) / 1e6
-        say(f"training a BPE of {config.vocab_size:,} entries on {size:.1f} MB of text (once): {source}")
+        print(f"training a BPE of {config.vocab_size:,} entries on {size:.1f} MB of text (once): {source}", flush=True)
     encoded = train_tokenizer(documents, config.vocab_size).encode_batch_fast(documents, add_special_tokens=False)
     tokens = np.concatenate([np.array([*item.ids, END_OF_DOCUMENT], dtype=np.int32) for item in encoded])
     cache.parent.mkdir(parents=True, exist_ok=True)

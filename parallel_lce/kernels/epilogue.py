@@ -38,6 +38,19 @@ from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
+# Of all mainloops: arguments whose values vary between launches. A new value does not compile a new kernel.
+UNSPECIALIZED = ["rows", "first_block", "num_blocks"]
+
+
+def projection_name(specialization) -> str:
+    return "lce_backward_projection" if specialization.constants["KIND"] == "backward" else "lce_forward_projection"
+
+
+@triton.jit
+def tile_start(number, first_block, num_blocks, BLOCK_M: tl.constexpr):
+    """First row of a tile, and its window, in the order of all mainloops. Row blocks vary fastest and begin at
+    ``first_block``."""
+    return (first_block + number % num_blocks) * BLOCK_M, number // num_blocks
 
 
 class ForwardEpilogue(NamedTuple):

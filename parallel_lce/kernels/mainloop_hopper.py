@@ -34,9 +34,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from parallel_lce.kernels import device
 from parallel_lce.kernels.device import addressable
-from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
+from parallel_lce.kernels.epilogue import UNSPECIALIZED, finish_tile, projection_name, scale_tile, tile_rows, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_start
 from parallel_lce.kernels.tuning import Tile
 
 # Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the

@@ -10,9 +10,8 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.device import addressable, descriptor
-from parallel_lce.kernels.epilogue import finish_tile, scale_tile, tile_rows
+from parallel_lce.kernels.epilogue import UNSPECIALIZED, finish_tile, projection_name, scale_tile, tile_rows, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tile_order import UNSPECIALIZED, projection_name, tile_start
 from parallel_lce.kernels.tuning import Tile
 
 

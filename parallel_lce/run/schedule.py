@@ -86,9 +86,7 @@ def forward(
         hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
         single = len(blocks) == 1
         sizes = [feature.message_size(call) for feature in features]
-        partials = PartialsGather(
-            hidden, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes)
-        )
+        partials = PartialsGather(hidden, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
             feature.message = message.zero_()
         gathered: Tensor | None = None

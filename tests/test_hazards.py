@@ -383,6 +383,19 @@ def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device
         assert relative_error(one, other) < (0.1 if output == "target_log_prob" else 0.05)
 
 
+def test_a_tiny_upstream_gradient_of_large_logits_is_not_lost(device, budget):
+    """1e-25 exp(-58) is 0 in fp32. Without targets, as on a rank that has none of them."""
+    t = small(device, dtype="bf16", bias=True)
+    t.bias.detach().fill_(55.0)
+    lse = token_statistics(t.x, t.weight, None, linear_bias=t.bias, logits_budget=budget).lse
+    upstream = torch.full_like(lse, 1e-25)
+    dx, dweight = torch.autograd.grad(lse, [t.x, t.weight], upstream)
+    x, weight = t.x.detach().double(), t.weight.detach().double()
+    g = linear(x, weight).softmax(1) * 1e-25
+    assert_close(dx, g @ weight, 2e-2)
+    assert_close(dweight, g.t() @ x, 2e-2)
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("budget", [None, 0])

@@ -12,7 +12,7 @@ Saved rows are rewritten, with ``c_i = 1``, for
 - tokens of nearly equal logits, whose saved numbers are ``e_ij - 1`` if a gradient may be a small difference;
 - tokens with a window far from 0, whose exponentials are not ``exp(z)``;
 - tokens whose ``c_i`` is so small (< 2^-90) or so large that ``c_i x_i`` would lose precision or overflow, unless both
-  ``c_i`` and the target's gradient are 0;
+  ``alpha_i`` and the target's gradient are 0;
 - confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
   ``p_ij`` is almost 1;
 - all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are picked entries, or in
@@ -488,11 +488,12 @@ def lce_backward_token_gradients(
             keeps &= is_flat == 0.0
         size = tl.abs(coefficient)
         in_range = (size >= _LEAST_COEFFICIENT) & (size <= _LARGEST_COEFFICIENT)
-        keeps &= in_range | ((coefficient == 0.0) & (t == 0.0))
+        # The coefficient may be 0 by underflow alone.
+        keeps &= in_range | ((alpha == 0.0) & (t == 0.0))
         logit = tl.full((TOKENS,), -float("inf"), tl.float32)
         if target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
-        keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (coefficient == 0.0)
+        keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (alpha == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
         # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,27 +18,6 @@ from torch.nn import Parameter
 def next_power_of_2(n: int) -> int:
     """As ``triton.next_power_of_2`` for n > 0, which takes the host several microseconds."""
     return 1 << max(0, n - 1).bit_length()
-
-
-class _Compiled(NamedTuple):
-    """A compiled kernel, loaded for one device."""
-
-    run: Callable
-    function: Any
-    metadata: Any
-    stream: Callable[[int], int]
-    device: int
-    # Values of the constants, the last arguments.
-    last: tuple
-    # Triton's own object, which unloads the kernel when it is freed.
-    kernel: Any
-
-    def start(self, grid: tuple[int, ...], values: Sequence) -> None:
-        """Launch on the current stream. ``values``: addresses, numbers and TMA descriptors."""
-        run, function, metadata, stream, device, last, _ = self
-        x, y, z = (*grid, 1, 1)[:3]
-        # The three None: launch metadata, and the hooks on entry and exit.
-        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
 
 
 class Relaunched:
@@ -52,43 +30,48 @@ class Relaunched:
 
     def __init__(self, function) -> None:
         self._function = function
-        self._compiled: dict[tuple, _Compiled] = {}
+        # The launches of compiled kernels, each loaded for one device.
+        self._compiled: dict[tuple, Callable] = {}
         # Triton's cache of compiled kernels has none: of two threads one may find a kernel that is not loaded yet.
         self._lock = threading.Lock()
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
-    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> _Compiled | None:
-        """Launch, and return the compiled kernel; None in Triton's interpreter, which does not compile."""
+    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
-        # A kernel is loaded for one device.
         device = getattr(first, "base", first).get_device()
         described: list = [device, *constants, *constants.values()]
         values = _describe(arguments, described)
         key = tuple(described)
-        known = self._compiled.get(key)
-        if known is None:
+        start = self._compiled.get(key)
+        if start is None:
             with self._lock:
-                known = self._compiled.get(key)
-                if known is None:
+                start = self._compiled.get(key)
+                if start is None:
                     return self._compile(key, grid, arguments, constants)
-        known.start(grid, values)
-        return known
+        start(grid, values)
 
-    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> _Compiled | None:
-        """Launch through Triton, which compiles the kernel."""
+    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
+        """Launch through Triton, which compiles the kernel; in its interpreter it does not."""
         # Triton 3.10 changes the default: whether a product and a sum are fused into one instruction.
         compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
         if not hasattr(compiled, "packed_metadata"):
-            return None
+            return
         from triton.runtime import driver
 
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        stream, device = driver.active.get_current_stream, key[0]
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
-        stream = driver.active.get_current_stream
-        function, metadata = compiled.function, compiled.packed_metadata
-        self._compiled[key] = known = _Compiled(compiled.run, function, metadata, stream, key[0], last, compiled)
-        return known
+
+        def start(grid: tuple[int, ...], values: Sequence) -> None:
+            """Launch on the current stream. ``values``: addresses, numbers and TMA descriptors."""
+            x, y, z = (*grid, 1, 1)[:3]
+            # The three None: launch metadata, and the hooks on entry and exit.
+            run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
+
+        start.kernel = compiled  # Triton unloads a kernel when this is freed
+        self._compiled[key] = start
 
     def __getattr__(self, name: str):
         return getattr(self._function, name)

@@ -66,10 +66,11 @@ class Fused(torch.autograd.Function):
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
         if call.kind == "loss":  # saved-tensor hooks may have changed the strides
-            coefficients = Coefficients(*[c if c is None else c.contiguous() for c in kept])
-            coefficients = coefficients._replace(factor=upstream[0])
+            values: list[Any] = [c if c is None else c.contiguous() for c in kept]
+            coefficients = Coefficients(*values)._replace(factor=upstream[0])
         else:
-            coefficients = of_statistics(call, partial, *kept, upstream)
+            (vocab_size,) = kept
+            coefficients = of_statistics(call, partial, vocab_size, upstream)
         consumed, ctx.consumed = ctx.consumed, True
         given = hidden, weight, bias, partial, gathered
         dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, consumed)

@@ -164,15 +164,6 @@ class SliceProducts(Protocol):
         ``overwrite``."""
 
 
-class SliceFilter(Protocol):
-    """How the backward multiplies slices of the gradient of the logits, if not whole."""
-
-    def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
-        """The products of a slice ``gradient [R, C]``, the shard's entries from ``start`` on; None: all of it is
-        multiplied. ``rows``: the :class:`parallel_lce.backends.triton_operands.GradientOperands` from which it was
-        formed. ``dx_factor [R]``: factors of its rows in dX; None: 1."""
-
-
 class BackwardTask(NamedTuple):
     """The arguments of a block's backward."""
 
@@ -192,9 +183,10 @@ class BackwardTask(NamedTuple):
     # Picked entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     picked: Picked | None = None
-    # Multiplies the slices of the gradient of the logits; None: they are multiplied whole.
-    # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
-    filter: SliceFilter | None = None
+    # ``filter(rows, start, gradient, dx_factor)``: the products of a slice ``gradient [R, C]``, the shard's entries from
+    # ``start`` on; None: it is multiplied whole. ``rows``: the GradientOperands from which it was formed. ``dx_factor
+    # [R]``: factors of its rows in dX; None: 1. Without gamma, delta, epsilon and ``picked``, for a backend with slices.
+    filter: Callable[..., SliceProducts | None] | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
         """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""

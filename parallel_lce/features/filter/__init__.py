@@ -19,13 +19,10 @@ Both products with m have at most 1/128 of the full products' size, and cuBLAS c
 A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
 tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
 with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
-(:mod:`.products`). A slice whose exponentials were not saved is projected whole first.
+(:mod:`.products`). :mod:`.gradient` has the choice of whether a call is filtered.
 
-A call whose filter would skip too few tiles to be faster is not filtered, by what earlier calls have counted
-(:mod:`.gradient`).
-
-Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
-be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
+The only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must be a
+probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
 """
 
 from __future__ import annotations

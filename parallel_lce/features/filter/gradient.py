@@ -12,8 +12,8 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.backends.triton_operands import GradientOperands
 from parallel_lce.core.memory import HostNumber
-from parallel_lce.features.filter.products import sparse_product
-from parallel_lce.features.filter.tiles import TILE, ActiveTiles, TileLists, centroids, find_active_tiles
+from parallel_lce.features.filter.products import multiplies, sparse_product
+from parallel_lce.features.filter.tiles import TILE, ActiveTiles, centroids, find_active_tiles
 
 # Measured on an H200. Fewest flops of a slice's two products that are filtered. The search for the active tiles of a
 # smaller slice takes the host longer than exact products take the GPU.
@@ -44,71 +44,57 @@ class Choice:
         # Of each slice of the call that is counted: its active tiles, and all of its tiles.
         self._counts: list[tuple[HostNumber, int]] = []
 
-    def begin(self) -> tuple[bool, bool]:
-        """Whether this call's backward is filtered, and whether its tiles are to be counted."""
+    def begin(self) -> tuple[bool, list[tuple[HostNumber, int]] | None]:
+        """Whether this call's backward is filtered, and where its tiles are to be counted, if they are."""
         turn = self._calls % PERIOD
         self._calls += 1
         if turn == 0:
             self._counts = []
-        elif turn == DELAY and self._counts:
+            return True, self._counts
+        if turn == DELAY and self._counts:
             active = sum([number.read() for number, _ in self._counts])
             self._filters = active <= MOST_ACTIVE * sum([tiles for _, tiles in self._counts])
-        return self._filters or turn == 0, turn == 0
-
-    def count(self, lists: TileLists) -> None:
-        """Count the tiles of a slice, by the ``lists`` of all its row blocks."""
-        if not _is_captured(lists.counts):
-            self._counts.append((HostNumber(lists.counts.sum()), lists.numbers.numel()))
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self._filters, None
 
 
 @functools.lru_cache(1024)
-def _choice_of(*_: Any) -> Choice:
+def choice_for(*kind: Any) -> Choice:
+    """The choice for a device, dtype, hidden size, number of real rows and filter: models of the same sizes share one,
+    and so do filters of nearly the same size."""
     return Choice()
-
-
-def choice_for(weight: Tensor, entries: int, eps: float) -> Choice | None:
-    """The choice for calls with ``entries`` real rows of this ``weight``. Models of the same sizes share one, and so do
-    filters of nearly the same size. None in a captured CUDA graph, which repeats its kernels: there every backward is
-    filtered."""
-    if _is_captured(weight):
-        return None
-    return _choice_of(weight.device, weight.dtype, weight.shape[1], entries, round(math.log2(eps)))
 
 
 def forget() -> None:
     """Begin to count anew."""
-    _choice_of.cache_clear()
+    choice_for.cache_clear()
 
 
 class CallFilter:
-    """The :class:`parallel_lce.backends.interface.SliceFilter` of one call's backwards."""
+    """The :attr:`parallel_lce.backends.interface.BackwardTask.filter` of one call's backwards."""
 
     def __init__(self, eps: float) -> None:
         self._eps = eps
-        # Chosen with the first slice that is worth it: whether the call is filtered, and what counts its tiles.
+        # Chosen with the first slice that is worth it: whether the call is filtered, and where its tiles are counted.
         self._filters: bool | None = None
-        self._choice: Choice | None = None
+        self._counts: list[tuple[HostNumber, int]] | None = None
 
-    def products(
+    def __call__(
         self, rows: GradientOperands, start: int, gradient: Tensor, dx_factor: Tensor | None
     ) -> FilteredGradient | None:
-        if 4 * rows.x.numel() * gradient.shape[1] < SMALLEST_FILTERED:
+        x, weight, real = rows.x, rows.projection.weight, rows.projection.real_rows
+        if 4 * x.numel() * gradient.shape[1] < SMALLEST_FILTERED or not multiplies(gradient, x, weight):
             return None
+        # A captured CUDA graph repeats its kernels. There every backward is filtered, and none is counted.
+        captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._filters is None:
-            projection = rows.projection
-            self._filters, choice = True, choice_for(projection.weight, projection.real_rows, self._eps)
-            if choice is not None:
-                self._filters, is_counted = choice.begin()
-                self._choice = choice if is_counted else None
+            kind = weight.device, weight.dtype, weight.shape[1], real, round(math.log2(self._eps))
+            self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
             return None
         active = find_active_tiles(gradient, _inverse_units(rows, dx_factor), self._eps, rows.targets, start)
-        if self._choice is not None:
-            self._choice.count(active.of_rows)
+        if self._counts is not None and not captured:
+            numbers, counts = active.of_rows
+            self._counts.append((HostNumber(counts.sum()), numbers.numel()))
         return FilteredGradient(gradient, active)
 
 
@@ -131,8 +117,7 @@ class FilteredGradient:
 
     def __init__(self, gradient: Tensor, active: ActiveTiles) -> None:
         self._gradient, self._active = gradient, active
-        # S [tiles, D] fp32, and the x that was summed.
-        self._spread: tuple[Tensor, Tensor] | None = None
+        self._spread: Tensor | None = None  # S [tiles, D] fp32
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """``rows`` begin at a multiple of 128."""
@@ -144,9 +129,9 @@ class FilteredGradient:
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         """``entries`` begin at a multiple of 128."""
         active = self._active
-        if self._spread is None or self._spread[1] is not x:
-            self._spread = matmul(active.masses, x), x
+        if self._spread is None:  # all calls have the same x
+            self._spread = matmul(active.masses, x)
         lists = active.of_entries.of_blocks(entries)
-        estimate = active.shares[entries], self._spread[0][entries.start // TILE :]
+        estimate = active.shares[entries], self._spread[entries.start // TILE :]
         gradient = self._gradient[:, entries]
         sparse_product(total, gradient, x, lists, transposed=True, add=not overwrite, rank_one=estimate)

@@ -1,8 +1,7 @@
 """Products with listed tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``.
 
 G ``[R, C]`` is dense in memory; :mod:`.tiles` lists the tiles to multiply. Each tile of the result has a list. The
-longest lists come first, so that all programs end at about the same time. Operands are loaded by TMA where it can
-address them and hidden sizes are multiples of 16, else by pointers.
+longest lists come first, so that all programs end at about the same time.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.device import addressable, descriptor
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Hidden elements of a result's tile, terms of the sum per step: with loads by pointers, and by TMA.
-_POINTERS, _TMA = (64, 32), (256, 64)
+# Hidden elements of a result's tile. Terms of the sum per step.
+_WIDTH, _STEP = 256, 64
 # Blocks of hidden elements that are formed together, so that the tiles of G they share stay in the L2 cache.
 _TOGETHER = tl.constexpr(4)
 
@@ -32,7 +31,7 @@ def _result_tile(number, order, blocks, hidden_blocks):
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "summed", "blocks", "capacity"])
+@triton.jit(do_not_specialize=["rows", "blocks", "capacity"])
 def lce_backward_sparse_product(
     gradient,
     other,
@@ -40,59 +39,50 @@ def lce_backward_sparse_product(
     lists,
     rank_one,
     rows,
-    summed,
     hidden_size,
     blocks,
     capacity,
-    gradient_stride,
-    other_stride,
     total_stride,
     TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """``gradient`` and ``other``: TMA descriptors or pointers. ``rows``: of the result. ``summed``: terms of the full
-    sums."""
+    """``gradient`` and ``other``: TMA descriptors. ``rows``: of the result."""
     numbers, counts, order = lists
     shares, spread = rank_one
-    hidden_blocks = tl.cdiv(hidden_size, BLOCK_N)
+    hidden_blocks = tl.cdiv(hidden_size, WIDTH)
     block, hidden_block = _result_tile(tl.program_id(0), order, blocks, hidden_blocks)  # pyright: ignore
     r = block * TILE + tl.arange(0, TILE)
-    h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = hidden_block * WIDTH + tl.arange(0, WIDTH)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
     pointers = total + r.to(tl.int64)[:, None] * total_stride + h[None, :]
-    z = tl.zeros((TILE, BLOCK_N), tl.float32)
+    z = tl.zeros((TILE, WIDTH), tl.float32)
     if ADD:
         z += tl.load(pointers, mask=in_result, other=0.0)
     if shares is not None:
         share = tl.load(shares + r, mask=r < rows, other=0.0)
         of_tile = tl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
         z += share[:, None] * of_tile[None, :]
-    PER_TILE: tl.constexpr = TILE // BLOCK_K
+    PER_TILE: tl.constexpr = TILE // STEP
     for step in range(0, tl.load(counts + block) * PER_TILE):
         tile = tl.load(numbers + block * capacity + step // PER_TILE)
-        first = tile * TILE + step % PER_TILE * BLOCK_K
-        if TMA:
-            if TRANSPOSED:
-                a = gradient.load([first, block * TILE]).T
-            else:
-                a = gradient.load([block * TILE, first])
-            b = other.load([first, hidden_block * BLOCK_N])
+        first = tile * TILE + step % PER_TILE * STEP
+        if TRANSPOSED:
+            a = gradient.load([first, block * TILE]).T
         else:
-            k = first + tl.arange(0, BLOCK_K)
-            inside = (r < rows)[:, None] & (k < summed)[None, :]
-            if TRANSPOSED:
-                offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
-            else:
-                offsets = r.to(tl.int64)[:, None] * gradient_stride + k[None, :]
-            a = tl.load(gradient + offsets, mask=inside, other=0.0)
-            inside = (k < summed)[:, None] & (h < hidden_size)[None, :]
-            b = tl.load(other + k.to(tl.int64)[:, None] * other_stride + h[None, :], mask=inside, other=0.0)
+            a = gradient.load([block * TILE, first])
+        b = other.load([first, hidden_block * WIDTH])
         z = add_product(a, b, z)
     tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
+
+
+def multiplies(gradient: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether :func:`sparse_product` takes these operands: of 16 bits, which TMA can address, so from Hopper on. With
+    hidden sizes that are no multiple of 16 the result's mask takes a predicate per element: registers spill."""
+    sizes = [other.shape[1] % 16 for other in others]
+    return gradient.element_size() == 2 and not any(sizes) and addressable(gradient, *others)
 
 
 def sparse_product(
@@ -107,40 +97,29 @@ def sparse_product(
 ) -> None:
     """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the listed tiles.
 
-    ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: one for each block of 128
-    rows of the result. ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32;
-    each of a block's rows also gets its share times the block's sum.
+    ``gradient [R, C]``. ``other [C, D]``, or ``[R, D]``. ``lists``: one for each block of 128 rows of the result.
+    ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32; each of a block's rows
+    also gets its share times the block's sum.
     """
     (rows, hidden_size), (blocks, capacity) = total.shape, lists.numbers.shape
-    order = lists.counts.argsort(descending=True)
-    tma = gradient.element_size() == 2 and addressable(gradient, other)
-    # Else the result's mask takes a predicate per element, and the large tile spills registers.
-    tma = tma and hidden_size % 16 == 0
-    width, step = _TMA if tma else _POINTERS
-    operands = gradient, other
-    if tma:
-        of_gradient = (step, TILE) if transposed else (TILE, step)
-        operands = descriptor(gradient, *of_gradient), descriptor(other, step, width)
+    of_gradient = (_STEP, TILE) if transposed else (TILE, _STEP)
     lce_backward_sparse_product.launch(
-        (blocks * -(-hidden_size // width),),
-        *operands,
+        (blocks * -(-hidden_size // _WIDTH),),
+        descriptor(gradient, *of_gradient),
+        descriptor(other, _STEP, _WIDTH),
         total,
-        (*lists, order),
+        (*lists, lists.counts.argsort(descending=True)),
         rank_one or (None, None),
         rows,
-        other.shape[0],
         hidden_size,
         blocks,
         capacity,
-        gradient.stride(0),
-        other.stride(0),
         total.stride(0),
         TRANSPOSED=transposed,
         ADD=add,
         TILE=TILE,
-        BLOCK_N=width,
-        BLOCK_K=step,
-        TMA=tma,
+        WIDTH=_WIDTH,
+        STEP=_STEP,
         num_warps=8,
         num_stages=3,
     )

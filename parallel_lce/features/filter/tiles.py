@@ -33,12 +33,6 @@ class TileLists(NamedTuple):
     # [blocks] int32: the number of tiles
     counts: torch.Tensor
 
-    @classmethod
-    def new(cls, like: torch.Tensor, blocks: int, capacity: int) -> TileLists:
-        """Uninitialised."""
-        numbers = like.new_empty(blocks, capacity, dtype=torch.int32)
-        return cls(numbers, like.new_empty(blocks, dtype=torch.int32))
-
     def of_blocks(self, rows: slice) -> TileLists:
         """The lists of the blocks that contain ``rows``, which begin at a multiple of 128."""
         blocks = slice(rows.start // TILE, -(-rows.stop // TILE))
@@ -123,28 +117,19 @@ def lce_backward_scan(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["row_blocks", "tiles"])
-def lce_backward_active_tile_lists(largest, of_rows, of_entries, eps, row_blocks, tiles, BLOCK: tl.constexpr):
-    """One program fills the list of a row block, or of a block of entries. ``largest [row blocks, tiles]``."""
-    number = tl.program_id(0)
-    if number < row_blocks:
-        _list_active(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
-    else:
-        number -= row_blocks
-        _list_active(largest + number, tiles, of_entries, number, row_blocks, eps, BLOCK)
-
-
-@triton.jit
-def _list_active(largest, stride, lists, block, capacity, eps, BLOCK: tl.constexpr):
-    """Fill a block's list with the numbers of the tiles whose element of ``largest`` exceeds ``eps``, in order."""
-    listed, count = lists.numbers + block * capacity, 0
+@triton.jit(do_not_specialize=["stride", "step", "capacity"])
+def lce_backward_active_tile_lists(largest, lists, eps, stride, step, capacity, BLOCK: tl.constexpr):
+    """One program fills a block's list with the numbers of the tiles whose element of ``largest`` exceeds ``eps``."""
+    block, count = tl.program_id(0), 0
+    numbers, counts = lists
     for start in range(0, capacity, BLOCK):
         number = start + tl.arange(0, BLOCK)
-        value = tl.load(largest + number * stride, mask=number < capacity, other=0.0)
+        value = tl.load(largest + block * stride + number * step, mask=number < capacity, other=0.0)
         is_active = (value > eps).to(tl.int32)
-        tl.store(listed + count + tl.cumsum(is_active, 0) - 1, number, mask=is_active != 0)
+        listed = numbers + block * capacity + count + tl.cumsum(is_active, 0) - 1
+        tl.store(listed, number, mask=is_active != 0)
         count += tl.sum(is_active, 0)
-    tl.store(lists.counts + block, count)
+    tl.store(counts + block, count)
 
 
 @Relaunched
@@ -165,17 +150,13 @@ def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weig
     tl.store(here, total.to(centroids.dtype.element_ty), mask=h < hidden_size)
 
 
-def active_tile_lists(largest: torch.Tensor, eps: float) -> tuple[TileLists, TileLists]:
-    """The tiles whose ``largest [row blocks, tiles]`` exceeds ``eps``: of each row block, and of each block of
-    entries."""
-    row_blocks, tiles = largest.shape
-    of_rows = TileLists.new(largest, row_blocks, tiles)
-    of_entries = TileLists.new(largest, tiles, row_blocks)
-    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
-    lce_backward_active_tile_lists.launch(
-        (row_blocks + tiles,), largest, of_rows, of_entries, float(eps), row_blocks, tiles, BLOCK=block
-    )
-    return of_rows, of_entries
+def active_tile_lists(largest: torch.Tensor, eps: float) -> TileLists:
+    """The tiles of each row whose ``largest [blocks, tiles]``, of any strides, exceeds ``eps``."""
+    blocks, tiles = largest.shape
+    lists = TileLists(largest.new_empty(blocks, tiles, dtype=torch.int32), largest.new_empty(blocks, dtype=torch.int32))
+    block = min(_LISTED, next_power_of_2(tiles))
+    lce_backward_active_tile_lists.launch((blocks,), largest, lists, eps, *largest.stride(), tiles, BLOCK=block)
+    return lists
 
 
 def find_active_tiles(
@@ -212,7 +193,7 @@ def find_active_tiles(
         num_warps=_WARPS,
     )
     shares = torch.nn.functional.normalize(column_sums.sum(0).view(tiles, TILE), p=1.0, dim=1, eps=_TINY).flatten()
-    of_rows, of_entries = active_tile_lists(largest, eps)
+    of_rows, of_entries = (active_tile_lists(each, float(eps)) for each in (largest, largest.t()))
     return ActiveTiles(of_rows, of_entries, masses, shares)
 
 

@@ -27,7 +27,7 @@ from parallel_lce.distillation.blocks import divergences
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import DTensorAdapter, adapted
 from parallel_lce.run.entry import fused_statistics
-from parallel_lce.run.picked import log_probs_of
+from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 # Arguments by the names of linear_cross_entropy.

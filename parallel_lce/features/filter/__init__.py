@@ -16,10 +16,10 @@ tokens if all tokens have the same coefficient. Then
 
 Both products with m have at most 1/128 of the full products' size, and cuBLAS computes them.
 
-A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
-tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
-with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
-(:mod:`.products`). :mod:`.gradient` has the choice of whether a call is filtered.
+A slice of G in memory takes these launches (:mod:`.tiles`): a scan of the tiles for the largest entries, the masses and
+the sums over tokens; the lists of active tiles; for dX the centroids, their product with the masses, and the product
+with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added.
+:mod:`.gradient` has the choice of whether a call is filtered.
 
 The only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must be a
 probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.

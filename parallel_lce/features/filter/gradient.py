@@ -1,4 +1,4 @@
-"""The products of slices of G in the triton backend, and the choice of whether a call is filtered."""
+"""Which slices of G the triton backend multiplies by their active tiles alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.backends.triton_operands import GradientOperands
 from parallel_lce.core.memory import HostNumber
-from parallel_lce.features.filter.products import multiplies, sparse_product
-from parallel_lce.features.filter.tiles import TILE, ActiveTiles, centroids, find_active_tiles
+from parallel_lce.features.filter.tiles import FilteredGradient, multiplies
 
 # Measured on an H200. Fewest flops of a slice's two products that are filtered. The search for the active tiles of a
 # smaller slice takes the host longer than exact products take the GPU.
@@ -91,11 +89,11 @@ class CallFilter:
             self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
             return None
-        active = find_active_tiles(gradient, _inverse_units(rows, dx_factor), self._eps, rows.targets, start)
+        products = FilteredGradient(gradient, _inverse_units(rows, dx_factor), self._eps, rows.targets, start)
         if self._counts is not None and not captured:
-            numbers, counts = active.of_rows
+            numbers, counts = products.of_rows
             self._counts.append((HostNumber(counts.sum()), numbers.numel()))
-        return FilteredGradient(gradient, active)
+        return products
 
 
 def _inverse_units(rows: GradientOperands, dx_factor: Tensor | None) -> Tensor:
@@ -110,28 +108,3 @@ def _inverse_units(rows: GradientOperands, dx_factor: Tensor | None) -> Tensor:
     inverse = units.reciprocal() if dx_factor is None else dx_factor / units
     # Finite, so that 0 times it is 0.
     return inverse.abs_().nan_to_num_()
-
-
-class FilteredGradient:
-    """:class:`parallel_lce.backends.interface.SliceProducts` that read the active tiles of a slice alone."""
-
-    def __init__(self, gradient: Tensor, active: ActiveTiles) -> None:
-        self._gradient, self._active = gradient, active
-        self._spread: Tensor | None = None  # S [tiles, D] fp32
-
-    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``rows`` begin at a multiple of 128."""
-        active = self._active
-        accumulate(total, active.masses.t()[rows], centroids(weight, active.shares), overwrite=overwrite)
-        lists = active.of_rows.of_blocks(rows)
-        sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
-
-    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
-        """``entries`` begin at a multiple of 128."""
-        active = self._active
-        if self._spread is None:  # all calls have the same x
-            self._spread = matmul(active.masses, x)
-        lists = active.of_entries.of_blocks(entries)
-        estimate = active.shares[entries], self._spread[entries.start // TILE :]
-        gradient = self._gradient[:, entries]
-        sparse_product(total, gradient, x, lists, transposed=True, add=not overwrite, rank_one=estimate)

@@ -100,10 +100,6 @@ class Scratch:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
-    def reserve(self, size: int) -> None:
-        """Let the memory have ``size`` bytes, if it has fewer."""
-        self.size = max(self.size, size)
-
     @property
     def allocated(self) -> bool:
         return self._memory is not None
@@ -295,12 +291,10 @@ class Backend(Protocol):
         """Write :attr:`Picked.logits`, as for ``ForwardTask.picked``."""
 
     def picked_rows(self, picked: Picked, source: Tensor, out: Tensor) -> None:
-        """Write ``out [R, D]``: of each row the sum of its entries' gradients times rows of ``source [V, D]``, whose
-        numbers are the ids. Others are skipped."""
+        """Write ``out [R, D]``: of each row the sum of its entries' gradients times the rows ``ids`` of ``source``."""
 
     def log_softmax_of_sets(self, logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
-        """Log-softmax ``[E]`` of the ``logits [E]`` over each token's picked entries; -inf for ids outside
-        ``[0, vocab_size)``."""
+        """Log-softmax ``[E]`` over each token's picked entries; -inf for ids outside ``[0, vocab_size)``."""
         ...
 
     def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:

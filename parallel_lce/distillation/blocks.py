@@ -176,12 +176,12 @@ def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
 
 
 def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) -> Tensor:
-    """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
-    all ranks, from this rank's ``partials [3, R]`` of both. NaN where the ranks' trailers do not match."""
+    """``[4, R]``: the numbers up to ``DIVERGENCE``, from this rank's ``partials [3, R]`` of student and teacher. NaN
+    where the ranks' trailers do not match."""
     rows, shard = partials[0].shape[1], student.shard
     shard = replace(shard, digest=digest_of(shard.digest, teacher.shard.digest))
     gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout, student.dtype)
     torch.cat(partials, 1, out=gather.local)
     gather.start()
     merged = gather.local if student.layout.ranks == 1 else gather.finish(student.backend.merge_ranks)[0]
-    return torch.stack([merged[MAX].view(2, rows), merged[SUM_EXP].log().view(2, rows)], 1).view(4, rows)
+    return torch.cat([merged[MAX], merged[SUM_EXP].log()]).view(4, rows)

@@ -1,9 +1,9 @@
 """Logits of picked entries, their gradients, and their log-softmax, without the other rows of the weight.
 
 Token r has the ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row of the
-weight, or of the hidden states, per picked entry. They are bound by memory bandwidth. The log-softmax is a kernel
-because its formulas on ``[E]`` numbers would take the host longer than all else. The same functions in plain torch are
-in :mod:`parallel_lce.backends.torch_logits`.
+weight, or of the hidden states, per picked entry: memory bandwidth bounds them. The log-softmax is a kernel because its
+formulas on ``[E]`` numbers would take the host longer than all else. :mod:`parallel_lce.backends.torch_logits` has the
+same functions.
 """
 
 from __future__ import annotations

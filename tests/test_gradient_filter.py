@@ -108,6 +108,19 @@ def test_the_gradients_are_those_of_the_definition(options, D, dtype, rtol, devi
     assert not torch.equal(found[0], exact[0])
 
 
+def test_ranges_of_entries_have_the_numbers_of_the_whole_product(device):
+    """As dW is formed in fp16."""
+    gradient, x = (normal(150, size, seed=size).to(device, torch.bfloat16) for size in (448, 16))
+    products = form.FilteredGradient(gradient, torch.ones(150, device=device), 3.6, None, 0)
+    assert 0 < products.of_rows.counts.sum() < products.of_rows.numbers.numel()
+    whole, cut = (torch.empty(448, 16, device=device) for _ in range(2))
+    for total, step in (whole, 448), (cut, 256):
+        for start in range(0, 448, step):
+            entries = slice(start, min(start + step, 448))
+            products.add_weight(total[entries], x, entries, overwrite=True)
+    assert torch.equal(cut, whole)
+
+
 @pytest.mark.parametrize("logits_budget", [1 << 30, 0])
 def test_gradients_of_a_likely_target_of_several_tokens_are_exact(logits_budget, device):
     """The gradient that a model has learned nearly by heart is not smeared."""

@@ -42,6 +42,8 @@ SPILLS = {
     90: {"lce_backward_projection", "lce_forward_projection"},
     100: {"lce_backward_projection", "lce_forward_merge_ranks", "lce_forward_projection"},
 }
+# Kernels of the filter, which gives exact gradients before Hopper.
+FILTER = {f"lce_backward_{name}" for name in ("scan", "active_tile_lists", "centroids", "sparse_product")}
 # Kernels with a mainloop for Hopper.
 HOPPER = {"lce_backward_projection", "lce_forward_projection"}
 # Bytes of their stack, over both warpgroups on Hopper.
@@ -82,7 +84,8 @@ def test_every_launch_compiles(capability, release):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
     cost many times what they are for."""
     found = compiled(capability, release)
-    assert {kernel["name"] for kernel in found} == kernel_calls.NAMES
+    expected = kernel_calls.NAMES if capability >= 90 else kernel_calls.NAMES - FILTER
+    assert {kernel["name"] for kernel in found} == expected
     version = release or installed("triton")
     if capability != 90 or version in TRITON:
         of_hopper = {kernel["name"] for kernel in found if kernel["hopper"]}

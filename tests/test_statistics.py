@@ -81,10 +81,10 @@ def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch
 
 
 def test_gradients_of_targets_and_selected_entries_together(backend, device):
-    """Some of the selected entries are targets."""
+    """Some of the selected entries are targets, and some are selected twice."""
     t = small(device)
-    rows = torch.arange(t.target.numel(), device=device)
-    ids = torch.stack([t.target, (t.target + 1) % len(t.weight), rows % len(t.weight)], -1)
+    rows, beside = torch.arange(t.target.numel(), device=device), (t.target + 1) % len(t.weight)
+    ids = torch.stack([t.target, beside, rows % len(t.weight), beside], -1)
     found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=ids)
     found = torch.autograd.grad(found.target_log_prob.sum() + 2 * found.selected_log_prob.sum(), [t.x, t.weight])
     exact = [leaf.detach().double().requires_grad_() for leaf in (t.x, t.weight)]

@@ -100,10 +100,6 @@ class Scratch:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
-    def reserve(self, size: int) -> None:
-        """Let the memory have ``size`` bytes, if it has fewer."""
-        self.size = max(self.size, size)
-
     @property
     def allocated(self) -> bool:
         return self._memory is not None
@@ -164,15 +160,6 @@ class SliceProducts(Protocol):
         ``overwrite``."""
 
 
-class SliceFilter(Protocol):
-    """How the backward multiplies slices of the gradient of the logits, if not whole."""
-
-    def products(self, rows: Any, start: int, gradient: Tensor, dx_factor: Tensor | None) -> SliceProducts | None:
-        """The products of a slice ``gradient [R, C]``, the shard's entries from ``start`` on; None: all of it is
-        multiplied. ``rows``: the :class:`parallel_lce.backends.triton_operands.GradientOperands` from which it was
-        formed. ``dx_factor [R]``: factors of its rows in dX; None: 1."""
-
-
 class BackwardTask(NamedTuple):
     """The arguments of a block's backward."""
 
@@ -192,9 +179,10 @@ class BackwardTask(NamedTuple):
     # Picked entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     picked: Picked | None = None
-    # Multiplies the slices of the gradient of the logits; None: they are multiplied whole.
-    # Only without gamma, delta, epsilon and ``picked``. A backend without slices ignores it.
-    filter: SliceFilter | None = None
+    # ``filter(rows, start, gradient, dx_factor)``: the products of a slice ``gradient``, the shard's entries from
+    # ``start`` on; None: it is multiplied whole. ``rows``: the GradientOperands of which it was formed. ``dx_factor
+    # [R]``: of its rows in dX; None: 1. Only without gamma, delta, epsilon and ``picked``, for a backend with slices.
+    filter: Callable[..., SliceProducts | None] | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
         """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""
@@ -303,12 +291,10 @@ class Backend(Protocol):
         """Write :attr:`Picked.logits`, as for ``ForwardTask.picked``."""
 
     def picked_rows(self, picked: Picked, source: Tensor, out: Tensor) -> None:
-        """Write ``out [R, D]``: of each row the sum of its entries' gradients times rows of ``source [V, D]``, whose
-        numbers are the ids. Others are skipped."""
+        """Write ``out [R, D]``: of each row the sum of its entries' gradients times the rows ``ids`` of ``source``."""
 
     def log_softmax_of_sets(self, logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
-        """Log-softmax ``[E]`` of the ``logits [E]`` over each token's picked entries; -inf for ids outside
-        ``[0, vocab_size)``."""
+        """Log-softmax ``[E]`` over each token's picked entries; -inf for ids outside ``[0, vocab_size)``."""
         ...
 
     def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:

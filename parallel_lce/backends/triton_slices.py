@@ -166,7 +166,7 @@ class Piece:
             write_picked(gradient, start, picked, target, self._terms)
         if self._task.filter is not None:
             rows = self._rows()._replace(targets=self._targets)
-            vocab_slice.products = self._task.filter.products(rows, start, gradient, vocab_slice.dx_factor)
+            vocab_slice.products = self._task.filter(rows, start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
     def _is_recomputed(self, start: int) -> bool:

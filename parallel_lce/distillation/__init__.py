@@ -27,7 +27,7 @@ from parallel_lce.distillation.blocks import divergences
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import DTensorAdapter, adapted
 from parallel_lce.run.entry import fused_statistics
-from parallel_lce.run.picked import log_probs_of
+from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 # Arguments by the names of linear_cross_entropy.
@@ -69,8 +69,7 @@ def divergence(
 
     With q the teacher's softmax and p the student's, and m = beta q + (1 - beta) p, a token's divergence is, in nats,
     KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between them beta KL(q || m) + (1 - beta) KL(p || m), the
-    generalised Jensen-Shannon divergence (arXiv:2306.13649). It is not multiplied by the square of the temperature. One
-    near 1e-6 has a relative error of about 1e-4 from the roundings of fp32 logits.
+    generalised Jensen-Shannon divergence (arXiv:2306.13649). One near 1e-6 has a relative error of about 1e-4.
 
     Args: as those of :func:`parallel_lce.linear_cross_entropy`, and
 
@@ -82,19 +81,17 @@ def divergence(
         target: ids, used for ``ignore_index`` alone; None: no token is ignored. An ignored token has divergence 0 and
             gradient 0, even if the teacher's values are NaN.
         logits_budget: bytes per rank and call for a block's student and teacher logits, in fp32, and their gradient. A
-            block has at least 128 tokens, and may use 64 MiB whatever the budget. With uneven shards and no
-            ``vocab_size``, 32768 vocabulary rows per rank are assumed.
+            block has at least 128 tokens. With uneven shards and no ``vocab_size``, 32768 rows per rank are assumed.
 
     Returns:
-        fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. For 'mean' and 'sum' gradients
-        are formed in forward, except in fp16, dW in fp32; else backward projects student and teacher again. Shards with
-        a gap or overlap give NaN, as do options that differ between ranks. A graph of torch.compile breaks here.
+        fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN as those of
+        :func:`parallel_lce.linear_cross_entropy`.
 
     Collectives, on ``process_group`` alone, for each block of R tokens in this order, elements per rank: under sequence
     parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E, each started a
-    block ahead; all-gathers of 6 R + 3 and of 2 R, fp32 (fp64 for fp64); and if gradients are formed in forward, an
-    all-reduce, or reduce-scatter, of dX, R * D of ``reduce_dtype``, beside dW, but with ``reduce_hidden_grad=False``
-    none. A backward that projects again runs the first and the last.
+    block ahead; all-gathers of 6 R + 3 and of 2 R, fp32 (fp64 for fp64); and if gradients are formed in forward, for
+    'mean' and 'sum' except in fp16, an all-reduce, or reduce-scatter, of dX, R * D of ``reduce_dtype``, but with
+    ``reduce_hidden_grad=False`` none. A backward that projects again runs the first and the last.
 
     Raises:
         ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
@@ -103,22 +100,31 @@ def divergence(
     softcap = logit_softcap if teacher_logit_softcap is None else teacher_logit_softcap
     if isinstance(softcap, float) and softcap == math.inf:
         softcap = None
-    hidden, weight, bias = teacher_hidden, teacher_weight, teacher_bias
     with renamed(**_STUDENT):
         options, given, group, adapter = _adapted_student("divergence", locals())
-        hidden, bias = adapter.hidden("teacher_hidden", hidden), adapter.weight("teacher_bias", bias, weight)
-        weight, scale = adapter.weight("teacher_weight", weight), adapter.per_token("teacher_logit_scale", scale)
+        hidden, weight = (
+            adapter.hidden("teacher_hidden", teacher_hidden),
+            adapter.weight("teacher_weight", teacher_weight),
+        )
+        bias = adapter.weight("teacher_bias", teacher_bias, teacher_weight)
+        scale = adapter.per_token("teacher_logit_scale", scale)
+        student, inputs = prepare(options, given, group, planned=False)
+    debug.state.awaited = True  # the teacher's exchange is to come
+    # No gradient flows to the teacher, whose tensors may be of inference mode: autograd could not save those.
+    constants = [out_of_inference(t.detach()) if isinstance(t, Tensor) else t for t in (hidden, weight, bias)]
     one_scale, token_scale = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
-    teacher = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
+    tensors = Tensors(*constants[:2], None, constants[2], None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
-    calls, inputs = _paired(options, given, its_options, teacher, group)
-    student, beta = calls[0], float(beta)
+    fits = partial(_check_pair, student, inputs, its_options, tensors)
+    with renamed(**_TEACHER):
+        teacher, its_inputs = prepare(its_options, tensors, group, extra_check=fits, planned=False)
+    task = (student, teacher), inputs + its_inputs, float(beta)
     counted = _counted(student.target, ignore_index, student.shape.numel(), inputs[0].device)
     if reduction == "none" or inputs[0].dtype == torch.float16:
-        losses = divergences(calls, inputs, beta)
+        losses = divergences(*task)
         losses = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
     else:
-        losses = divergences(calls, inputs, beta, counted.to(student.dtype) / _divisor(counted, reduction))
+        losses = divergences(*task, counted.to(student.dtype) / _divisor(counted, reduction))
     return adapter.loss(losses)
 
 
@@ -153,19 +159,18 @@ def top_k_divergence(
     Args: as those of :func:`divergence`, and
 
         teacher_ids: ``[..., K]`` of any integer dtype, the same on all ranks: the whole sequence under sequence
-            parallelism. A token should have each id once. Ids outside the vocabulary, such as -1, are no entries: fill
-            up tokens with fewer than K.
+            parallelism. A token should have each id once. Ids outside the vocabulary, such as -1, are no entries.
         teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. An entry of -inf is no
             entry either. Values of ignored tokens are not used.
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
             1e-7 (2e-16 for fp64), the precision of that difference; no gradient flows through a student's tail below
             that. 'renormalize': both distributions are renormalised over the K entries. Then only the weight's rows of
-            these entries are read, no matrix product is formed, and ``logits_budget`` is not used. A student that
-            excludes all entries of a token has probability 0 for each.
+            these entries are read, and ``logits_budget`` is not used. A student that excludes all entries of a token
+            has probability 0 for each.
 
     Returns:
-        As :func:`divergence`, but no gradient is formed in forward. A token without any entry has divergence 0. Errors
-        are about 1e-7: a divergence as small as that may be negative.
+        As :func:`divergence`. A token without any entry has divergence 0. Errors are about 1e-7: a divergence as small
+        as that may be negative.
 
     Collectives: those of :func:`parallel_lce.token_statistics` with ``selected``, or of
     :func:`parallel_lce.selected_log_probs` with 'renormalize'.
@@ -178,7 +183,13 @@ def top_k_divergence(
         log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
         check(options, given, group)
         ids = given.picked
-        _check_stored(ids, log_q)
+        if not isinstance(ids, Tensor):
+            raise ValueError(f"teacher_ids must be a tensor, got {described(ids)}")
+        fits = isinstance(log_q, Tensor) and (log_q.shape, log_q.device) == (ids.shape, ids.device)
+        if not (fits and log_q.is_floating_point()):
+            expected = f"floating-point, of teacher_ids' shape {list(ids.shape)} on {ids.device}"
+            where = f" on {log_q.device}" if isinstance(log_q, Tensor) else ""
+            raise ValueError(f"teacher_log_probs must be {expected}, got {described(log_q)}{where}")
         counted = _counted(given.target, ignore_index, ids.shape[:-1], ids.device)
         debug.compare_later({"teacher_log_probs": log_q, "counted tokens": counted})
         # Padding entries, and stored values of ignored tokens, must not reach a gradient.
@@ -230,7 +241,8 @@ def _adapted_student(
     """:func:`adapted` from a public function's ``arguments``, of the student. ``ids``: selected. The call itself
     reduces and ignores nothing: the settings are in its name, which ranks compare."""
     beta, reduction, ignore_index = (arguments[name] for name in ("beta", "reduction", "ignore_index"))
-    _check_beta(beta)
+    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
+        raise ValueError(f"beta must be 0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}, got {shortened(beta)}")
     beta = float(beta)
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)
@@ -240,33 +252,6 @@ def _adapted_student(
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
     given = Tensors(hidden, weight, arguments["target"], bias, picked=ids)
     return adapted(options, given, arguments["process_group"], reduction)
-
-
-def _paired(
-    options: Options, student: Tensors, of_teacher: Options, teacher: Tensors, group: dist.ProcessGroup | None = None
-) -> tuple[tuple[Call, Call], tuple]:
-    """The calls of both, which fit each other, and their inputs, three of each. No gradient flows to the teacher."""
-    with renamed(**_STUDENT):
-        call, inputs = prepare(options, student, group, planned=False)
-    debug.state.awaited = True  # the teacher's exchange is to come
-    its = [_detached(value) for value in (teacher.input, teacher.linear_weight, teacher.linear_bias)]
-    teacher = teacher._replace(input=its[0], linear_weight=its[1], linear_bias=its[2])
-    fits = partial(_check_pair, call, inputs, of_teacher, teacher)
-    with renamed(**_TEACHER):
-        other, its_inputs = prepare(of_teacher, teacher, group, extra_check=fits, planned=False)
-    return (call, other), inputs + its_inputs
-
-
-def _detached(value: Any) -> Any:
-    """A copy of a tensor made in inference mode, which autograd could not save."""
-    return out_of_inference(value.detach()) if isinstance(value, Tensor) else value
-
-
-def _check_beta(beta: object) -> None:
-    """Raise ``ValueError`` unless this is a beta of :func:`divergence`."""
-    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
-        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
-        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
 
 
 def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensors, shape: torch.Size) -> None:
@@ -285,13 +270,3 @@ def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensor
         given, expected = (f"has the vocabulary entries [{start}, {start + rows})" for start, rows in entries)
         shapes = list(weight.shape), list(inputs[1].shape)
         raise ValueError(f"teacher_weight {shapes[0]} {given} and student_weight {shapes[1]} {expected}")
-
-
-def _check_stored(ids: object, log_probs: Any) -> None:
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"teacher_ids must be a tensor, got {described(ids)}")
-    fits = isinstance(log_probs, Tensor) and (log_probs.shape, log_probs.device) == (ids.shape, ids.device)
-    if not (fits and log_probs.is_floating_point()):
-        expected = f"floating-point, of teacher_ids' shape {list(ids.shape)} on {ids.device}"
-        where = f" on {log_probs.device}" if isinstance(log_probs, Tensor) else ""
-        raise ValueError(f"teacher_log_probs must be {expected}, got {described(log_probs)}{where}")

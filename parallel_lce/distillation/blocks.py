@@ -90,21 +90,28 @@ class _Divergences(torch.autograd.Function):
 def _pass(
     task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, known: Tensor | None = None
 ) -> tuple[Gradients, Tensor]:
-    """One pass over the blocks of a ``task``: student, teacher, beta and blocks. Returns the gradients
-    of the sum of factor times divergence, None each without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may
-    be ``known`` from an earlier pass. ``summed``: dW and dbias stay in the statistics' dtype: they will be scaled."""
+    """One pass over the blocks of a ``task``: student, teacher, beta and blocks. Returns the gradients of the sum of
+    factor times divergence, None each without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known``
+    from an earlier pass. ``summed``: dW and dbias stay in the statistics' dtype: they will be scaled."""
     student, teacher, beta, blocks = task
     layout, dtype = student.layout, student.dtype
     # Saved-tensor hooks may have changed strides.
     x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
     projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
-    # On CPUs low-precision products are slower, and no more exact.
-    gradient_dtype, unscale = x.dtype if x.is_cuda else dtype, None
-    if factor is None or not any(needs):
-        factor, needs = None, Needs(False, False, False)
-    else:
-        factor, unscale = _of_output(factor, beta, projection, gradient_dtype)
+    # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
+    gradient_dtype = x.dtype if x.is_cuda else dtype
+    forms = factor is not None and any(needs)
+    times = fp16_unscale = None
+    if factor is not None and forms:
+        times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
+        # An ignored token has no gradient, whatever its scale is.
+        times.masked_fill_(factor == 0, 0.0)
+        if gradient_dtype == torch.float16 and len(times):
+            # A mean's gradients, 1 / N each, would underflow.
+            fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
+            times, fp16_unscale = times * fp16_scale, 1 / fp16_scale
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
+    needs = needs if forms else Needs(False, False, False)
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype if summed else None)
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
     with device_without_autocast(projection.weight):
@@ -114,9 +121,9 @@ def _pass(
             of_block = student.of_block(projection, block)
             logits, partial = _logits(student, of_block, x)
             its_logits, its_partial = _logits(teacher, teacher.of_block(of_teacher, block), y)
-            own, times = layout.take(numbers, block).contiguous(), layout.take(factor, block)
-            gradient = None if factor is None else _aligned(x, of_block, gradient_dtype)
-            work = partial_of(part.divergence, logits, its_logits, own, beta, times, of_block.logit_map)
+            own, of_tokens = layout.take(numbers, block).contiguous(), layout.take(times, block)
+            gradient = _aligned(x, of_block, gradient_dtype) if forms else None
+            work = partial_of(part.divergence, logits, its_logits, own, beta, of_tokens, of_block.logit_map)
             if known is None:
                 own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
                 of_ranks = own.new_empty(layout.ranks, ROWS - DIVERGENCE, len(x))
@@ -130,22 +137,9 @@ def _pass(
                 work(None, gradient)
             del logits, its_logits, work  # before the next block's
             if gradient is not None:
-                _add(sums, block, x, gradient, unscale)
+                _add(sums, block, x, gradient, fp16_unscale)
             del gradient
         return sums.deliver(inputs[0].shape), numbers
-
-
-def _of_output(factor: Tensor, beta: float, projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors ``[N]`` of the gradients of the student's output, which have this ``dtype``; and what these are
-    multiplied by at the end, or None."""
-    scaled = projection.logit_map.scaled(factor * (1 - beta) if 0 < beta < 1 else factor.clone())
-    # An ignored token has no gradient, whatever its scale is.
-    scaled.masked_fill_(factor == 0, 0.0)
-    if dtype != torch.float16 or not len(factor):
-        return scaled, None
-    # A mean's gradients, 1 / N each, would underflow.
-    fp16_scale = fp16_scale_near(scaled.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
-    return scaled * fp16_scale, 1 / fp16_scale
 
 
 def _logits(call: Call, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,12 +176,12 @@ def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
 
 
 def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) -> Tensor:
-    """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
-    all ranks, from this rank's ``partials [3, R]`` of both. NaN where the ranks' trailers do not match."""
+    """``[4, R]``: the numbers up to ``DIVERGENCE``, from this rank's ``partials [3, R]`` of student and teacher. NaN
+    where the ranks' trailers do not match."""
     rows, shard = partials[0].shape[1], student.shard
     shard = replace(shard, digest=digest_of(shard.digest, teacher.shard.digest))
     gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout, student.dtype)
     torch.cat(partials, 1, out=gather.local)
     gather.start()
     (merged, _), _ = gather.finish(student.backend)
-    return torch.stack([merged[MAX].view(2, rows), merged[SUM_EXP].log().view(2, rows)], 1).view(4, rows)
+    return torch.cat([merged[MAX], merged[SUM_EXP].log()]).view(4, rows)

@@ -13,9 +13,9 @@ from parallel_lce.core.partials import LOWEST_SHIFT
 # Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
 
-# Numbers per token, [ROWS, N]. The first two are the student's normalizer, the next two the teacher's: over the whole
-# vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. Both are subtracted
-# from a logit, which gives a log-probability.
+# Numbers per token, [ROWS, N]. The first are the student's and the teacher's maximum of the logits, over the whole
+# vocabulary, then for both the logarithm of the sum of exponentials relative to it. A logit minus these is a
+# log-probability.
 DIVERGENCE = 4
 # The sum of p log(p / r), from which the gradient takes a difference if beta > 0.
 STUDENT_MEAN = 5
@@ -43,7 +43,7 @@ def divergence(
             slope of the soft-cap.
     """
     for rows in tiles_of_rows(*student.shape, itemsize=student.element_size()):
-        top, log_sum, teacher_top, teacher_log_sum = numbers[:DIVERGENCE, rows, None]
+        top, teacher_top, log_sum, teacher_log_sum = numbers[:DIVERGENCE, rows, None]
         log_p = student[rows] - top - log_sum
         log_q = teacher[rows] - teacher_top - teacher_log_sum
         p, q = log_p.exp(), log_q.exp()

@@ -37,20 +37,18 @@ def lce_backward_divergence(
     gradient,
     rows,
     entries,
-    student_stride,
-    teacher_stride,
-    gradient_stride,
+    stride,
     beta,
     rest,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
 ):
-    """``TEACHER``, ``STUDENT``: whether the divergence contains the sum over the teacher's, or the student's,
-    probabilities."""
+    """``stride``: of the rows of both logits and of the gradient. ``TEACHER``, ``STUDENT``: whether the divergence
+    contains the sum over the teacher's, or the student's, probabilities."""
     row = tl.program_id(0).to(tl.int64)
     of_row = numbers + row
-    top, log_sum = tl.load(of_row), tl.load(of_row + rows)
-    teacher_top, teacher_log_sum = tl.load(of_row + 2 * rows), tl.load(of_row + 3 * rows)
+    top, teacher_top = tl.load(of_row), tl.load(of_row + rows)
+    log_sum, teacher_log_sum = tl.load(of_row + 2 * rows), tl.load(of_row + 3 * rows)
     times = 0.0
     mean = 0.0
     if gradient is not None:
@@ -63,10 +61,10 @@ def lce_backward_divergence(
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
-        z = tl.load(student + row * student_stride + column, mask=valid, other=-float("inf"))
+        here = row * stride + column
+        z = tl.load(student + here, mask=valid, other=-float("inf"))
         log_p = z - top - log_sum
-        of_column = tl.load(teacher + row * teacher_stride + column, mask=valid, other=-float("inf"))
-        log_q = of_column - teacher_top - teacher_log_sum
+        log_q = tl.load(teacher + here, mask=valid, other=-float("inf")) - teacher_top - teacher_log_sum
         p = tl.exp(log_p)
         q = tl.exp(log_q)
         # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.
@@ -96,14 +94,14 @@ def lce_backward_divergence(
                 g *= slope_at(z, cap)
             # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
-            tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
+            tl.store(gradient + here, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
         tl.store(sums + row, total)
         tl.store(sums + rows + row, student_mean)
 
 
 def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradient) -> None:
-    """As that of :mod:`parallel_lce.distillation.torch_part`."""
+    """As that of :mod:`parallel_lce.distillation.torch_part`. Rows of all three matrices have one stride."""
     rows, entries = student.shape
     if rows:
         lce_backward_divergence.launch(
@@ -118,8 +116,6 @@ def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradien
             rows,
             entries,
             student.stride(0),
-            teacher.stride(0),
-            0 if gradient is None else gradient.stride(0),
             beta,
             1 - beta,
             TEACHER=beta < 1,

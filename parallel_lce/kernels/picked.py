@@ -1,9 +1,9 @@
 """Logits of picked entries, their gradients, and their log-softmax, without the other rows of the weight.
 
 Token r has the ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row of the
-weight, or of the hidden states, per picked entry. They are bound by memory bandwidth. The log-softmax is a kernel
-because its formulas on ``[E]`` numbers would take the host longer than all else. The same functions in plain torch are
-in :mod:`parallel_lce.backends.torch_logits`.
+weight, or of the hidden states, per picked entry: memory bandwidth bounds them. The log-softmax is a kernel because its
+formulas on ``[E]`` numbers would take the host longer than all else. :mod:`parallel_lce.backends.torch_logits` has the
+same functions.
 """
 
 from __future__ import annotations
@@ -107,20 +107,17 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
         e = here + tl.arange(0, _STEP)
         entry_id = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = (entry_id >= 0) & (entry_id != target_column)
-        # An id may be picked several times. Its first entry adds the values of all.
+        # An id may be picked several times. Each of its entries writes the same number, with the values of all.
         total = tl.zeros((_STEP,), tl.float32)
-        earlier = tl.zeros((_STEP,), tl.float32)
         for there in range(start, stop, _STEP):
             other = there + tl.arange(0, _STEP)
             same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == entry_id[:, None]
             value = tl.load(values + other, mask=other < stop, other=0.0)
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
-            before = same & (other[None, :] < e[:, None])
-            earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, 0.0, coefficients, token, True) * grad_scale
         entry = (entry * slope_of(logit, terms.logit_map, token, True) + total) * fp16_scale
-        tl.store(row + entry_id, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
+        tl.store(row + entry_id, entry.to(gradient.dtype.element_ty), mask=hit)
 
 
 @Relaunched

@@ -16,16 +16,13 @@ tokens if all tokens have the same coefficient. Then
 
 Both products with m have at most 1/128 of the full products' size, and cuBLAS computes them.
 
-A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
-tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
-with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
-(:mod:`.products`). A slice whose exponentials were not saved is projected whole first.
+A slice of G in memory takes these launches (:mod:`.tiles`): a scan of the tiles for the largest entries, the masses and
+the sums over tokens; the lists of active tiles; for dX the centroids, their product with the masses, and the product
+with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added.
+:mod:`.gradient` has the choice of whether a call is filtered.
 
-A call whose filter would skip too few tiles to be faster is not filtered, by what earlier calls have counted
-(:mod:`.gradient`).
-
-Restrictions: the only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must
-be a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
+The only bound of the errors is the filter's probability. They grow with the mass in skipped tiles. G must be a
+probability times one number per token, except at the targets; a soft-cap's slope may be a further factor.
 """
 
 from __future__ import annotations
@@ -75,5 +72,5 @@ class Filter(Feature):
 
         if not self._of_call:
             self._of_call.append(CallFilter(self._eps))
-        task.scratch.reserve(SLICE_BYTES)
+        task.scratch.size = max(task.scratch.size, SLICE_BYTES)
         return task._replace(filter=self._of_call[0])

@@ -1,4 +1,4 @@
-"""The products of slices of G in the triton backend, and the choice of whether a call is filtered."""
+"""Which slices of G the triton backend multiplies by their active tiles alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.backends.triton_operands import GradientOperands
 from parallel_lce.core.memory import HostNumber
-from parallel_lce.features.filter.products import sparse_product
-from parallel_lce.features.filter.tiles import TILE, ActiveTiles, TileLists, centroids, find_active_tiles
+from parallel_lce.features.filter.tiles import FilteredGradient, multiplies
 
 # Measured on an H200. Fewest flops of a slice's two products that are filtered. The search for the active tiles of a
 # smaller slice takes the host longer than exact products take the GPU.
@@ -21,10 +19,9 @@ SMALLEST_FILTERED = 1e12
 # Bytes that a recomputed slice may take, so that its products are large enough.
 SLICE_BYTES = 256 << 20
 
+# Largest share of active tiles with which a backward is filtered. A GPU takes as long as without a filter at a share of
+# about 0.88 (H200, 8192 tokens, 16384 to 65536 entries, D=4096), but the host takes longer.
 MOST_ACTIVE = 0.75
-"""Largest share of active tiles with which a backward is filtered. On an H200, for 8192 tokens, 16384 to 65536 entries
-and D=4096, the GPU takes as long as without a filter at a share of about 0.88. The host takes longer, so a small gain
-of the GPU is left."""
 
 # An odd prime: usual numbers of micro-batches, and of losses that take turns, are all counted.
 PERIOD, DELAY = 17, 2
@@ -44,72 +41,57 @@ class Choice:
         # Of each slice of the call that is counted: its active tiles, and all of its tiles.
         self._counts: list[tuple[HostNumber, int]] = []
 
-    def begin(self) -> tuple[bool, bool]:
-        """Whether this call's backward is filtered, and whether its tiles are to be counted."""
+    def begin(self) -> tuple[bool, list[tuple[HostNumber, int]] | None]:
+        """Whether this call's backward is filtered, and where its tiles are to be counted, if they are."""
         turn = self._calls % PERIOD
         self._calls += 1
         if turn == 0:
             self._counts = []
-        elif turn == DELAY and self._counts:
+            return True, self._counts
+        if turn == DELAY and self._counts:
             active = sum([number.read() for number, _ in self._counts])
             self._filters = active <= MOST_ACTIVE * sum([tiles for _, tiles in self._counts])
-        return self._filters or turn == 0, turn == 0
-
-    def count(self, lists: TileLists) -> None:
-        """Count the tiles of a slice, by the ``lists`` of all its row blocks."""
-        if not _is_captured(lists.counts):
-            self._counts.append((HostNumber(lists.counts.sum()), lists.numbers.numel()))
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self._filters, None
 
 
 @functools.lru_cache(1024)
-def _choice_of(*_: Any) -> Choice:
+def choice_for(*kind: Any) -> Choice:
+    """The choice for a device, dtype, hidden size, number of real rows and filter: models of the same sizes share one,
+    and so do filters of nearly the same size."""
     return Choice()
 
 
-def choice_for(weight: Tensor, entries: int, eps: float) -> Choice | None:
-    """The choice for calls with ``entries`` real rows of this ``weight``. Models of the same sizes share one, and so do
-    filters of nearly the same size. None in a captured CUDA graph, which repeats its kernels: there every backward is
-    filtered."""
-    if _is_captured(weight):
-        return None
-    return _choice_of(weight.device, weight.dtype, weight.shape[1], entries, round(math.log2(eps)))
-
-
-def forget() -> None:
-    """Begin to count anew."""
-    _choice_of.cache_clear()
+forget = choice_for.cache_clear
+"""Begins to count anew."""
 
 
 class CallFilter:
-    """The :class:`parallel_lce.backends.interface.SliceFilter` of one call's backwards."""
+    """The :attr:`parallel_lce.backends.interface.BackwardTask.filter` of one call's backwards."""
 
     def __init__(self, eps: float) -> None:
         self._eps = eps
-        # Chosen with the first slice that is worth it: whether the call is filtered, and what counts its tiles.
+        # Chosen with the first slice that is worth it: whether the call is filtered, and where its tiles are counted.
         self._filters: bool | None = None
-        self._choice: Choice | None = None
+        self._counts: list[tuple[HostNumber, int]] | None = None
 
-    def products(
+    def __call__(
         self, rows: GradientOperands, start: int, gradient: Tensor, dx_factor: Tensor | None
     ) -> FilteredGradient | None:
-        if 4 * rows.x.numel() * gradient.shape[1] < SMALLEST_FILTERED:
+        x, weight, real = rows.x, rows.projection.weight, rows.projection.real_rows
+        if 4 * x.numel() * gradient.shape[1] < SMALLEST_FILTERED or not multiplies(gradient, x, weight):
             return None
+        # A captured CUDA graph repeats its kernels. There every backward is filtered, and none is counted.
+        captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._filters is None:
-            projection = rows.projection
-            self._filters, choice = True, choice_for(projection.weight, projection.real_rows, self._eps)
-            if choice is not None:
-                self._filters, is_counted = choice.begin()
-                self._choice = choice if is_counted else None
+            kind = weight.device, weight.dtype, weight.shape[1], real, round(math.log2(self._eps))
+            self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
             return None
-        active = find_active_tiles(gradient, _inverse_units(rows, dx_factor), self._eps, rows.targets, start)
-        if self._choice is not None:
-            self._choice.count(active.of_rows)
-        return FilteredGradient(gradient, active)
+        products = FilteredGradient(gradient, _inverse_units(rows, dx_factor), self._eps, rows.targets, start)
+        if self._counts is not None and not captured:
+            numbers, counts = products.of_rows
+            self._counts.append((HostNumber(counts.sum()), numbers.numel()))
+        return products
 
 
 def _inverse_units(rows: GradientOperands, dx_factor: Tensor | None) -> Tensor:
@@ -124,29 +106,3 @@ def _inverse_units(rows: GradientOperands, dx_factor: Tensor | None) -> Tensor:
     inverse = units.reciprocal() if dx_factor is None else dx_factor / units
     # Finite, so that 0 times it is 0.
     return inverse.abs_().nan_to_num_()
-
-
-class FilteredGradient:
-    """:class:`parallel_lce.backends.interface.SliceProducts` that read the active tiles of a slice alone."""
-
-    def __init__(self, gradient: Tensor, active: ActiveTiles) -> None:
-        self._gradient, self._active = gradient, active
-        # S [tiles, D] fp32, and the x that was summed.
-        self._spread: tuple[Tensor, Tensor] | None = None
-
-    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``rows`` begin at a multiple of 128."""
-        active = self._active
-        accumulate(total, active.masses.t()[rows], centroids(weight, active.shares), overwrite=overwrite)
-        lists = active.of_rows.of_blocks(rows)
-        sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
-
-    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
-        """``entries`` begin at a multiple of 128."""
-        active = self._active
-        if self._spread is None or self._spread[1] is not x:
-            self._spread = matmul(active.masses, x), x
-        lists = active.of_entries.of_blocks(entries)
-        estimate = active.shares[entries], self._spread[0][entries.start // TILE :]
-        gradient = self._gradient[:, entries]
-        sparse_product(total, gradient, x, lists, transposed=True, add=not overwrite, rank_one=estimate)

@@ -1,4 +1,8 @@
-"""Active tiles of a slice of G, and estimates of the other tiles. :mod:`parallel_lce.features.filter` defines both."""
+"""The active tiles of a slice of G, the estimates of its other tiles, and products that read the active tiles alone.
+
+:mod:`parallel_lce.features.filter` defines both. G ``[R, C]`` is dense in memory. Each tile of a product's result has a
+list of tiles to multiply. The longest lists come first, so that all programs end at about the same time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from parallel_lce.backends.gemm import accumulate, matmul
+from parallel_lce.kernels.arithmetic import add_product
+from parallel_lce.kernels.device import addressable, descriptor
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.token_gradients import Targets
 
@@ -23,39 +31,24 @@ _SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.conste
 _LISTED = 1024
 # Centroids: hidden elements per program, rows of the weight per step.
 _HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
+# Products: hidden elements of a result's tile, and terms of the sum per step.
+_WIDTH, _STEP = 256, 64
+# Blocks of hidden elements that are formed together, so that the tiles of G they share stay in the L2 cache.
+_TOGETHER = tl.constexpr(4)
 
 
 class TileLists(NamedTuple):
     """For each block of 128 rows of a product's result, the tiles of the first operand to multiply."""
 
     # [blocks, capacity] int32: the tiles' numbers, ascending; undefined from ``counts`` on
-    numbers: torch.Tensor
+    numbers: Tensor
     # [blocks] int32: the number of tiles
-    counts: torch.Tensor
-
-    @classmethod
-    def new(cls, like: torch.Tensor, blocks: int, capacity: int) -> TileLists:
-        """Uninitialised."""
-        numbers = like.new_empty(blocks, capacity, dtype=torch.int32)
-        return cls(numbers, like.new_empty(blocks, dtype=torch.int32))
+    counts: Tensor
 
     def of_blocks(self, rows: slice) -> TileLists:
         """The lists of the blocks that contain ``rows``, which begin at a multiple of 128."""
         blocks = slice(rows.start // TILE, -(-rows.stop // TILE))
         return TileLists(self.numbers[blocks], self.counts[blocks])
-
-
-class ActiveTiles(NamedTuple):
-    """The active tiles of a gradient, and the estimates of the others."""
-
-    # For each row block, the active tiles.
-    of_rows: TileLists
-    # For each block of entries, the row blocks in which its tile is active.
-    of_entries: TileLists
-    # [tiles, R], rows 16 bytes aligned: m, 0 where the tile is active
-    masses: torch.Tensor
-    # [tiles * 128] fp32: q
-    shares: torch.Tensor
 
 
 @Relaunched
@@ -123,28 +116,19 @@ def lce_backward_scan(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["row_blocks", "tiles"])
-def lce_backward_active_tile_lists(largest, of_rows, of_entries, eps, row_blocks, tiles, BLOCK: tl.constexpr):
-    """One program fills the list of a row block, or of a block of entries. ``largest [row blocks, tiles]``."""
-    number = tl.program_id(0)
-    if number < row_blocks:
-        _list_active(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
-    else:
-        number -= row_blocks
-        _list_active(largest + number, tiles, of_entries, number, row_blocks, eps, BLOCK)
-
-
-@triton.jit
-def _list_active(largest, stride, lists, block, capacity, eps, BLOCK: tl.constexpr):
-    """Fill a block's list with the numbers of the tiles whose element of ``largest`` exceeds ``eps``, in order."""
-    listed, count = lists.numbers + block * capacity, 0
+@triton.jit(do_not_specialize=["stride", "step", "capacity"])
+def lce_backward_active_tile_lists(largest, lists, eps, stride, step, capacity, BLOCK: tl.constexpr):
+    """One program fills a block's list with the numbers of the tiles whose element of ``largest`` exceeds ``eps``."""
+    block, count = tl.program_id(0), 0
+    numbers, counts = lists
     for start in range(0, capacity, BLOCK):
         number = start + tl.arange(0, BLOCK)
-        value = tl.load(largest + number * stride, mask=number < capacity, other=0.0)
+        value = tl.load(largest + block * stride + number * step, mask=number < capacity, other=0.0)
         is_active = (value > eps).to(tl.int32)
-        tl.store(listed + count + tl.cumsum(is_active, 0) - 1, number, mask=is_active != 0)
+        listed = numbers + block * capacity + count + tl.cumsum(is_active, 0) - 1
+        tl.store(listed, number, mask=is_active != 0)
         count += tl.sum(is_active, 0)
-    tl.store(lists.counts + block, count)
+    tl.store(counts + block, count)
 
 
 @Relaunched
@@ -165,61 +149,180 @@ def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weig
     tl.store(here, total.to(centroids.dtype.element_ty), mask=h < hidden_size)
 
 
-def active_tile_lists(largest: torch.Tensor, eps: float) -> tuple[TileLists, TileLists]:
-    """The tiles whose ``largest [row blocks, tiles]`` exceeds ``eps``: of each row block, and of each block of
-    entries."""
-    row_blocks, tiles = largest.shape
-    of_rows = TileLists.new(largest, row_blocks, tiles)
-    of_entries = TileLists.new(largest, tiles, row_blocks)
-    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
-    lce_backward_active_tile_lists.launch(
-        (row_blocks + tiles,), largest, of_rows, of_entries, float(eps), row_blocks, tiles, BLOCK=block
-    )
-    return of_rows, of_entries
+@triton.jit
+def _result_tile(number, order, blocks, hidden_blocks):
+    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
+    first = number // (blocks * _TOGETHER) * _TOGETHER
+    width = tl.minimum(hidden_blocks - first, _TOGETHER)
+    within = number % (blocks * _TOGETHER)
+    return tl.load(order + within // width).to(tl.int32), first + within % width
 
 
-def find_active_tiles(
-    gradient: torch.Tensor, inverse_units: torch.Tensor, eps: float, targets: Targets | None, first: int
-) -> ActiveTiles:
-    """The tiles of ``gradient [R, C]`` whose largest probability exceeds ``eps``, and the estimates of the others.
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "blocks", "capacity"])
+def lce_backward_sparse_product(
+    gradient,
+    other,
+    total,
+    lists,
+    rank_one,
+    rows,
+    hidden_size,
+    blocks,
+    capacity,
+    total_stride,
+    TRANSPOSED: tl.constexpr,
+    ADD: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """``gradient`` and ``other``: TMA descriptors. ``rows``: of the result."""
+    numbers, counts, order = lists
+    shares, spread = rank_one
+    hidden_blocks = tl.cdiv(hidden_size, WIDTH)
+    block, hidden_block = _result_tile(tl.program_id(0), order, blocks, hidden_blocks)  # pyright: ignore
+    r = block * TILE + tl.arange(0, TILE)
+    h = hidden_block * WIDTH + tl.arange(0, WIDTH)
+    in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
+    pointers = total + r.to(tl.int64)[:, None] * total_stride + h[None, :]
+    z = tl.zeros((TILE, WIDTH), tl.float32)
+    if ADD:
+        z += tl.load(pointers, mask=in_result, other=0.0)
+    if shares is not None:
+        share = tl.load(shares + r, mask=r < rows, other=0.0)
+        of_tile = tl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
+        z += share[:, None] * of_tile[None, :]
+    PER_TILE: tl.constexpr = TILE // STEP
+    for step in range(0, tl.load(counts + block) * PER_TILE):
+        tile = tl.load(numbers + block * capacity + step // PER_TILE)
+        first = tile * TILE + step % PER_TILE * STEP
+        if TRANSPOSED:
+            a = gradient.load([first, block * TILE]).T
+        else:
+            a = gradient.load([block * TILE, first])
+        b = other.load([first, hidden_block * WIDTH])
+        z = add_product(a, b, z)
+    tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
 
-    A probability is ``|gradient| * inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit.
-    The row stride of ``gradient`` is a multiple of 8 elements. ``first``: the id of the first entry. Tiles with NaN, or
-    with the shared target of a token that has a unit, are active.
-    """
-    rows, entries = gradient.shape
-    row_blocks, tiles = -(-rows // TILE), -(-entries // TILE)
-    largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
-    # Sums of |G| u over the tokens of a row block, 0 where the tile is active.
-    column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
-    masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
-    lce_backward_scan.launch(
-        (tiles, -(-row_blocks // _SCANNED.value)),
-        gradient,
-        inverse_units,
-        largest,
-        masses,
-        column_sums,
-        targets or (None, None, None),
-        float(eps),
-        rows,
-        entries,
-        gradient.stride(0),
-        masses.stride(0),
-        row_blocks,
-        first,
-        MASKED=entries % TILE != 0,
-        num_warps=_WARPS,
-    )
-    shares = torch.nn.functional.normalize(column_sums.sum(0).view(tiles, TILE), p=1.0, dim=1, eps=_TINY).flatten()
-    of_rows, of_entries = active_tile_lists(largest, eps)
-    return ActiveTiles(of_rows, of_entries, masses, shares)
+
+def active_tile_lists(largest: Tensor, eps: float) -> TileLists:
+    """The tiles of each row whose ``largest [blocks, tiles]``, of any strides, exceeds ``eps``."""
+    blocks, tiles = largest.shape
+    lists = TileLists(largest.new_empty(blocks, tiles, dtype=torch.int32), largest.new_empty(blocks, dtype=torch.int32))
+    block = min(_LISTED, next_power_of_2(tiles))
+    lce_backward_active_tile_lists.launch((blocks,), largest, lists, eps, *largest.stride(), tiles, BLOCK=block)
+    return lists
 
 
-def centroids(weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def centroids(weight: Tensor, shares: Tensor) -> Tensor:
     """``c [tiles, D]``: each tile's mean row of ``weight [C, D]``, weighted by ``shares [tiles * 128]``."""
     (entries, hidden_size), tiles = weight.shape, len(shares) // TILE
     result = weight.new_empty(tiles, hidden_size)
     grid = tiles, -(-hidden_size // _HIDDEN.value)
     lce_backward_centroids.launch(grid, weight, shares, result, entries, hidden_size, weight.stride(0), num_warps=2)
     return result
+
+
+def multiplies(gradient: Tensor, *others: Tensor) -> bool:
+    """Whether :func:`sparse_product` takes these operands: of 16 bits, which TMA can address, so from Hopper on. With
+    hidden sizes that are no multiple of 16 the result's mask takes a predicate per element: registers spill."""
+    sizes = [other.shape[1] % 16 for other in others]
+    return gradient.element_size() == 2 and not any(sizes) and addressable(gradient, *others)
+
+
+def sparse_product(
+    total: Tensor,
+    gradient: Tensor,
+    other: Tensor,
+    lists: TileLists,
+    *,
+    transposed: bool,
+    add: bool,
+    rank_one: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the listed tiles.
+
+    ``gradient [R, C]``. ``other [C, D]``, or ``[R, D]``. ``lists``: one for each block of 128 rows of the result.
+    ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32; each of a block's rows
+    also gets its share times the block's sum.
+    """
+    (rows, hidden_size), (blocks, capacity) = total.shape, lists.numbers.shape
+    of_gradient = (_STEP, TILE) if transposed else (TILE, _STEP)
+    lce_backward_sparse_product.launch(
+        (blocks * -(-hidden_size // _WIDTH),),
+        descriptor(gradient, *of_gradient),
+        descriptor(other, _STEP, _WIDTH),
+        total,
+        (*lists, lists.counts.argsort(descending=True)),
+        rank_one or (None, None),
+        rows,
+        hidden_size,
+        blocks,
+        capacity,
+        total.stride(0),
+        TRANSPOSED=transposed,
+        ADD=add,
+        TILE=TILE,
+        WIDTH=_WIDTH,
+        STEP=_STEP,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+class FilteredGradient:
+    """:class:`parallel_lce.backends.interface.SliceProducts` that read the active tiles of a slice alone."""
+
+    def __init__(
+        self, gradient: Tensor, inverse_units: Tensor, eps: float, targets: Targets | None, first: int
+    ) -> None:
+        """Of ``gradient [R, C]``, whose row stride is a multiple of 8 elements. A probability is ``|gradient| *
+        inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit. ``first``: id of the first
+        entry. Tiles with NaN, or with the shared target of a token that has a unit, are active."""
+        rows, entries = gradient.shape
+        row_blocks, tiles = -(-rows // TILE), -(-entries // TILE)
+        self._gradient = gradient
+        largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
+        # Sums of |G| u over the tokens of a row block, 0 where the tile is active.
+        column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
+        # [tiles, R], rows 16 bytes aligned: m, 0 where the tile is active
+        self._masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
+        lce_backward_scan.launch(
+            (tiles, -(-row_blocks // _SCANNED.value)),
+            gradient,
+            inverse_units,
+            largest,
+            self._masses,
+            column_sums,
+            targets or (None, None, None),
+            float(eps),
+            rows,
+            entries,
+            gradient.stride(0),
+            self._masses.stride(0),
+            row_blocks,
+            first,
+            MASKED=entries % TILE != 0,
+            num_warps=_WARPS,
+        )
+        shares = column_sums.sum(0).view(tiles, TILE)
+        # [tiles * 128] fp32: q
+        self._shares = torch.nn.functional.normalize(shares, p=1.0, dim=1, eps=_TINY).flatten()
+        # Of each row block the active tiles, and of each block of entries the row blocks in which its tile is active.
+        self.of_rows, self._of_entries = (active_tile_lists(each, float(eps)) for each in (largest, largest.t()))
+        self._spread: Tensor | None = None  # S [tiles, D] fp32
+
+    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
+        """``rows`` begin at a multiple of 128."""
+        accumulate(total, self._masses.t()[rows], centroids(weight, self._shares), overwrite=overwrite)
+        sparse_product(total, self._gradient[rows], weight, self.of_rows.of_blocks(rows), transposed=False, add=True)
+
+    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
+        """``entries`` begin at a multiple of 128. All calls have the same ``x``."""
+        if self._spread is None:
+            self._spread = matmul(self._masses, x)
+        lists = self._of_entries.of_blocks(entries)
+        estimate = self._shares[entries], self._spread[entries.start // TILE :]
+        gradient = self._gradient[:, entries]
+        sparse_product(total, gradient, x, lists, transposed=True, add=not overwrite, rank_one=estimate)

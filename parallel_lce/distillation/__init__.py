@@ -102,18 +102,18 @@ def divergence(
         softcap = None
     with renamed(**_STUDENT):
         options, given, group, adapter = _adapted_student("divergence", locals())
-        hidden, weight = (
-            adapter.hidden("teacher_hidden", teacher_hidden),
-            adapter.weight("teacher_weight", teacher_weight),
-        )
+        hidden = adapter.hidden("teacher_hidden", teacher_hidden)
+        weight = adapter.weight("teacher_weight", teacher_weight)
         bias = adapter.weight("teacher_bias", teacher_bias, teacher_weight)
         scale = adapter.per_token("teacher_logit_scale", scale)
         student, inputs = prepare(options, given, group, planned=False)
     debug.state.awaited = True  # the teacher's exchange is to come
     # No gradient flows to the teacher, whose tensors may be of inference mode: autograd could not save those.
-    constants = [out_of_inference(t.detach()) if isinstance(t, Tensor) else t for t in (hidden, weight, bias)]
+    hidden, weight, bias = [
+        out_of_inference(t.detach()) if isinstance(t, Tensor) else t for t in (hidden, weight, bias)
+    ]
     one_scale, token_scale = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
-    tensors = Tensors(*constants[:2], None, constants[2], None, token_scale, given.temperature)
+    tensors = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
     its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
     fits = partial(_check_pair, student, inputs, its_options, tensors)
     with renamed(**_TEACHER):

@@ -43,8 +43,7 @@ def linear_cross_entropy_module() -> Any:
 DEEPSPEED = "deepspeed."
 ZERO_MODULES = "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
 
-# --- transformers, 5.24: the package of ForCausalLMLoss, of its helper, and of a plan's forward of an output layer;
-# Liger-Kernel, 0.8: the package of its forwards ---
+# --- transformers, 5.24: the package of ForCausalLMLoss and of its helper; Liger-Kernel, 0.8: that of its forwards ---
 TRANSFORMERS, LIGER = {"transformers"}, {"liger_kernel"}
 
 

@@ -22,7 +22,7 @@ from transformers_models import RELEASES, V, batch, beside_stock, model_of, on_r
 from transformers_standin import ModulesToSave
 
 BEFORE, AFTER = "makes its logits before its loss, since ", "makes its logits beside its fused loss, since "
-BETWEEN = "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
+BETWEEN = "an in-place change or a torch.autograd.Function comes between it and the output layer"
 
 
 def trained(model, given, use=lambda out: None) -> list:
@@ -193,13 +193,14 @@ def of_its_own(model, given, patch):
 
 # name: (habit, what is said of it). The last loss is fused if nothing is said, or that its logits are made beside it.
 HABITS = {
-    "ids of a part": (uses(lambda out: out["logits"][:, :-1].detach().argmax(dim=-1)), None),
+    "ids of a part": (uses(lambda out: out["logits"][:, :-1].argmax(dim=-1)), AFTER),
+    "ids": (uses(lambda out: out["logits"].detach().argmax(dim=-1)), None),
     "loss_function = f": (after(lambda model: setattr(model, "loss_function", a_loss)), BEFORE),
     "loss_function around": (after(around), AFTER),
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
     "the logits in place": (after(in_place), BETWEEN),
     "a derived head": (derive_head, None),
-    "head replaced": (after(replace_head), "did not defer: call patch(model) again"),
+    "head replaced": (after(replace_head), "did not defer the logits: call patch(model) again"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
     "reentrant checkpoint": (in_a_checkpoint, AFTER),

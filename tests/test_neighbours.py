@@ -1,6 +1,5 @@
 """The private interfaces of neighbours that the doors use (neighbours.py) do what the doors use them for."""
 
-import functools
 import importlib
 
 import pytest
@@ -48,11 +47,12 @@ def test_losses_of_transformers_and_the_function_of_trl_are_known(member):
 @pytest.mark.slow
 @on_ranks(1, path_of=lambda given: str(folder_of("verl", test_verl.RELEASE, others=test_verl.OTHERS)))
 def test_verls_modules_hold_its_functions_by_these_names(member):
-    kernel, *others = [test_verl.verls(name.removeprefix("verl.")) for name in neighbours.VERL_KERNEL]
+    names = neighbours.VERL_KERNEL, *neighbours.VERL_USERS
+    kernel, *others = [test_verl.verls(name.removeprefix("verl.")) for name in names]
     assert kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply
     assert all(module.linear_cross_entropy is kernel.linear_cross_entropy for module in others)
-    for name, *path in (neighbours.VERL_FSDP, neighbours.VERL_MEGATRON, neighbours.VERL_PACKING):
-        assert callable(functools.reduce(getattr, path, test_verl.verls(name.removeprefix("verl."))))
+    module, kind, name = neighbours.VERL_FSDP
+    assert callable(getattr(getattr(test_verl.verls(module.removeprefix("verl.")), kind), name))
 
 
 @on_ranks(2)

@@ -100,7 +100,8 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     chosen, target, count = fusion.settings, labels.transpose(0, 1), _count_of(labels)
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
-        return fused_losses(logits, target, ignored, count)
+        options = dict(reduction="none", ignore_index=ignored, outside_is_nan=False)
+        return _run(logits, target, fused_loss, options, counted_tokens=count)
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
     target = as_int64(target)
     found: Any = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
@@ -117,16 +118,6 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     # Copies: the losses may be changed in place, and Megatron's schedules free their memory.
     vars(model)[_METRICS] = TokenMetrics(*[swapped(value.detach()).clone() for value in metrics])
     return losses
-
-
-def fused_losses(
-    logits: DeferredLogits, target: Tensor, ignore_index: int | None, count: TokenCount | None = None
-) -> Tensor:
-    """Losses of ``target [s, b]``, fp32 ``[s, b]``. A token with the target ``ignore_index`` has loss 0 and no
-    gradient; it costs nothing if the others were counted. Collectives: as in
-    :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``."""
-    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return _run(logits, target, fused_loss, options, counted_tokens=count)
 
 
 def statistics(

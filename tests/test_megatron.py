@@ -79,7 +79,7 @@ def test_fully_sharded_weights(member, unit):
             found.append(model(data.tokens, data.positions, data.mask)[...])
         return found
 
-    with mock.patch.object(loss, "_run", wraps=loss._run) as fused:
+    with mock.patch.object(loss, "run", wraps=loss.run) as fused:
         side_by_side(member, spec, results)
     assert bool(fused.call_count) == UNITS[unit]
 

@@ -98,9 +98,7 @@ def is_megatrons(function: Any) -> bool:
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
 
 
-_known: list[Any] = []
-"""The functions of ``MEGATRON`` that were found to be Megatron's. A program may replace one later: each call
-compares."""
+_remembered = functools.cache(is_megatrons)  # of functions of modules and classes alone, which live as long
 
 
 @functools.cache
@@ -117,15 +115,11 @@ def _owners() -> list[tuple[dict, str, str]]:
 
 def _replaced() -> str | None:
     """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
-    The fused loss stands for Megatron's own alone."""
-    owners = _owners()
-    functions = [attributes.get(name) for attributes, name, _ in owners]
-    if functions == _known:
-        return None
-    for function, (_, _, place) in zip(functions, owners):
-        if function is not None and not is_megatrons(function):
+    The fused loss stands for Megatron's own alone. A program may replace one later: each call asks."""
+    for attributes, name, place in _owners():
+        function = attributes.get(name)
+        if function is not None and not _remembered(function):
             return f"{place} is not Megatron's own; leave Megatron's in place"
-    _known[:] = functions
     return None
 
 

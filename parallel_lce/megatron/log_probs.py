@@ -16,11 +16,12 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import check_flag
+from parallel_lce.core.options import NO_LABEL, check_flag
 from parallel_lce.deferred import DeferredLogits
-from parallel_lce.megatron.loss import model_group, statistics, token_loss_of
+from parallel_lce.megatron.loss import model_group, run, statistics, swapped
 from parallel_lce.megatron.settings import Fusion, running
 from parallel_lce.megatron.switch import explain, fuse, language_model, replace_loss
+from parallel_lce.run.entry import fused_token_loss
 
 
 class TokenLogProbs(NamedTuple):
@@ -99,7 +100,8 @@ def token_log_probs(
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
-        return statistics(logits, labels, temperature, entropy)
+        found = statistics(logits, labels, temperature, ignore_index=NO_LABEL, entropy=entropy)
+        return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
     output, last = _scored("token_log_probs", inner, call, labels, of)
@@ -130,14 +132,16 @@ def token_loss(
     """
     inner, names = _scored_model(model), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
+    options |= dict(ignore_index=NO_LABEL, loss_function=True)
     # Before the model runs, on the last stage alone.
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
-        total, metrics = token_loss_of(logits, labels, temperature, options, loss, values)
+        named = dict(loss=loss, values=tuple(map(swapped, values)))
+        total, metrics = run(logits, labels, fused_token_loss, options, temperature, **named)
         names.extend(metrics)
-        return total, *metrics.values()
+        return total, *map(swapped, metrics.values())
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
     output, last = _scored("token_loss", inner, call, labels, of)

@@ -161,13 +161,11 @@ def _language_module() -> Any:
     try:
         import megatron.core
         from megatron.core.models.common.language_module.language_module import LanguageModule
-        from megatron.core.tensor_parallel import ColumnParallelLinear
     except ImportError as missing:
         remedy = "pip install 'megatron-core>=0.14'"
         raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}") from missing
-    # Models of older releases do not pass on their process groups. A program's own layer may take anything.
-    if not any("tp_group" in inspect.signature(kind.__init__).parameters for kind in ColumnParallelLinear.__mro__):
-        found = getattr(megatron.core, "__version__", "an unknown version")
+    found = megatron.core.__version__
+    if tuple(map(int, found.split(".")[:2])) < (0, 14):  # whose models do not pass on their process groups
         raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {found}")
     return LanguageModule
 

@@ -143,8 +143,8 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     skip_masked: bool = False,
 ) -> ChunkedLossWrapper.Config:
-    """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these fields. Subclasses of the
-    wrapper's config, and those of other losses than ``CrossEntropyLoss``, stay as they are, with a warning."""
+    """The override's factory. Subclasses of the wrapper's config, and those of other losses than ``CrossEntropyLoss``,
+    stay as they are, with a warning."""
     if type(cfg) is ChunkedLossWrapper.Config and type(cfg.loss_fn) is CrossEntropyLoss.Config:
         options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter, skip_masked=skip_masked)
         return derive(cfg, LinearCrossEntropyLoss.Config, **options)

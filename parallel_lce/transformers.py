@@ -1,8 +1,6 @@
-"""The fused loss in Hugging Face transformers: ``patch(model)``.
+"""The fused loss in Hugging Face transformers: ``patch(model)``. This module imports nothing of transformers.
 
-The output layer of a patched model returns deferred logits, and ``model.loss_function`` takes their operands. So there
-is no code for a single model. This module imports nothing of transformers.
-"""
+The output layer of a patched model returns deferred logits, and ``model.loss_function`` takes their operands."""
 
 from __future__ import annotations
 
@@ -305,16 +303,14 @@ def patch(
 ) -> _Model:
     """Lets a causal language model of transformers compute its training loss without logits. Returns ``model``.
 
-    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]`` that
-    the output layer gets, with its bias and the model's scale and soft-cap: 0-dimensional, fp32 (fp64 for fp64); NaN,
-    as transformers', if no label counts. ``output.logits`` are a tensor, made at its first use, by anybody. A
-    :class:`LogitsWarning` says once what makes logits where gradients are enabled.
+    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``:
+    0-dimensional, fp32 (fp64 for fp64); NaN, as transformers', if no label counts. ``output.logits`` are made at their
+    first use. A :class:`LogitsWarning` says once what makes logits where gradients are enabled.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
             transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
-            PEFT's models the base model is patched. The classes of it and of its output layer become subclasses of the
-            same names. A second call replaces the options.
+            PEFT's models the base model is patched. A second call replaces the options.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
@@ -329,8 +325,8 @@ def patch(
     Raises:
         ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; an
             option that the fused functions refuse; in a forward, as these do.
-        RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
-            the weight, an optimizer's step, or a write that raises a version.
+        RuntimeError: logits get a hook, or are used for the first time after FSDP or ZeRO has taken back the weight, an
+            optimizer's step, or a write that raises a version.
     """
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     if token_metrics and gradient_filter is not None:

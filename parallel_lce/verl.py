@@ -1,8 +1,5 @@
-"""Replaces verl's fused linear cross-entropy by :func:`parallel_lce.rl.linear_cross_entropy`.
-
-With ``VERL_USE_EXTERNAL_MODULES=parallel_lce.verl`` verl imports this module, which then calls :func:`patch`. Without
-that variable an import changes nothing.
-"""
+"""Replaces verl's fused linear cross-entropy by :func:`parallel_lce.rl.linear_cross_entropy`: ``patch()``, which an
+import with ``VERL_USE_EXTERNAL_MODULES=parallel_lce.verl`` calls."""
 
 from __future__ import annotations
 
@@ -87,9 +84,8 @@ def _wrap_engine() -> None:
 
 def patch(*, skip_masked: bool | None = None) -> None:
     """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, whose docstring has
-    shapes, dtypes, collectives and errors. It also raises ``RuntimeError`` where nothing in verl sums the gradient of
-    the hidden states: on Megatron without sequence parallelism at TP > 1. Modules that have imported verl's function
-    before keep it, and so does the place of a function of other code: with a warning.
+    shapes, dtypes, collectives and errors. It also raises ``RuntimeError`` on Megatron with TP > 1 but without sequence
+    parallelism. A function of other code stays, and so does what was imported before: with a warning.
 
     ``skip_masked``: in the FSDP engine with ``use_remove_padding`` and without Ulysses, tokens that a batch's
     ``loss_mask`` leaves out of verl's losses cost nothing, from a process's second batch on; their log-probabilities

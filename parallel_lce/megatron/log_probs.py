@@ -1,8 +1,6 @@
 """Log-probabilities and entropy of a Megatron model's labels, and losses made of them, for RL.
 
-The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss. So
-everything before the loss (embedding, MuP's scale, heads for multi-token prediction, hooks) is the model's own code.
-"""
+The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss."""
 
 from __future__ import annotations
 
@@ -67,8 +65,8 @@ def token_log_probs(
 ) -> TokenLogProbs | Tensor:
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
 
-    Calls ``model`` itself, with its wrappers and hooks. The first call fuses it (:func:`parallel_lce.megatron.fuse`),
-    unless it is. Its settings apply; with ``entropy`` gradients are exact.
+    Calls ``model`` itself, with its wrappers and hooks. The first call fuses it (:func:`parallel_lce.megatron.fuse`).
+    Its settings apply; with ``entropy`` gradients are exact.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
@@ -179,7 +177,7 @@ def _scored(
 
 
 def _scored_model(model: Any) -> Any:
-    """The language model in its wrappers, whose forward takes labels ``[b, s]``. Debug mode learns its group."""
+    """The language model in its wrappers. Debug mode learns its group."""
     inner = language_model(model)
     if Fusion(inner).labels != "labels":
         kind = type(inner).__name__

@@ -43,9 +43,9 @@ def patch(
     package's loss, of models that are built from now on. Other models say once that they are not fused.
 
     A later call changes the given settings of all models that it fused, from their next loss on, and keeps the others;
-    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, which
-    makes the two values of such a configuration False and "native" for Megatron's own code;
-    ``setup_embeddings_and_output_layer``, which fuses the model; and ``compute_language_model_loss``.
+    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, in
+    which such a configuration becomes that of Megatron's unfused loss; ``setup_embeddings_and_output_layer``; and
+    ``compute_language_model_loss``.
 
     Args:
         logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
@@ -85,9 +85,7 @@ def fuse(model: Any, **given: Any) -> list[str]:
     """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
 
     ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
-    layer becomes a subclass of the same name, with the same parameters and state dict, that returns deferred logits in
-    calls with labels. Where the loss cannot take their operands, Megatron's own runs, and :class:`LogitsWarning` says
-    why.
+    layer becomes a subclass of the same name, with the same parameters and state dict.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none.
 

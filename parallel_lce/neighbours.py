@@ -31,20 +31,11 @@ def is_global_group(group: Any) -> bool:
     return group is None or group is ranks.get_tensor_model_parallel_group(check_initialized=False)
 
 
-def linear_cross_entropy_module() -> Any:
-    """An output layer of the development branch; None in releases."""
-    try:
-        return importlib.import_module("megatron.core.transformer.linear_cross_entropy").LinearCrossEntropyModule
-    except ImportError:
-        return None
-
-
 # --- DeepSpeed, 0.19: its package, of the hooks on a model's outputs; the modules of the hooks of ZeRO-3 ---
 DEEPSPEED = "deepspeed."
 ZERO_MODULES = "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
 
-# --- transformers, 5.24: the package of ForCausalLMLoss, of its helper, and of a plan's forward of an output layer;
-# Liger-Kernel, 0.8: the package of its forwards ---
+# --- transformers, 5.24: the package of ForCausalLMLoss and of its helper; Liger-Kernel, 0.8: that of its forwards ---
 TRANSFORMERS, LIGER = {"transformers"}, {"liger_kernel"}
 
 
@@ -62,13 +53,11 @@ def is_causal_lm_loss(loss: Any) -> bool:
 TRL_KERNEL, TRL_USER, TRL_FUNCTION = "trl.kernels.chunked_logprob", "trl.trainer.utils", "_ChunkedLogProbFunction"
 
 # --- verl, 0.9.1: the module of its linear_cross_entropy, and those that import it when they are imported; backwards of
-# Megatron-core's mappings that sum the gradient of the hidden states over the ranks; what makes its engines' labels ---
-VERL_KERNEL = "verl.utils.kernel.linear_cross_entropy", "verl.models.mcore.model_forward_fused"
-VERL_KERNEL += ("verl.models.mcore.model_forward_1f1b_overlap",)
+# Megatron-core's mappings that sum the gradient of the hidden states over the ranks; what makes an engine's labels ---
+VERL_KERNEL = "verl.utils.kernel.linear_cross_entropy"
+VERL_USERS = "verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"
 VERL_SUMMED = "_GatherFromSequenceParallelRegionBackward", "_CopyToModelParallelRegionBackward"
 VERL_FSDP = "verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead", "prepare_model_inputs"
-VERL_MEGATRON = "verl.workers.engine.megatron.transformer_impl", "MegatronEngineWithLMHead", "prepare_model_inputs"
-VERL_PACKING = "verl.models.mcore.model_forward_fused", "preprocess_thd_engine"
 
 # --- torchtitan, 0.3.0: the module of a forward that distributes a layer's tensors ---
 TORCHTITAN_DISTRIBUTED = "torchtitan.protocols.module"

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,19 +46,6 @@ class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
                 warnings.warn(f"parallel_lce: {said}", RuntimeWarning, stacklevel=3)
                 continue
             del self[owner, name]
-
-
-def exchange(places: Iterable[tuple[str, str]], old: Any, new: Any) -> list[str]:
-    """Put ``new`` where modules that are imported hold ``old``. ``places``: modules, and names in them. Returns the
-    places that hold something else."""
-    others = []
-    for module, name in places:
-        held = getattr(sys.modules.get(module), name, new)
-        if held == old:
-            setattr(sys.modules[module], name, new)
-        elif held != new:
-            others.append(f"{module}.{name}")
-    return others
 
 
 def named_as(own: Callable[..., Any], forward: Any) -> Any:

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import as_group, int64_ids, public, renamed
+from parallel_lce.call.checks import as_group, described, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, check_flag, shortened
 from parallel_lce.functional import statistics_of
 from parallel_lce.run.token_count import TokenCount
+
+# Of the fused functions' arguments.
+_NAMES = dict(input="hidden", linear_weight="weight", linear_bias="bias", vocab_start="vocab_start_index")
 
 
 @public
@@ -60,23 +63,12 @@ def linear_cross_entropy(
     _check_tensors(hidden=hidden, weight=weight, labels=labels)
     if hidden.dim() < 1:
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
-    if isinstance(temperature, Tensor):  # one for each token
-        temperature = temperature.reshape(-1)
-    flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
-    tensors = Tensors(flat, weight, labels.reshape(-1), bias)
-    options = Options(
-        "token_statistics",
-        temperature=1.0 if temperature is None else temperature,
-        entropy=True,
-        sum_p_squared=sum_p_squared,
-        reduce_hidden_grad=reduce_hidden_grad,
-        vocab_size=vocab_size,
-        logits_budget=logits_budget,
-    )
-    own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
-    with renamed(process_group="dist_process_group", **own):
-        flat_mask = mask.reshape(-1) if isinstance(mask, Tensor) else mask
-        found: Any = statistics_of(options, tensors, dist_process_group, flat_mask, counted_tokens)
+    each = 1.0 if temperature is None else _flat(temperature)
+    asked = dict(entropy=True, sum_p_squared=sum_p_squared, reduce_hidden_grad=reduce_hidden_grad)
+    options = Options("token_statistics", temperature=each, vocab_size=vocab_size, logits_budget=logits_budget, **asked)
+    tensors = Tensors(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias)
+    with renamed(process_group="dist_process_group", target="labels", **_NAMES):
+        found: Any = statistics_of(options, tensors, dist_process_group, _flat(mask), counted_tokens)
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()
     return (log_probs, found.entropy, found.sum_p_squared) if sum_p_squared else (log_probs, found.entropy)
 
@@ -114,9 +106,8 @@ def from_parallel_hidden_states_to_logprobs(
     Collectives: those of :func:`parallel_lce.token_statistics` under sequence parallelism, C = 3.
     """
     with renamed(process_group="cp_group"):
-        cp_ranks = Layout.of(as_group(cp_group), False).ranks
-    if cp_ranks > 1:
-        raise ValueError(f"cp_group must have one rank, got {cp_ranks}")
+        if (cp_ranks := Layout.of(as_group(cp_group), False).ranks) > 1:
+            raise ValueError(f"process_group must have one rank, got {cp_ranks}")
     target = int64_ids("target", target)
     if target.dim() != 2:
         raise ValueError(f"target must be [B, S], got {list(target.shape)}")
@@ -185,18 +176,18 @@ def _of_ids(
         bias = bias[: end - start]
     check_flag("inference_only", inference_only)
     tensors = tensors._replace(linear_weight=weight[: end - start], linear_bias=bias)
-    options = options._replace(vocab_start=start)
-    own = dict(input="hidden", linear_weight="weight", linear_bias="bias", vocab_start="vocab_start_index")
     gradients = torch.is_grad_enabled() and not inference_only
-    with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **own):
-        found: Any = statistics_of(options, tensors, group, mask, count)
+    with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **_NAMES):
+        found: Any = statistics_of(options._replace(vocab_start=start), tensors, group, mask, count)
     return found.target_log_prob, (target < 0) | (target >= found.vocab_size)
 
 
+def _flat(value: Any) -> Any:
+    return value.reshape(-1) if isinstance(value, Tensor) else value
+
+
 def _check_tensors(**named: object) -> None:
-    """Raise ``ValueError`` for arguments that are no dense tensors, before their shapes are read."""
+    """Raise ``ValueError`` for arguments whose shapes cannot be read."""
     for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-        if value.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {described(value)}")

@@ -1,8 +1,6 @@
-"""The fused loss in Hugging Face transformers: ``patch(model)``.
+"""The fused loss in Hugging Face transformers: ``patch(model)``. This module imports nothing of transformers.
 
-The output layer of a patched model returns deferred logits, and ``model.loss_function`` takes their operands. So there
-is no code for a single model. This module imports nothing of transformers.
-"""
+The output layer of a patched model returns deferred logits, and ``model.loss_function`` takes their operands."""
 
 from __future__ import annotations
 
@@ -12,12 +10,11 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from parallel_lce import neighbours
 from parallel_lce.core import private
@@ -25,7 +22,7 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_statistics
-from parallel_lce.heads import Derived, FusedHead, call_unit, fused_class, is_unit, unfuse
+from parallel_lce.heads import Derived, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import is_own, named_as, warn
 from parallel_lce.run.token_count import LabelCount
@@ -33,9 +30,11 @@ from parallel_lce.run.token_count import LabelCount
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
-# Within a patched model's forward: FSDP's unit around the output layer, whether there are labels, their count, whether
-# the loss got deferred logits, and the metrics.
+# Within a patched model's forward: whether FSDP's unit is around the output layer, whether there are labels, their
+# count, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
+# An output layer in whose call a loss is computed, and that loss.
+_within: ContextVar[tuple[nn.Module, Callable[[Tensor], tuple]] | None] = ContextVar("_within", default=None)
 
 
 class LogitsWarning(UserWarning):
@@ -105,65 +104,80 @@ class _Door:
         source, metrics, counted = logits.source, dict[str, Tensor](), target != ignore
         options: dict[str, Any] = {**self.options, **(logits.epilogue() or {}), "counted_tokens": count}
         options["logits_budget"] = lean_budget(options["logits_budget"])
-        if isinstance(source.weight, DTensor) and source.weight.device_mesh.ndim == 1:
-            options["process_group"] = source.weight.device_mesh  # its dimension may have no name
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             options["linear_bias"] = bias
             if not (self.token_accuracy or self.token_metrics):
                 options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
-                loss = _whole(linear_cross_entropy(hidden, weight, target, **options))
+                loss = linear_cross_entropy(hidden, weight, target, **options)
             else:
                 options.update(mask=None if count is None else counted, argmax=True, entropy=self.token_metrics)
-                each = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
-                ids, log_prob, entropy = [_whole(v) for v in (each.argmax, each.target_log_prob, each.entropy)]
+                each: Any = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
                 if self.token_accuracy:
-                    metrics["token_accuracy"] = ((ids == target) & counted).sum() / counted.sum().clamp(min=1)
+                    metrics["token_accuracy"] = ((each.argmax == target) & counted).sum() / counted.sum().clamp(min=1)
                 if self.token_metrics:
-                    metrics["predicted_ids"] = ids.masked_fill(~counted, -1)
-                    metrics["log_probs"] = log_prob.detach().masked_fill(~counted, 0.0)
-                    metrics["entropies"] = entropy.detach().masked_fill(~counted, 0.0)
-                loss = -log_prob.sum() / (1 if items is not None else counted.sum().clamp(min=1))
+                    metrics["predicted_ids"] = each.argmax.masked_fill(~counted, -1)
+                    metrics["log_probs"] = each.target_log_prob.detach().masked_fill(~counted, 0.0)
+                    metrics["entropies"] = each.entropy.detach().masked_fill(~counted, 0.0)
+                loss = -each.target_log_prob.sum() / (1 if items is not None else counted.sum().clamp(min=1))
             # The mean of no tokens is NaN, as transformers'.
             return (loss if items is not None else loss.where(counted.any(), float("nan")),)
 
         (loss,) = logits.run(loss_of)
-        if source.unit is not None:
+        if source.within is not None:
             source.close_after(loss)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
         return loss, metrics
 
 
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Linear(FusedHead, nn.Linear):
+class Linear(Derived, nn.Linear):
     """A patched model's output layer."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if _door_of(self) is None:
-            return nn.Module.__call__(self, *arguments, **options)
-        # A forward of transformers' tensor parallelism gathers the logits: it is for real ones.
-        weight, planned = private.parameters_of(self).get("weight"), vars(self).get("forward")
-        if isinstance(weight, DTensor) and arguments and neighbours.is_of(neighbours.TRANSFORMERS, planned):
-            if all(each.is_shard(0) or each.is_replicate() for each in weight.placements):
-                if (logits := _deferred(self, arguments[0], planned=True)) is not None:
+        """A unit that only gathers its weight runs no hooks for deferred logits: they run with the loss."""
+        if _door_of(self) is not None and _within.get() is None and is_unit(self) and _only_gathers(self):
+            call = _running.get()
+            if call is not None and call.labelled and len(arguments) == 1 and not options:
+                if (logits := _deferred(self, arguments[0], in_a_call=True)) is not None:
                     return logits
-        return super().__call__(*arguments, **options)
+        return nn.Module.__call__(self, *arguments, **options)
 
     def forward(self, input: Tensor) -> Any:
         if _door_of(self) is None:
             return nn.Linear.forward(self, input)
-        if (loss := self.loss_within()) is not None:
+        layer, loss = _within.get() or (None, None)
+        if loss is not None and layer is self:
             return loss(input)
         logits = _deferred(self, input)
         return nn.Linear.forward(self, input) if logits is None else logits
 
-    def deferred_of_unit(self, *arguments: Any, **options: Any) -> DeferredLogits | None:
-        labelled = (call := _running.get()) is not None and call.labelled
-        return _deferred(self, arguments[0], unit=self) if labelled and len(arguments) == 1 and not options else None
+
+def _only_gathers(layer: nn.Module) -> bool:
+    """Whether no hook of the layer does more than gather its weight."""
+    around = private.hooks(layer, "forward", "forward_pre")
+    gathers = all(private.comes_from(hook, *private.FSDP_MODULES, *neighbours.ZERO_MODULES) for hook in around)
+    return gathers and not private.hooks(layer, "backward", "backward_pre")
+
+
+def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tuple]) -> tuple:
+    """``loss(hidden, weight, bias)``, a tuple of tensors, in a call of the layer in place of its logits. Collectives:
+    those of the layer's hooks, and the loss's."""
+    made: list[tuple] = []
+
+    def within(hidden: Tensor) -> tuple:
+        # Copies of views: a change of one in place would drop the hook that FSDP2 puts on it.
+        found = loss(hidden, layer.weight, layer.bias)
+        made.append(tuple([t.clone() if isinstance(t, Tensor) and t._is_view() else t for t in found]))
+        return made[0]
+
+    token = _within.set((layer, within))
+    try:
+        result = nn.Module.__call__(layer, hidden)
+    finally:
+        _within.reset(token)
+    # FSDP2's hooks are on these tensors. It casts its result by a policy for logits.
+    return made[0] if isinstance(layer, FSDPModule) else result
 
 
 def _door_of(module: nn.Module) -> _Door | None:
@@ -173,39 +187,32 @@ def _door_of(module: nn.Module) -> _Door | None:
 
 
 @private.outside_graphs
-def _deferred(layer: Any, hidden: Tensor, unit: Any = None, planned: bool = False) -> DeferredLogits | None:
-    """The deferred logits of this call; None if it must make real ones, for a reason that is said."""
+def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLogits | None:
+    """The deferred logits of this call; None if it must make real ones, for a reason that is said. ``in_a_call``: the
+    loss is computed in a further call of the layer, where its weight is whole."""
     door, call = vars(layer)[_DOOR], _running.get()
-    outer: Any = None if call is None else call.outer
-    if getattr(outer, "module", None) is layer:
-        unit = outer
-    weight, bias = (layer.weight, layer.bias) if unit is None else (None, None)
-    reason = _reason(hidden, None if planned else weight)
-    if unit is None and outer is not None:
-        reason = "its output layer is in a unit of FSDP with more than the layer: make it one of its own"
-    elif unit is None and is_unit(layer):
+    weight, bias = (None, None) if in_a_call else (layer.weight, layer.bias)
+    reason = _reason(hidden, weight)
+    if call is not None and call.in_a_unit:
+        reason = "its output layer is in a unit of FSDP1, or of FSDP with more than the layer: fully_shard it alone"
+    elif not in_a_call and is_unit(layer):
         reason = "its output layer gathers its weight for itself, and has hooks, or the model's call has no labels"
-    elif unit is not None and not (call and call.labelled):
-        reason = "its output layer gathers its weight for itself, and the model's call has no labels"
     if reason is not None:
         if torch.is_grad_enabled():
             door.say(f"makes its logits: {reason}")
         return None
-    make: Any = nn.functional.linear
-    operands, dtype = tuple(each for each in (weight, bias) if each is not None), None
-    if planned:
-        make, operands = functools.partial(nn.Module.__call__, layer), ()
-    elif unit is not None:
-        dtype = private.fsdp_output_dtype(unit) if isinstance(cast(object, unit), FSDPModule) else None
+    make, within, dtype = nn.functional.linear, None, None
+    if in_a_call:
+        within = functools.partial(_in_a_call, layer)
+        dtype = private.fsdp_output_dtype(layer) if isinstance(layer, FSDPModule) else None
 
-        def of_unit(hidden: Tensor) -> Tensor:
-            (logits,) = call_unit(unit, layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
+        def make(hidden: Tensor) -> Tensor:
+            (logits,) = _in_a_call(layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
             return logits.to(dtype or hidden.dtype)
 
-        make = of_unit
-
+    operands = tuple(each for each in (weight, bias) if each is not None)
     parameter = private.parameters_of(layer).get("weight")
-    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, unit, parameter)
+    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, within, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
 
 
@@ -239,25 +246,24 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     labels, target = named.get("labels"), named.get("shift_labels")
     counted = LabelCount(labels if target is None else target, shifted=target is None)
     labelled = labels is not None
-    call = SimpleNamespace(outer=_outer_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
+    call = SimpleNamespace(in_a_unit=_in_a_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)
     finally:
         _running.reset(token)
     if call.labelled and not call.deferred and not door.said and model.training and torch.is_grad_enabled():
-        others = "with logits that its output layer did not defer: call patch(model) again if that was replaced"
+        others = "its output layer did not defer the logits: call patch(model) again if that was replaced"
         door.say(f"computes its own loss: its forward does not call model.loss_function, or {others}")
     if call.metrics and isinstance(output, dict) and output.get("loss") is not None:
         return _with_fields(type(output), (*call.metrics,))(**output, **call.metrics)
     return output
 
 
-def _outer_unit(model: Any) -> Any:
-    """FSDP's unit around the output layer, which then is whole in calls of the unit alone. None if there is none."""
-    units, layer = (FSDPModule, FullyShardedDataParallel), model.get_output_embeddings()
-    outer = next((each for each in layer.modules() if isinstance(each, units)), None)
-    return None if isinstance(outer, FusedHead) else outer
+def _in_a_unit(model: Any) -> bool:
+    """Whether the output layer is whole in calls of a unit of FSDP around it alone."""
+    within = model.get_output_embeddings().modules()
+    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) and not isinstance(m, Linear) for m in within)
 
 
 @functools.cache
@@ -297,16 +303,14 @@ def patch(
 ) -> _Model:
     """Lets a causal language model of transformers compute its training loss without logits. Returns ``model``.
 
-    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]`` that
-    the output layer gets, with its bias and the model's scale and soft-cap: 0-dimensional, fp32 (fp64 for fp64); NaN,
-    as transformers', if no label counts. ``output.logits`` are a tensor, made at its first use, by anybody. A
-    :class:`LogitsWarning` says once what makes logits where gradients are enabled.
+    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``:
+    0-dimensional, fp32 (fp64 for fp64); NaN, as transformers', if no label counts. ``output.logits`` are made at their
+    first use. A :class:`LogitsWarning` says once what makes logits where gradients are enabled.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
             transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
-            PEFT's models the base model is patched. The classes of it and of its output layer become subclasses of the
-            same names. A second call replaces the options.
+            PEFT's models the base model is patched. A second call replaces the options.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
@@ -316,14 +320,13 @@ def patch(
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
             environment's, else 128 MiB.
 
-    Collectives: those of the model, and one further gather of an output layer that FSDP1 shards alone; under a
-    tensor-parallel plan those of the fused function instead of the gather of the logits.
+    Collectives: those of the model.
 
     Raises:
         ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; an
             option that the fused functions refuse; in a forward, as these do.
-        RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
-            the weight, an optimizer's step, or a write that raises a version.
+        RuntimeError: logits get a hook, or are used for the first time after FSDP or ZeRO has taken back the weight, an
+            optimizer's step, or a write that raises a version.
     """
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     if token_metrics and gradient_filter is not None:

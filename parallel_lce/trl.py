@@ -1,8 +1,5 @@
 """The fused statistics in TRL: ``patch()`` replaces the autograd function in which TRL's trainers project hidden states
-onto the vocabulary in tiles.
-
-Importing this module does not import TRL; calling ``patch()`` does.
-"""
+onto the vocabulary in tiles."""
 
 from __future__ import annotations
 
@@ -39,9 +36,9 @@ class _Fused:
                 raise ValueError("its weight is a parameter of ZeRO-3")
             return self._log_probs(*arguments)
         except (ValueError, NotImplementedError) as refusal:
-            reason = str(refusal)
-        if (kind := reason.partition(", got ")[0]) not in self._said:
-            self._said.add(kind)
+            reason = str(refusal).partition(", got ")[0]
+        if reason not in self._said:
+            self._said.add(reason)
             warn(f"parallel_lce: TRL's own {self.own.__name__} runs: {reason}", TRLWarning)
         return self.own.apply(*arguments)
 

@@ -177,7 +177,7 @@ OF_LOGITS = [
 ]
 OF_VERL = [
     ("reduction", "must be 'none', 'sum' or 'mean', got 'all'", "all"),
-    ("hidden", "must be a tensor", "x"),
+    ("hidden", "must be a dense tensor, got str", "x"),
     ("hidden", "must be a dense tensor", ZEROS.to_sparse()),
     ("hidden", r"must be \[..., D\], got \[\]", ZEROS[0]),
     ("labels", "must hold .* integer dtype", ZEROS),
@@ -187,7 +187,7 @@ OF_VERL = [
     ("weight", "must be", ZEROS),
 ]
 OF_SKYRL = [
-    ("weight", "must be a tensor", "x"),
+    ("weight", "must be a dense tensor, got str", "x"),
     ("weight", r"must be \[V/P, D\]", ZEROS),
     ("weight", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("target", "must be ids of an integer dtype", ZEROS),

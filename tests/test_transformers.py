@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +35,6 @@ from transformers_models import (
     on_releases,
     same,
     warned,
-    whole,
 )  # fmt: skip
 from transformers_standin import CausalLM, ModulesToSave, install_forward
 from world import Member, mesh_of
@@ -45,27 +43,9 @@ from zero_standin import ZeRO3, installed
 
 # Ranks, the kind of the model, and how it runs.
 CASES = [(1, kind, "alone") for kind in KINDS] + [(1, "plain", "compiled")]
-CASES += [(2, kind, "plan") for kind in ("plain", "capped", "biased")]
-# A stand-in's plan shards the output layer alone, so its weight is not tied.
-MORE = [*((1, kind, "alone") for kind in ONLY_RELEASED), (2, "tied, biased", "plan")]
+MORE = [(1, kind, "alone") for kind in ONLY_RELEASED]
 TRAININGS = [("stand-in", *case) for case in CASES]
 TRAININGS += [pytest.param(*RELEASED.values, *case, marks=RELEASED.marks) for case in (*CASES, *MORE)]
-
-
-def by_plan(release: str, model, member: Member):
-    """``model`` under transformers' tensor parallelism."""
-    if release == "stand-in":
-        install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)), 0)
-        return model
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    options = dict(distributed_config=DistributedConfig(tp_size=member.ranks, tp_plan="auto"), dtype=torch.float32)
-    folder = [tempfile.mkdtemp()]
-    if member.rank == 0:
-        model.save_pretrained(folder[0])
-    dist.broadcast_object_list(folder)
-    return AutoModelForCausalLM.from_pretrained(folder[0], **options)
 
 
 @pytest.mark.parametrize(("release", "ranks", "kind", "how"), TRAININGS)
@@ -74,7 +54,6 @@ def test_training_equals_that_of_the_models_own_loss(member, release, kind, how)
     """Losses, gradients, metrics and logits."""
     own = model_of(release, kind).train()
     inner = copy.deepcopy(own)
-    inner = by_plan(release, inner, member) if how == "plan" else inner
     patch(inner, token_accuracy=True, token_metrics=kind != "plain")
     torch._dynamo.reset()
     model = torch.compile(inner, backend="aot_eager") if how == "compiled" else inner
@@ -92,10 +71,9 @@ def test_training_equals_that_of_the_models_own_loss(member, release, kind, how)
         near(found.loss.detach(), expected.loss.detach())
         assert_metrics(found, expected, given["labels"])
         for name, p in own.named_parameters():
-            same(whole(inner.get_parameter(name).grad), p.grad)  # relative to the largest element
+            same(inner.get_parameter(name).grad, p.grad)  # relative to the largest element
         assert found.logits.shape == expected.logits.shape and found.logits.dtype == expected.logits.dtype
-        if how != "plan":
-            near(found.logits.argmax(-1), expected.logits.argmax(-1))
+        near(found.logits.argmax(-1), expected.logits.argmax(-1))
     assert explain(inner) == "fused"  # nothing was said
     model.eval(), own.eval()
     with torch.no_grad():
@@ -116,17 +94,6 @@ def assert_metrics(found, expected, labels) -> None:
         near(found["log_probs"].double(), log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0] * counted)
         near(found["entropies"].double(), -(log_p.exp() * log_p).sum(-1) * counted)
         assert not (found["log_probs"].requires_grad or found["entropies"].requires_grad)
-
-
-@pytest.mark.parametrize("kind", ["plain", "tied, biased"])
-def test_gradients_in_bf16_are_as_exact_as_those_of_its_own_loss(kind):
-    found = []
-    for dtype, change in (torch.float64, unpatch), (torch.bfloat16, unpatch), (torch.bfloat16, patch):
-        model = change(model_of("stand-in", kind).train().bfloat16().to(dtype))
-        model(**batch(0))["loss"].backward()
-        found.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
-    exact, own, ours = found
-    assert 0 < (ours - exact).norm() <= 1.1 * (own - exact).norm()
 
 
 @pytest.mark.parametrize("accuracy", [False, True])
@@ -165,22 +132,16 @@ def _with_a_hook(layer):
     return layer
 
 
-def _fsdp1(model, use_orig_params=True):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+def _fsdp1(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def _fsdp2(module, **options):
     return fully_shard(module, mesh=mesh_of("cpu", (2,)), **options)
 
 
-def _of_fsdp1(model, wrap=lambda layer: layer, **options):
-    model.lm_head = _fsdp1(wrap(model.lm_head), **options)
-    return _fsdp1(model, **options)
-
-
-def _saved_of_fsdp1(model):
-    saved = _saved(model).lm_head.modules_to_save
-    saved["default"] = _fsdp1(saved["default"])
+def _of_fsdp1(model):
+    model.lm_head = _fsdp1(model.lm_head)
     return _fsdp1(model)
 
 
@@ -204,10 +165,8 @@ UNITS = {  # the kind of the model, and what is around it or its output layer
     "DDP": ("capped", functools.partial(DistributedDataParallel, find_unused_parameters=True)),
     "FSDP1, the model": ("tied, biased", _fsdp1),
     "FSDP2, the model": ("tied, biased", _fsdp2),
-    "FSDP1": ("plain", _of_fsdp1),
-    "FSDP1, flat": ("plain", functools.partial(_of_fsdp1, use_orig_params=False)),
-    "FSDP1, a saved module": ("plain", _saved_of_fsdp1),
-    "FSDP1, with more": ("plain", functools.partial(_of_fsdp1, wrap=_Around)),
+    "FSDP1, and more": ("plain", _of_fsdp1),
+    "FSDP2, with more": ("plain", functools.partial(_of_fsdp2, wrap=_Around)),
     "FSDP2": ("plain", _of_fsdp2),
     "FSDP2, with the norm, as accelerate": ("plain", _as_accelerate),
     "FSDP2, with a hook and no more": ("plain", functools.partial(_of_fsdp2, wrap=_with_a_hook)),
@@ -250,7 +209,7 @@ def two_steps(member: Member, model, wrap, patched: str, use: str = "none") -> t
 @on_releases(2)
 def test_units_of_the_output_layer(member, release, how, use):
     """Where the output layer's weight is whole in its own forward alone, the loss is computed there, and logits can be
-    used until the backward. For a unit with more modules, and without labels, the model's own code runs, said once."""
+    used until the backward. For another unit, and without labels, the model's own code runs, said once."""
     kind, wrap = UNITS[how]
     model = model_of(release, kind).train()
     stock, _ = two_steps(member, model, wrap, "", use)
@@ -260,7 +219,9 @@ def test_units_of_the_output_layer(member, release, how, use):
         same(found, stock)
         assert use == "loss outside" or was_fused == ("more" not in how)
         assert len(said) == (use != "none" or "more" in how), said
-        words = "gathers its weight for itself, and has hooks" if "hook" in how else "in a unit of FSDP with more"
+        words = (
+            "gathers its weight for itself, and has hooks" if "hook" in how else "in a unit of FSDP1, or of FSDP with"
+        )
         assert "more" not in how or words in said[0]
 
 
@@ -299,11 +260,11 @@ def test_zero3_gathers_the_output_layer_in_the_loss(kind, how):
 
 @pytest.mark.parametrize("device", ["cpu"])
 @on_ranks(2)
-def test_a_weight_that_a_plan_shards_by_hidden_features(member, device):
+def test_under_a_tensor_parallel_plan_its_own_loss_runs(member, device):
     model = model_of("stand-in", "plain").train()
     own, given = copy.deepcopy(model), batch(1)
-    install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)), 1)
-    with pytest.warns(door.LogitsWarning, match="logits that its output layer did not defer"):
+    install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)))
+    with pytest.warns(door.LogitsWarning, match="its output layer did not defer the logits"):
         near(patch(model)(**given)["loss"].detach(), own(**given)["loss"].detach())
 
 
@@ -368,24 +329,6 @@ def test_refusals():
     model.lm_head = torch.nn.Bilinear(2, 2, 2)
     with pytest.raises(ValueError, match="the output layer of CausalLM has no nn.Linear: Bilinear"):
         patch(model)
-
-
-def test_the_metrics_are_those_of_the_output_layer():
-    """Not of a second head, whose loss comes later."""
-    model, given = model_of("stand-in", "plain").train(), batch(0)
-
-    class Heads(type(model)):
-        def forward(self, input_ids, labels=None):
-            out = super().forward(input_ids, labels)
-            other = -2 * self.model["embed"](input_ids) @ self.lm_head.weight.T
-            out["loss"] = out["loss"] + self.loss_function(other, labels, self.vocabulary)
-            return out
-
-    expected = door.patch(model, token_metrics=True)(**given)
-    model = door.unpatch(model)
-    model.__class__ = Heads
-    found = door.patch(model, token_metrics=True)(**given)
-    assert torch.equal(found["predicted_ids"], expected["predicted_ids"]) and found["loss"] > expected["loss"]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

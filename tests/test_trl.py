@@ -1,22 +1,20 @@
 """TRL's function, replaced and not: with a stand-in of its contract, and with --all with the release, whose fused head
-and trainers run, too."""
+runs, too."""
 
 import contextlib
 import importlib
 import itertools
 import sys
-import tempfile
 import types
 from unittest import mock
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 from measures import assert_near
 from parallel_lce import trl as door
 from test_checks import _Wrapper
-from transformers_models import RELEASE_ALONE, RELEASES, D, V, on_releases, warned
+from transformers_models import RELEASE_ALONE, RELEASES, D, V, batch, model_of, on_releases, same, warned
 from trl_standin import ChunkedLogProbFunction, installed
 
 OUTPUTS = door.OUTPUTS
@@ -108,49 +106,20 @@ def test_a_function_that_somebody_else_has_put_there_stays(member, release):
             assert "hunkedLogProbFunction is not TRL's function as released: it stays" in found[0], found
 
 
-def _tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    words = [*special.values(), *(f"w{i}" for i in range(V - 4))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
-LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy"}
-
-
 @RELEASE_ALONE
 @on_releases()
-def test_grpo_logs_what_it_logs_without(member, release):
-    import transformers as hf
-    import trl
-    from datasets import Dataset
-
-    sizes = dict(vocab_size=V, hidden_size=D, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=4, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    settings = dict(max_steps=4, gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", seed=1, use_cpu=True)
-    settings |= dict(bf16=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
-    settings |= dict(per_device_train_batch_size=4, num_generations=4, num_iterations=2)
-    settings |= dict(max_completion_length=6, temperature=0.7)
-    texts = ["".join(f" w{(7 * i + 3 * j + i * j) % (V - 4)}" for j in range(12)) for i in range(16)]
-    given = dict(processing_class=_tokenizer(), train_dataset=Dataset.from_list([{"prompt": text} for text in texts]))
-    given["reward_funcs"] = lambda completions, **_: [float(c.count("w1")) for c in completions]
-    logs = []
+def test_the_fused_head_of_a_model_gives_what_it_gives_without(member, release):
+    """TRL's trainers put it into their models."""
+    utils, found = importlib.import_module("trl.trainer.utils"), []
     for ours in (False, True):
-        torch.manual_seed(1)
-        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(final_logit_softcapping=2.0, **sizes))
-        statistics = mock.patch.object(door, "token_statistics", wraps=door.token_statistics)
-        with statistics as called, warned((door.TRLWarning,)) as none:
+        model = model_of(release, "capped").train()
+        utils.add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
+        with mock.patch.object(door, "token_statistics", wraps=door.token_statistics) as called:
             if ours:
                 door.patch()
-            trainer = trl.GRPOTrainer(model, args=trl.GRPOConfig(output_dir=tempfile.mkdtemp(), **settings), **given)
-            trainer.train()
+            output = model(**batch(0), fused_lm_head=True)
             door.unpatch()
-        assert bool(called.call_count) == ours and not none
-        logs.append([{n: v for n, v in each.items() if n in LOGGED} for each in trainer.state.log_history])
-    assert sum(each.get("grad_norm", 0) > 0 for each in logs[0]) == 4
-    for theirs, mine in zip(*logs, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        assert bool(called.call_count) == ours
+        (output.loss + output.entropy.sum()).backward()
+        found.append([*(output[name] for name in OUTPUTS), *(p.grad for p in model.parameters())])
+    same(*found)

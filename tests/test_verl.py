@@ -45,8 +45,8 @@ OTHERS = (
     "tokenizers==0.22.2", "torchdata==0.11.0", "transformers==5.9.0", "typer==0.29.2",
 )  # fmt: skip
 MODULES = (
-    "models/transformers/dense_common", "models/mcore/model_forward_fused", "workers/engine/megatron/transformer_impl",
-    "workers/engine/fsdp/transformer_impl", "utils/tensordict_utils", "utils/kernel/linear_cross_entropy",
+    "models/transformers/dense_common", "models/mcore/model_forward_fused", "workers/engine/fsdp/transformer_impl",
+    "utils/tensordict_utils", "utils/kernel/linear_cross_entropy",
     "__init__", "../tensordict",
 )  # fmt: skip
 LENGTHS = 5, 9, 3
@@ -170,12 +170,11 @@ def _batch(masked: str):
 
 
 MASKS = "", "whole", "responses", "dense responses"
-CASES = [("megatron engine", "", ranks, ranks > 1) for ranks in (1, 2)] + [("tied megatron engine", "", 2, True)]
-CASES += [("megatron engine", masked, 2, True) for masked in MASKS[1:]]
-CASES += [("fsdp engine", masked, ranks, False) for masked in MASKS for ranks in (1, 2)]
-CASES = [pytest.param("stand-in", *case) for case in CASES] + [
-    pytest.param(RELEASE, *case, marks=pytest.mark.slow) for case in [*CASES, ("hooked engine", "", 2, True)]
-]
+OF_FSDP = [("fsdp engine", masked, ranks, False) for masked in MASKS for ranks in (1, 2)]
+OF_MEGATRON = [("megatron engine", "", 1, False), ("megatron engine", "", 2, True)]
+OF_MEGATRON += [("tied megatron engine", "", 2, True), ("hooked engine", "", 2, True)]
+CASES = [("stand-in", *case) for case in OF_FSDP]
+CASES += [pytest.param(RELEASE, *case, marks=pytest.mark.slow) for case in (*OF_FSDP, *OF_MEGATRON)]
 
 
 @ON_CPU
@@ -230,7 +229,7 @@ def test_what_the_engines_return_and_every_gradient_are_those_of_logits(member, 
 @RELEASES
 @on_ranks(2, _path_of)
 def test_where_nothing_sums_the_gradient_training_is_refused(member, verl):
-    """Scores without a gradient are right, and so is whoever adds the mapping."""
+    """Scores without a gradient are right, and so are training with sequence parallelism and one's own mapping."""
     kernel = verls("utils.kernel.linear_cross_entropy")
     door.patch()
     megatron_models.build(member, megatron_models.Model(ranks=member.ranks), {})
@@ -248,6 +247,13 @@ def test_where_nothing_sums_the_gradient_training_is_refused(member, verl):
     copied = mappings.copy_to_tensor_model_parallel_region(hidden)
     kernel.linear_cross_entropy(copied, *rest)[0].sum().backward()
     assert_near(hidden.grad, truth.grad, 2e-5)
+    part = whole.chunk(member.ranks)[member.rank].clone().requires_grad_()
+    gathered = mappings.gather_from_sequence_parallel_region(part)
+    kernel.linear_cross_entropy(gathered, *rest)[0].sum().backward()
+    assert_near(part.grad, truth.grad.chunk(member.ranks)[member.rank], 2e-5)
+    door.patch(skip_masked=True)
+    refused = words_of_error(lambda: kernel.linear_cross_entropy(hidden.detach(), *rest))
+    assert "are for verl's FSDP engine: on Megatron leave them out" in refused
     door.unpatch()
 
 
@@ -256,20 +262,23 @@ def test_where_nothing_sums_the_gradient_training_is_refused(member, verl):
 @on_ranks(1, _path_of)
 def test_a_function_of_other_code_stays(member, verl):
     kernel = verls("utils.kernel.linear_cross_entropy")
+    stock = kernel.linear_cross_entropy
     door.patch()
-    module = verls("models.mcore.model_forward_fused")  # imports ours
     ours = kernel.linear_cross_entropy
-    assert module.linear_cross_entropy is ours and ours is not kernel.LinearCrossEntropy.apply
+    assert ours is not stock
+    module = verls("models.mcore.model_forward_fused")  # imports ours
+    assert module.linear_cross_entropy is ours
     door.unpatch()
-    assert module.linear_cross_entropy == kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply
+    assert kernel.linear_cross_entropy == stock
     other = object()
-    with mock.patch.object(module, "linear_cross_entropy", other), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        door.patch()
-        assert module.linear_cross_entropy is other and kernel.linear_cross_entropy is ours
-        door.unpatch()
-        assert module.linear_cross_entropy is other
-    assert any("model_forward_fused.linear_cross_entropy is other code's and stays" in str(w.message) for w in said)
+    for place in (module, kernel):
+        with mock.patch.object(place, "linear_cross_entropy", other), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            door.patch()
+            assert place.linear_cross_entropy is other and (place is kernel or kernel.linear_cross_entropy is ours)
+            door.unpatch()
+            assert place.linear_cross_entropy is other
+        assert [f"{place.__name__}.linear_cross_entropy is other code's" in str(w.message) for w in said] == [True]
 
 
 def test_without_verl_patch_says_what_to_install(monkeypatch):

@@ -90,15 +90,14 @@ class ModulesToSave(nn.Module):
         return self.modules_to_save["default"](*arguments, **options)
 
 
-def install_forward(layer: nn.Module, mesh, dim: int) -> None:
-    """transformers' styles colwise_gather_output, ``dim`` 0, and rowwise_split_input, 1, on the layer alone."""
+def install_forward(layer: nn.Module, mesh) -> None:
+    """transformers' style colwise_gather_output, on the layer alone."""
     for name, parameter in [*layer.named_parameters()]:
-        setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(dim)])))
+        setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)])))
     original_forward = layer.forward
 
     def tp_forward(hidden):
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-        hidden = hidden.redistribute(placements=[Shard(hidden.ndim - 1) if dim else Replicate()])
         return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
 
     layer.forward = tp_forward

@@ -4,9 +4,7 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 This program's options are arguments of ``patch()``, and may stand anywhere; all others go to the script, whose
-``--cross-entropy-fusion-impl parallel_lce`` becomes ``native``, which it knows. Megatron is imported and patched before
-the script starts.
-"""
+``--cross-entropy-fusion-impl parallel_lce`` becomes ``native``, which it knows."""
 
 from __future__ import annotations
 

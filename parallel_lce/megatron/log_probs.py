@@ -1,8 +1,6 @@
 """Log-probabilities and entropy of a Megatron model's labels, and losses made of them, for RL.
 
-The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss. So
-everything before the loss (embedding, MuP's scale, heads for multi-token prediction, hooks) is the model's own code.
-"""
+The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss."""
 
 from __future__ import annotations
 
@@ -16,11 +14,12 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import check_flag
+from parallel_lce.core.options import NO_LABEL, check_flag
 from parallel_lce.deferred import DeferredLogits
-from parallel_lce.megatron.loss import model_group, statistics, token_loss_of
+from parallel_lce.megatron.loss import model_group, run, statistics, swapped
 from parallel_lce.megatron.settings import Fusion, running
 from parallel_lce.megatron.switch import explain, fuse, language_model, replace_loss
+from parallel_lce.run.entry import fused_token_loss
 
 
 class TokenLogProbs(NamedTuple):
@@ -66,8 +65,8 @@ def token_log_probs(
 ) -> TokenLogProbs | Tensor:
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
 
-    Calls ``model`` itself, with its wrappers and hooks. The first call fuses it (:func:`parallel_lce.megatron.fuse`),
-    unless it is. Its settings apply; with ``entropy`` gradients are exact.
+    Calls ``model`` itself, with its wrappers and hooks. The first call fuses it (:func:`parallel_lce.megatron.fuse`).
+    Its settings apply; with ``entropy`` gradients are exact.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
@@ -99,7 +98,8 @@ def token_log_probs(
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
-        return statistics(logits, labels, temperature, entropy)
+        found = statistics(logits, labels, temperature, ignore_index=NO_LABEL, entropy=entropy)
+        return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
     output, last = _scored("token_log_probs", inner, call, labels, of)
@@ -130,14 +130,16 @@ def token_loss(
     """
     inner, names = _scored_model(model), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
+    options |= dict(ignore_index=NO_LABEL, loss_function=True)
     # Before the model runs, on the last stage alone.
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
-        total, metrics = token_loss_of(logits, labels, temperature, options, loss, values)
+        named = dict(loss=loss, values=tuple(map(swapped, values)))
+        total, metrics = run(logits, labels, fused_token_loss, options, temperature, **named)
         names.extend(metrics)
-        return total, *metrics.values()
+        return total, *map(swapped, metrics.values())
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
     output, last = _scored("token_loss", inner, call, labels, of)
@@ -175,7 +177,7 @@ def _scored(
 
 
 def _scored_model(model: Any) -> Any:
-    """The language model in its wrappers, whose forward takes labels ``[b, s]``. Debug mode learns its group."""
+    """The language model in its wrappers. Debug mode learns its group."""
     inner = language_model(model)
     if Fusion(inner).labels != "labels":
         kind = type(inner).__name__

@@ -14,7 +14,7 @@ from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
 from parallel_lce.megatron.settings import MARK, Chosen, Fusion, counted, running
 from parallel_lce.neighbours import is_global_group
-from parallel_lce.run.entry import fused_loss, fused_statistics, fused_token_loss
+from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import TokenCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
@@ -36,8 +36,8 @@ class TokenMetrics(NamedTuple):
 
 def token_metrics(model: nn.Module) -> TokenMetrics:
     """The metrics of the tokens of the last loss of ``model``, a Megatron model in any wrappers, under
-    ``patch(token_metrics=True)``; with heads for multi-token prediction those of the main head. Call it after the
-    model's forward, on the last pipeline stage. Collectives: none. Raises ``ValueError`` if no such loss has run."""
+    ``patch(token_metrics=True)``; of its main head. Call it after the model's forward, on the last pipeline stage.
+    Collectives: none. Raises ``ValueError`` if no such loss has run."""
     for module in model.modules():
         if _METRICS in vars(module):
             return vars(module)[_METRICS]
@@ -97,13 +97,13 @@ def _count_of(labels: Tensor) -> TokenCount | None:
 def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
-    chosen, target, count = fusion.settings, labels.transpose(0, 1), _count_of(labels)
+    chosen, target = fusion.settings, as_int64(labels.transpose(0, 1))
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
-        return fused_losses(logits, target, ignored, count)
+        options = dict(reduction="none", ignore_index=ignored, outside_is_nan=False)
+        return run(logits, labels, fused_loss, options, counted_tokens=_count_of(labels))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
-    target = as_int64(target)
-    found: Any = _statistics(logits, target, count, argmax=True, mean_logit=smoothing > 0)
+    found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     outside = (target < 0) | (target >= found.vocab_size)
     entropy = found.lse - torch.where(outside, found.max_logit.detach(), found.target_logit)
     losses, squares = entropy, found.lse.square()
@@ -119,60 +119,25 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     return losses
 
 
-def fused_losses(
-    logits: DeferredLogits, target: Tensor, ignore_index: int | None, count: TokenCount | None = None
-) -> Tensor:
-    """Losses of ``target [s, b]``, fp32 ``[s, b]``. A token with the target ``ignore_index`` has loss 0 and no
-    gradient; it costs nothing if the others were counted. Collectives: as in
-    :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``."""
-    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return _run(logits, target, fused_loss, options, counted_tokens=count)
-
-
 def statistics(
-    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
-) -> tuple[Tensor, ...]:
-    """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. ``temperature``, a
-    number or ``[b, s]``, divides the logits. Collectives: as in :func:`parallel_lce.token_statistics`."""
-    given = dict(ignore_index=NO_LABEL, entropy=entropy)
-    found = _statistics(logits, labels.transpose(0, 1), _count_of(labels), temperature, **given)
-    return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
-
-
-def _statistics(
-    logits: DeferredLogits, target: Tensor, count: TokenCount | None, temperature: Any = 1.0, **options: Any
+    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor = 1.0, **options: Any
 ) -> TokenStatistics:
-    """With a ``count`` of the targets that are not -100, of these alone."""
-    mask = None if count is None else as_int64(target) != NO_LABEL
-    return _run(logits, target, fused_statistics, options, temperature, mask=mask, counted_tokens=count)
+    """``[s, b]`` each, of ``labels [b, s]``; of those that are not -100 alone, if these were counted."""
+    count = _count_of(labels)
+    mask = None if count is None else as_int64(labels.transpose(0, 1)) != NO_LABEL
+    return run(logits, labels, fused_statistics, options, temperature, mask=mask, counted_tokens=count)
 
 
-def token_loss_of(
+def run(
     logits: DeferredLogits,
     labels: Tensor,
-    temperature: float | Tensor,
-    options: dict[str, Any],
-    loss: Callable[..., Any],
-    values: tuple[Tensor, ...],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a caller's function and its metrics ``[b, s]``, as :func:`parallel_lce.token_loss` computes them, of
-    ``labels`` and ``values [b, s]``."""
-    options = dict(options, ignore_index=NO_LABEL, loss_function=True)
-    named = dict(loss=loss, values=tuple(map(swapped, values)))
-    total, metrics = _run(logits, labels.transpose(0, 1), fused_token_loss, options, temperature, **named)
-    return total, {name: swapped(metric) for name, metric in metrics.items()}
-
-
-def _run(
-    logits: DeferredLogits,
-    target: Tensor,
     entry: Callable[..., Any],
     given: dict[str, Any],
     temperature: float | Tensor = 1.0,
     **named: Any,
 ) -> Any:
     """``entry``, of :mod:`parallel_lce.run.entry`, with the ``given`` options, the model's settings and the ``named``
-    arguments. ``target [s, b]``; ``temperature``: a number or ``[b, s]``."""
+    arguments. ``labels [b, s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
@@ -189,10 +154,10 @@ def _run(
     if each is None:
         options["temperature"] = temperature
 
-    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
-        tensors = Tensors(hidden, weight, target, bias, temperature=each)
+        tensors = Tensors(hidden, weight, labels.transpose(0, 1), bias, temperature=each)
         of_call = Options("Megatron's output layer", **options)
         return entry(of_call, tensors, layer.tp_group, main_grad=main_grad, **named)
 
-    return logits.run(run)
+    return logits.run(loss)

@@ -43,9 +43,9 @@ def patch(
     package's loss, of models that are built from now on. Other models say once that they are not fused.
 
     A later call changes the given settings of all models that it fused, from their next loss on, and keeps the others;
-    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, which
-    makes the two values of such a configuration False and "native" for Megatron's own code;
-    ``setup_embeddings_and_output_layer``, which fuses the model; and ``compute_language_model_loss``.
+    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, in
+    which such a configuration becomes that of Megatron's unfused loss; ``setup_embeddings_and_output_layer``; and
+    ``compute_language_model_loss``.
 
     Args:
         logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
@@ -85,9 +85,7 @@ def fuse(model: Any, **given: Any) -> list[str]:
     """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
 
     ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
-    layer becomes a subclass of the same name, with the same parameters and state dict, that returns deferred logits in
-    calls with labels. Where the loss cannot take their operands, Megatron's own runs, and :class:`LogitsWarning` says
-    why.
+    layer becomes a subclass of the same name, with the same parameters and state dict.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none.
 
@@ -132,6 +130,8 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> Fusion:
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
+    elif model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "linear":
+        fusion.reason = "cross_entropy_fusion_impl='linear' chooses Megatron's own loss without logits"
     elif model.config.defer_embedding_wgrad_compute:
         fusion.reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
     else:
@@ -159,13 +159,11 @@ def _language_module() -> Any:
     try:
         import megatron.core
         from megatron.core.models.common.language_module.language_module import LanguageModule
-        from megatron.core.tensor_parallel import ColumnParallelLinear
     except ImportError as missing:
         remedy = "pip install 'megatron-core>=0.14'"
         raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}") from missing
-    # Models of older releases do not pass on their process groups. A program's own layer may take anything.
-    if not any("tp_group" in inspect.signature(kind.__init__).parameters for kind in ColumnParallelLinear.__mro__):
-        found = getattr(megatron.core, "__version__", "an unknown version")
+    found = megatron.core.__version__
+    if tuple(map(int, found.split(".")[:2])) < (0, 14):  # whose models do not pass on their process groups
         raise ImportError(f"parallel_lce.megatron needs megatron-core 0.14 or newer, found {found}")
     return LanguageModule
 

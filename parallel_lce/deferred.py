@@ -37,6 +37,7 @@ _PLAIN = {
 _HOOKS = {"register_hook", "retain_grad"}
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
+_VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
 THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
 
@@ -138,11 +139,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 class _State:
     """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` and
-    ``node`` (``grad_fn``) then. ``output_hooks``: FSDP's and DeepSpeed's."""
+    ``node`` (``grad_fn``) then. ``hooked``: whether a program put a hook on them; ``output_hooks`` are FSDP's and
+    DeepSpeed's."""
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
-        self.version, self.node = 0, None
+        self.node: Any = None
+        self.version, self.hooked = 0, False
         self.output_hooks: list[Callable] = []
 
 
@@ -161,8 +164,8 @@ class _Edge(torch.autograd.Function):
         if gradient is None:
             return None, *(None for _ in ctx.operands)
         # Functions may change their inputs themselves, as Megatron's cross-entropy does, which leaves the node.
-        if (real := ctx.state.real) is not None and real.grad_fn is not ctx.state.node:
-            said = "logits were changed in place, and then used by a torch.autograd.Function"
+        if (real := ctx.state.real) is not None and (ctx.state.hooked or real.grad_fn is not ctx.state.node):
+            said = "logits were changed in place or got a hook, and then used by a torch.autograd.Function"
             raise RuntimeError(f"parallel_lce: {said}: give it a changed copy")
         ctx.source.check()
         leaves = [operand.detach().requires_grad_(operand.requires_grad) for operand in ctx.operands]
@@ -182,10 +185,10 @@ class DeferredLogits(Tensor):
     """The logits ``[..., V]`` of an output layer's call, without memory.
 
     The loss takes their operands (:meth:`run`). Sizes need no logits. Products and quotients with numbers, tanh, casts,
-    ``detach`` and ``clone`` are recorded, and give deferred logits again. The first other use, by anybody, makes the
-    real logits by the layer's own forward, in the grad and autocast mode of the layer's call. Later uses get the same
-    tensor. They raise ``RuntimeError`` if an operand may have changed by then: by its version, by a step of an
-    optimizer that holds the weight, or after an event of the door.
+    ``detach``, ``clone`` and views that keep the vocabulary last are recorded, and give deferred logits again. The
+    first other use, by anybody, makes the real logits by the layer's own forward, in the grad and autocast mode of
+    the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
+    by then: by its version, by a step of an optimizer that holds the weight, or after an event of the door.
     """
 
     source: Source
@@ -196,12 +199,14 @@ class DeferredLogits(Tensor):
     tracked: bool
     parent: DeferredLogits | None
     steps: tuple[tuple[Callable, tuple, dict], ...]
+    rows: Tensor | None
+    """The hidden states of these logits; None if this rank has not all of them."""
 
     @staticmethod
     def of(source: Source, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> DeferredLogits:
         """``dtype``: of the layer's result; by default autocast's, else the hidden states'."""
         dtype = dtype or source.autocast_dtype or source.hidden.dtype
-        fields = dict(source=source, parent=None, steps=(), sizes=shape, kind=dtype)
+        fields = dict(source=source, parent=None, steps=(), rows=source.hidden, sizes=shape, kind=dtype)
         return DeferredLogits._attached(fields)
 
     @staticmethod
@@ -225,13 +230,14 @@ class DeferredLogits(Tensor):
 
     def run(self, loss: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
         """``loss(hidden, weight, bias)`` in the modes of the layer's call. Only where :meth:`why_not_fused` is None."""
-        source = self.source
+        source, rows = self.source, self.rows
         source.check()
+        assert rows is not None
         with nullcontext() if self.tracked else torch.no_grad(), source.modes():
             if source.within is not None:
-                result = source.within(source.hidden, loss)
+                result = source.within(rows, loss)
             else:
-                result = loss(source.hidden, source.weight, source.bias)
+                result = loss(rows, source.weight, source.bias)
         source.has_loss = True
         return result
 
@@ -241,8 +247,10 @@ class DeferredLogits(Tensor):
         tensor: DeferredLogits | None = self
         while tensor is not None:
             if tensor._is_touched() or tensor._is_moved():
-                return "an in-place change or a torch.autograd.Function comes between it and the output layer"
+                return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
             tensor = tensor.parent
+        if self.rows is None:
+            return "rows of the logits are selected, and under sequence parallelism this rank has not all rows"
         if self.epilogue() is None or self.kind == torch.float64 != self.source.hidden.dtype:
             return f"it takes more than a scale, a soft-cap and a cast of them: {[_name(f) for f, *_ in self.steps]}"
         return None
@@ -270,6 +278,7 @@ class DeferredLogits(Tensor):
         """The result of ``argmax(-1)`` or, without gradients, of ``max(-1)``, by a fused projection; None where that
         needs real logits. Waits for the device: a token with a NaN needs them."""
         source, weight = self.source, self.source.weight
+        rows: Any = self.rows
         if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(self.sizes) - 1) or self.why_not_fused():
             return None
         captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -277,7 +286,8 @@ class DeferredLogits(Tensor):
             return None
         if weight.shape[0] != self.sizes[-1]:  # gathered over the ranks
             return None
-        rows = source.hidden if source.whole is None else source.whole(source.hidden)
+        if source.whole is not None:
+            rows = source.whole(source.hidden)
         with source.modes():
             options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
             found: Any = token_statistics(rows, weight, None, **options)
@@ -297,6 +307,7 @@ class DeferredLogits(Tensor):
             if self._is_moved():  # a copy at this tensor's place in the graph
                 with torch.enable_grad(), DisableTorchFunctionSubclass():
                     self._set(self.clone())
+            state.hooked = self.parent is not None and self.parent._is_touched()
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():
                 real.register_hook(hook)
@@ -310,7 +321,7 @@ class DeferredLogits(Tensor):
         source, before = self.source, None
         if self.parent is not None:
             before, name = self.parent.real(use), _name(self.steps[-1][0])
-            if version(before) != self.parent.state.version and name != "detach":
+            if version(before) != self.parent.state.version and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
         # Tensors of inference mode do not count their changes.
@@ -324,9 +335,11 @@ class DeferredLogits(Tensor):
                 return source.make(source.hidden, *source.operands)
 
     def _is_touched(self) -> bool:
-        """Whether a program has changed the real logits in place, or made them a leaf."""
-        real = self.state.real
-        return real is not None and (version(real) != self.state.version or real.requires_grad != self.tracked)
+        """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
+        state, real = self.state, self.state.real
+        return real is not None and (
+            state.hooked or version(real) != state.version or real.requires_grad != self.tracked
+        )
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
@@ -365,33 +378,47 @@ class DeferredLogits(Tensor):
         return function(*args, **kwargs)
 
     def _hooked(self, function: Callable, name: str, *hook: Callable) -> Any:
-        """FSDP and DeepSpeed put a hook on each output, which may wait for a gradient that never comes."""
+        """A hook's place is at real logits, which the loss then takes. After the loss they get no gradient, and only
+        the hooks may wait for one that FSDP and DeepSpeed put on each output."""
         state = self.state
-        if not (hook and comes_from(hook[0], *FSDP_MODULES, DEEPSPEED)):
-            raise RuntimeError(f"parallel_lce: {name} needs logits, which a fused loss does not make: use logits + 0")
-        if state.real is not None:
-            return function(state.real, *hook)
-        state.output_hooks += hook
-        with DisableTorchFunctionSubclass():
-            return function(self, *hook)
+        if hook and comes_from(hook[0], *FSDP_MODULES, DEEPSPEED):
+            if state.real is not None:
+                return function(state.real, *hook)
+            state.output_hooks += hook
+            with DisableTorchFunctionSubclass():
+                return function(self, *hook)
+        if self.source.has_loss:
+            raise RuntimeError(f"parallel_lce: {name} comes after the loss, which took no logits: call it before")
+        result = function(self.real(name), *hook)
+        state.hooked = True
+        return result
 
     @outside_graphs
     def _recorded(self, function: Callable, name: str, arguments: tuple, options: dict) -> DeferredLogits | None:
         """The result of a step; None for another use."""
-        kind = self.kind
+        sizes, kind, rows = self.sizes, self.kind, self.rows
         if name in _PRODUCTS | _QUOTIENTS:
             number = len(arguments) == 1 and not options and isinstance(arguments[0], numbers.Real)
             if not number or (name in _QUOTIENTS and arguments[0] == 0):
                 return None
+        elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((arguments, options))):
+            return None
         elif name in _CASTS:
             cast = function(torch.empty(0, dtype=kind, device=self.source.device), *arguments, **options)
             if cast.device != self.source.device or not cast.is_floating_point():
                 return None
             kind = cast.dtype
+        elif name in _VIEWS:
+            if (view := _view(function, sizes, arguments, options)) is None:
+                return None
+            sizes = view.shape
+            rows = None if rows is None or self.source.whole is not None else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
+        if name == "detach":
+            rows = None if rows is None else rows.detach()
         steps = (*self.steps, (function, arguments, options))
-        fields = dict(source=self.source, parent=self, steps=steps, sizes=self.sizes, kind=kind)
+        fields = dict(source=self.source, parent=self, steps=steps, rows=rows, sizes=sizes, kind=kind)
         return self._attached(fields, self.tracked and name != "detach")
 
 
@@ -403,3 +430,21 @@ def _real(arguments: Any, use: str) -> Any:
 def _name(function: Any) -> str:
     name = getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name
+
+
+def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options: dict) -> Tensor | None:
+    """The view on the meta device; None if its last dimension is not the vocabulary."""
+    like, entries = torch.empty(sizes, device="meta"), sizes[-1]
+    view = function(like, *arguments, **options)
+    if not isinstance(view, Tensor) or view.dim() == 0 or view.numel() == 0 or view.shape[-1] != entries:
+        return None
+    of_rows = view._base is like and view.stride(-1) == 1 and view.storage_offset() % entries == 0
+    return view if of_rows and all(stride % entries == 0 for stride in view.stride()[:-1]) else None
+
+
+def _same_rows(hidden: Tensor, view: Tensor) -> Tensor:
+    """Of hidden states ``[..., D]`` the rows that a view of logits ``[..., V]`` shows."""
+    entries, width = view.shape[-1], hidden.shape[-1]
+    strides = [stride // entries * width for stride in view.stride()[:-1]]
+    offset = int(view.storage_offset()) // entries * width
+    return hidden.contiguous().as_strided((*view.shape[:-1], width), (*strides, 1), offset)

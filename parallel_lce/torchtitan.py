@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
 from parallel_lce.core.private import comes_from, hooks
@@ -57,7 +57,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, and no metrics. As of
         ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of the result itself
         must follow. Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel
-        ranks.
+        ranks. The loss is a DTensor if ``pred`` is one.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
         reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: no
@@ -66,7 +66,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         lm_head: Any = self.lm_head
         if lm_head is None:
             raise ValueError(f"{_OURS}: call set_lm_head before the loss")
-        if reason := _why_not_fused(self.loss_fn, lm_head, pred):
+        if reason := _why_not_fused(self.loss_fn, lm_head):
             if not self._said:
                 warn(f"{_OURS}: torchtitan's own loss runs, with logits: {reason}", UserWarning)
                 self._said = True
@@ -74,7 +74,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         losses: list[Tensor] = []  # in fp32: FSDP casts what a forward returns, if its policy says so
 
         def forward(hidden: Tensor) -> Tensor:
-            loss = self.fn(hidden, lm_head.weight, labels, **self._arguments(lm_head, labels))
+            loss = _local(self.fn(hidden, lm_head.weight, _local(labels), **self._arguments(lm_head, pred, labels)))
             losses.append(loss if global_valid_tokens is None else loss / global_valid_tokens)
             return losses[0]
 
@@ -90,14 +90,17 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             lm_head.set_reshard_after_forward(True)
             lm_head.reshard()
         loss = losses[0].detach()
+        if isinstance(pred, DTensor):
+            summed = [Partial() if p.is_shard() else Replicate() for p in pred.placements]
+            loss = DTensor.from_local(loss, pred.device_mesh, summed, run_check=False)
         if hidden.grad is not None:
             loss = self._gradient_backprop(pred, hidden.grad, loss, lm_head, sharded)
         return loss, {}
 
-    def _arguments(self, lm_head: Any, labels: Tensor) -> dict[str, Any]:
+    def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
         arguments = {"linear_bias": lm_head.bias, "reduction": "sum", "reduce_hidden_grad": False}
         arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
-        if (P := spmd_mesh_size("tp")) > 1:
+        if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
             V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
             rank = dist.get_rank(group)
             start, stop = (min(V, -(-V // P) * at) for at in (rank, rank + 1))  # the last shards may be smaller
@@ -105,7 +108,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
             arguments |= {"process_group": group, "vocab_start": start}
         if self.config.skip_masked:
-            arguments["counted_tokens"] = parallel_lce.count_tokens(labels)
+            arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels))
         return arguments
 
 
@@ -116,10 +119,12 @@ class _Head(nn.Module):
         vars(self).update(vars(lm_head), forward=forward, _compiled_call_impl=None)
 
 
-def _why_not_fused(loss_fn: Any, lm_head: Any, pred: Tensor) -> str | None:
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     """Why torchtitan might compute something else, if it might. The same on every rank."""
-    if isinstance(pred, DTensor):
-        return "hidden states are DTensors; take the backend spmd_types"
     functions = (ChunkedLossWrapper.__call__, CrossEntropyLoss.__call__, loss_fn.fn)
     names = ("ChunkedLossWrapper.__call__", "CrossEntropyLoss.__call__", "cross_entropy_loss")
     if not all(is_own(function, _LOSSES, name) for function, name in zip(functions, names, strict=True)):
@@ -143,8 +148,8 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     skip_masked: bool = False,
 ) -> ChunkedLossWrapper.Config:
-    """The override's factory. Subclasses of the wrapper's config, and those of other losses than ``CrossEntropyLoss``,
-    stay as they are, with a warning."""
+    """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these fields. Subclasses of the
+    wrapper's config, and those of other losses than ``CrossEntropyLoss``, stay as they are, with a warning."""
     if type(cfg) is ChunkedLossWrapper.Config and type(cfg.loss_fn) is CrossEntropyLoss.Config:
         options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter, skip_masked=skip_masked)
         return derive(cfg, LinearCrossEntropyLoss.Config, **options)

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -46,9 +47,10 @@ def loss_of(logits, target=TARGET):
     if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None:
 
         def loss(hidden, weight, bias):
-            return linear_cross_entropy(hidden, weight, target, linear_bias=bias, **logits.epilogue())
+            options = dict(linear_bias=bias, **logits.epilogue())
+            return (linear_cross_entropy(hidden, weight, target.view(hidden.shape[:-1]), **options),)
 
-        return logits.run(loss), True
+        return logits.run(loss)[0], True
     real = logits.real("a loss") if isinstance(logits, DeferredLogits) else logits
     return nn.functional.cross_entropy(real.flatten(0, -2), target.flatten()), False
 
@@ -65,9 +67,26 @@ class Tripled(torch.autograd.Function):
         return gradient * 3
 
 
+def _hooked(z):
+    z.register_hook(lambda gradient: gradient * 2)
+    return z
+
+
 def _looked_at(z):
     z.argmax(-1), z.sum(), repr(z), z[0, 0, 0].item()
     return z
+
+
+def _hooked_after_a_step(z):
+    after = z * 2
+    _hooked(z)
+    return after
+
+
+def _view_of_changed(z):
+    view = z.view(-1, V)
+    z.mul_(2)
+    return view
 
 
 def _masked(z):
@@ -88,17 +107,22 @@ USES = {
     "a scale": (lambda z: 2 * z / 3 * 0.5, True),
     "a soft-cap": (lambda z: torch.tanh(z / 3.0) * 3.0, True),
     "a soft-cap in fp32": (lambda z: 30 * torch.tanh(z.to(torch.float32) / 30), True),
-    "copied": (lambda z: z.clone().contiguous(), True),
+    "a view": (lambda z: z.view(-1, V), True),
+    "transposed": (lambda z: z.transpose(0, 1).contiguous().transpose(0, 1), True),
+    "indexed": (lambda z: z[:, :, None][..., 0, :], True),
     "a use beside it, then a step": (lambda z: _looked_at(z) * 2, True),
     "a use beside it": (_looked_at, True),
     "cast on the way": (lambda z: z.float().to(z.device, torch.float64), True),
     "a sum": (lambda z: z + 1, False),
     "two soft-caps": (lambda z: torch.tanh(torch.tanh(z)), False),
-    "a view": (lambda z: z.view(-1, V), False),
+    "a part of the vocabulary": (lambda z: torch.cat([z[..., :7], z[..., 7:]], -1), False),
     "a Function": (Tripled.apply, False),
     "a Function of detached logits": (lambda z: Tripled.apply(z.detach()) + z, False),
+    "a hook": (_hooked, False),
+    "a hook after a step": (_hooked_after_a_step, False),
     "a product in place": (_doubled, False),
     "masked in place": (_masked, False),
+    "a view of changed logits": (_view_of_changed, False),
     "a reentrant checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=True), False),
     "a checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=False), False),
     "a checkpoint of a step": (lambda z: checkpoints.checkpoint(lambda x: x * 2, z, use_reentrant=False), True),
@@ -155,6 +179,7 @@ def test_programs_see_a_tensor():
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
     assert isinstance(z, torch.Tensor) and torch.is_tensor(z) and z.requires_grad and not z.is_leaf
     assert z.shape == (*SHAPE, V) and len(z) == 2 and z.dtype == torch.float64 and z.float().dtype == torch.float32
+    assert z.view(-1, V).shape == (10, V) and z.transpose(0, 1).stride() == (2 * V, V, 1)
     assert not z.detach().requires_grad and not z.source.layer.said  # no use so far
     with torch.no_grad():
         z = z.source.layer(z.source.hidden)
@@ -163,17 +188,24 @@ def test_programs_see_a_tensor():
             assert_close(other, nn.functional.linear(z.source.hidden, z.source.weight, z.source.bias), 1e-12)
         for kind in (torch.int64, "meta"):
             assert type(z.source.layer(z.source.hidden).to(kind)) is torch.Tensor
+    z = z.source.layer(z.source.hidden)
+    z.retain_grad()
+    loss_of(z)[0].backward()
+    assert_close(z.grad.sum(-1), torch.zeros(SHAPE, dtype=torch.float64), 1, 1e-12)
 
 
 def test_the_largest_logit_needs_no_logits():
+    """Of all rows, and of those that a view shows."""
     layer = Layer()
     z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
     truth = nn.functional.linear(z.source.hidden, layer.weight, layer.bias)
     with torch.no_grad():
-        assert torch.equal(z.argmax(-1), truth.argmax(-1)) and torch.equal(z.max(dim=-1).indices, truth.argmax(-1))
+        for rows in (slice(None), (slice(1, None), slice(1, -1))):
+            expected = truth[rows].argmax(-1)
+            assert torch.equal(z[rows].argmax(-1), expected) and torch.equal(z[rows].max(dim=-1).indices, expected)
         assert not layer.said
         truth[0, 0] = z.source.hidden[0, 0, 0] = torch.nan
-        assert torch.equal(layer(z.source.hidden).argmax(-1)[0, :1], truth.argmax(-1)[0, :1])
+        assert torch.equal(layer(z.source.hidden)[:, :4].argmax(-1)[0, :1], truth[:, :4].argmax(-1)[0, :1])
     assert layer.said
 
 
@@ -214,7 +246,7 @@ def test_too_late_is_said(event):
         with pytest.raises(RuntimeError, match=message):
             use(z)
     assert torch.equal(made.sum(), expected)  # made before
-    assert torch.equal(made.argmax(-1), made.real("a test").argmax(-1))
+    assert torch.equal(made[:, 1:].argmax(-1), made.real("a test")[:, 1:].argmax(-1))
 
 
 def test_another_optimizers_step_is_no_reason():
@@ -224,20 +256,24 @@ def test_another_optimizers_step_is_no_reason():
     z.sum()
 
 
-def test_a_hook_on_logits_is_refused_but_for_fsdps():
+def test_a_hook_after_the_loss_is_refused_but_for_fsdps():
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
-    hook = lambda gradient: None  # noqa: E731
-    for use in (lambda: z.register_hook(hook), z.retain_grad):
-        with pytest.raises(RuntimeError, match="needs logits, which a fused loss does not make: use logits . 0"):
+    loss_of(z)
+    for use in (lambda: z.register_hook(print), z.retain_grad):
+        with pytest.raises(RuntimeError, match="comes after the loss, which took no logits"):
             use()
-    hook.__module__ = "torch.distributed.fsdp"
-    z.register_hook(hook)
+    with mock.patch.object(_hooked, "__module__", "torch.distributed.fsdp"):
+        z.register_hook(_hooked)
 
 
 def test_a_change_that_a_function_cannot_see_is_refused():
-    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="changed in place, and then used by a torch.autograd.Function"):
-        Tripled.apply(z.mul_(2)).sum().backward()
+    for change in (lambda z: z.mul_(2), _hooked, _view_of_changed):
+        z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+        changed = change(z)
+        with pytest.raises(
+            RuntimeError, match="changed in place or got a hook, and then used by a torch.autograd.Function"
+        ):
+            Tripled.apply(changed).sum().backward()
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
     doubled = z * 2
     z.add_(1)

@@ -2,13 +2,14 @@
 is fully sharded. patch(), fuse() and explain(), refusals, and ``python -m parallel_lce.megatron SCRIPT``, by which
 unedited scripts get the loss by their own arguments."""
 
+import importlib
 import inspect
 import os
 import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,11 +21,14 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import megatron.core
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import gpt_model
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
 
+from measures import assert_close
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.megatron import __main__ as launcher
-from parallel_lce.megatron import explain, fuse, loss, patch, token_log_probs, unpatch
+from parallel_lce.megatron import explain, fuse, heads, loss, patch, token_log_probs, unpatch
 from tools import arguments_to, on_ranks
 from world import Member, forget, launched
 
@@ -175,9 +179,7 @@ def test_fuse_and_explain(member):
     assert [*first.sharded_state_dict()] == [*unfused.sharded_state_dict()]
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
     first.output_layer = stock
-    unfused.config.cross_entropy_loss_fusion, unfused.config.cross_entropy_fusion_impl = True, "linear"
-    assert "'linear' chooses Megatron's own loss" in fuse(unfused)[0]
-    unfused.config.cross_entropy_loss_fusion, unfused.config.defer_embedding_wgrad_compute = False, True
+    unfused.config.defer_embedding_wgrad_compute = True
     assert "defer_embedding_wgrad_compute" in fuse(unfused)[0] and fuse(unfused) == explain(unfused)
     second.output_layer = None
     assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", NO_LAYER]
@@ -206,6 +208,29 @@ def test_a_loss_that_is_chosen_in_the_constructor(member):
             build(member, Model(), {"cross_entropy_fusion_impl": "parallel_lce"})
         assert explain(build(member, Model(), switched(Model()))) == ["fused"]
         unpatch()
+
+
+@pytest.mark.parametrize("real", [False, True])
+@on_ranks(2)
+def test_an_output_layer_that_returns_losses(member, real):
+    """As of Megatron's development branch."""
+    module = ModuleType("megatron.core.transformer.linear_cross_entropy")
+    module.LinearCrossEntropyModule = type("LinearCrossEntropyModule", (ColumnParallelLinear,), {})
+    spec = Model(ranks=member.ranks, sequence_parallel=True)
+    options = switched(spec)
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        importlib.reload(heads)
+        with mock.patch.object(gpt_model.tensor_parallel, "ColumnParallelLinear", module.LinearCrossEntropyModule):
+            layer = build(member, spec, options).output_layer
+        layer.disable_grad_reduce, data = real, batch(0, spec, member.device)
+        hidden = torch.randn(SEQUENCE // member.ranks, BATCH, HIDDEN).to(member.device)
+        logits = gather_from_tensor_model_parallel_region(layer(hidden)[0]).transpose(0, 1).flatten(0, 1)
+        labels = data.labels.flatten()
+        for reduction in ("none", "sum", "mean"):
+            found = layer(hidden, output_cross_entropy_loss=True, labels=data.labels, reduction=reduction)
+            truth = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+            assert_close(found.flatten(), truth.flatten(), 1e-5)
+    importlib.reload(heads)
 
 
 # --- the launcher -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -21,6 +22,8 @@ from megatron_models import HIDDEN, Model, build, losses_of
 from megatron_training import side_by_side, words_of
 from parallel_lce.megatron import token_log_probs, unpatch
 from tools import on_ranks
+
+STOCK = LanguageModule.compute_language_model_loss
 
 
 def _twice(function):
@@ -65,11 +68,13 @@ PATCHES = {
     "forward": (ColumnParallelLinear, "forward", _twice),
     "linear": (layers, "linear_with_grad_accumulation_and_async_allreduce", _twice),
     "apply": (layers.LinearWithGradAccumulationAndAsyncCommunication, "apply", _twice),
+    "autocast": (ColumnParallelLinear, "forward", lambda own: torch.autocast("cpu", enabled=False)(own)),
     "cross-entropy": (cross_entropy._VocabParallelCrossEntropy, "forward", _twice),
     "its function": (tensor_parallel, "vocab_parallel_cross_entropy", _smoothed),
     "a z-loss": (*LOSS, _with_z_loss),
     "a keyword": (*LOSS, lambda own: lambda self, labels, logits, weight=3.0: weight * own(self, labels, logits)),
     "a partialmethod": (*LOSS, _partial),
+    "a loss of before": (*LOSS, lambda own: lambda self, labels, logits: 2 * STOCK(self, labels, logits)),
     "a loss of its own": (*LOSS, _of_functions),
 }
 
@@ -205,6 +210,7 @@ def _detach(sharded):
 CHANGES = {
     "adapter": (_around(_Adapter), "'mul' of the output layer's result"),
     "parametrization": (_double_weight, "no parameter named weight"),
+    "pruning": (lambda model: prune.l1_unstructured(model.output_layer, "weight", 0.3), "no parameter named weight"),
     "forward": (_replace_forward, "the loss gets real logits: give the model labels, and fuse(model) again if"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "soft-cap": (_soft_cap, None),
@@ -220,6 +226,7 @@ CHANGES = {
     "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),
     "detached": (_detach(False), None),
     "detached and sharded": (_detach(True), "fully sharded"),
+    "sharded": (lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True), "fully sharded"),
     "sharded once more": (lambda model: setattr(model.output_layer, "gtp_remat_size", 2), "fully sharded"),
 }
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from blocks import counted_forwards
 from cases import normal
@@ -27,7 +27,7 @@ from world import mesh_of
 B, S, D, V, COUNT = 2, 5, 6, 11, 7
 # Where torchtitan cannot be imported, in 2.11, FSDP frees the weight of the norm before the norm's backward.
 NEWER = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torchtitan needs a newer PyTorch")
-KINDS = [("plain", 1), ("plain", 2), *(pytest.param(k, 2, marks=NEWER) for k in ("FSDP2", "FSDP2 own"))]
+KINDS = [("plain", 1), ("plain", 2), ("DTensor", 2), *(pytest.param(k, 2, marks=NEWER) for k in ("FSDP2", "FSDP2 own"))]
 
 
 @pytest.fixture
@@ -51,6 +51,11 @@ def distributed(model, x, labels, kind: str, rank: int, ranks: int):
     x = x.detach()
     if kind == "plain":
         sharded_over_tp(model.lm_head, rank, ranks)
+    elif kind == "DTensor":
+        of_all = mesh_of("cpu", (1, ranks), ("dp", "tp"))
+        for name, p in [*model.lm_head.named_parameters()]:
+            setattr(model.lm_head, name, nn.Parameter(distribute_tensor(p, of_all, [Replicate(), Shard(0)])))
+        x, labels = (distribute_tensor(t, of_all, [Shard(0), Replicate()]) for t in (x, labels))
     else:
         for unit in (*([model.norm, model.lm_head] if "own" in kind else [[model.norm, model.lm_head]]), model):
             fully_shard(unit, mesh=mesh_of("cpu", (ranks,), ("dp",)), reshard_after_forward=True)
@@ -85,7 +90,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(member, kind, source):
     torch.optim.SGD(truth.parameters(), 0.2).step()
     after = exact().detach()
     mesh = mesh_of("cpu", (ranks,), ("tp",)) if kind == "plain" else None
-    region = installed(mesh) if source == "stand-in" else released(mesh)
+    region = installed(mesh) if source == "stand-in" else released(mesh, kind == "DTensor")
     with region as ours:
         own = ours.ChunkedLossWrapper.Config(loss_fn=ours.CrossEntropyLoss.Config(global_vocab_size=V), num_chunks=S)
         for config in (ours.linear_cross_entropy(own, logits_budget=0), *[own] * (source == "release")):
@@ -102,11 +107,12 @@ def test_loss_and_gradients_equal_those_of_whole_logits(member, kind, source):
                     hidden = model(x) * 1.0
                     with started() as collectives:
                         loss, metrics = loss_fn(hidden, labels, COUNT)
-                value = loss.detach().clone()
+                value = (loss.full_tensor() if kind == "DTensor" else loss).detach().clone()
                 if "FSDP2" in kind:
                     assert sum(c.kind == "all_gather" and c.size > D for c in collectives) == 1  # of lm_head
                     assert model.lm_head.weight.placements == (Shard(0),)
                     dist.all_reduce(value)
+                assert kind != "DTensor" or loss.placements == (Partial(), Replicate())
                 assert value.dtype == torch.float32 and metrics == {}
                 assert_close(value, before if training else after, 1e-5)
                 if training:
@@ -158,17 +164,6 @@ def trained(loss_fn, lm_head, x, labels, change=lambda lm_head, loss_fn: None) -
             loss, _ = loss_fn(x, labels, COUNT)
             loss.backward()
     return [loss.detach(), x.grad, *(p.grad for p in lm_head.parameters())], [str(each.message) for each in said]
-
-
-@on_ranks(1)
-def test_dtensors_run_torchtitans_own_loss(member):
-    mesh, (lm_head, x, labels) = mesh_of("cpu", (1,), ("tp",)), problem()
-    for name, p in [*lm_head.named_parameters()]:
-        setattr(lm_head, name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
-    x, labels = (distribute_tensor(t.detach(), mesh, [Replicate()]) for t in (x, labels))
-    with installed() as ours:
-        found, said = trained(ours.LinearCrossEntropyLoss.Config().build(), lm_head, x.requires_grad_(), labels)
-    assert "take the backend spmd_types" in said[0] and isinstance(found[0], DTensor)
 
 
 @pytest.mark.parametrize("masked", ["some", "all"])

@@ -19,9 +19,10 @@ def release() -> Path:
 
 
 @contextmanager
-def released(mesh=None):
+def released(mesh=None, dtensors: bool = False):
     """Yields parallel_lce.torchtitan, with the release's losses. ``mesh``: that of plain tensors, with a "tp"."""
     regions = importlib.import_module("torchtitan.distributed.spmd_types")
-    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("spmd_types")
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    utils.set_spmd_backend("full_dtensor" if dtensors else "spmd_types")
     with regions.set_current_spmd_mesh(mesh) if mesh is not None else nullcontext():
         yield importlib.import_module("parallel_lce.torchtitan")

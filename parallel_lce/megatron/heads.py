@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.private import outside_graphs, parameters_of
-from parallel_lce.deferred import DeferredLogits, Source
+from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.heads import Derived, fused_class, is_unit
+from parallel_lce.megatron.loss import losses_of, swapped
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
 from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion, running
-from parallel_lce.neighbours import MEGATRON
+from parallel_lce.neighbours import MEGATRON, linear_cross_entropy_module
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -98,7 +100,9 @@ def is_megatrons(function: Any) -> bool:
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
 
 
-_remembered = functools.cache(is_megatrons)  # of functions of modules and classes alone, which live as long
+_known: list[Any] = []
+"""The functions of ``MEGATRON`` that were found to be Megatron's. A program may replace one later: each call
+compares."""
 
 
 @functools.cache
@@ -115,12 +119,51 @@ def _owners() -> list[tuple[dict, str, str]]:
 
 def _replaced() -> str | None:
     """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
-    The fused loss stands for Megatron's own alone. A program may replace one later: each call asks."""
-    for attributes, name, place in _owners():
-        function = attributes.get(name)
-        if function is not None and not _remembered(function):
+    The fused loss stands for Megatron's own alone."""
+    owners = _owners()
+    functions = [attributes.get(name) for attributes, name, _ in owners]
+    if functions == _known:
+        return None
+    for function, (_, _, place) in zip(functions, owners):
+        if function is not None and not is_megatrons(function):
             return f"{place} is not Megatron's own; leave Megatron's in place"
+    _known[:] = functions
     return None
+
+
+_module = linear_cross_entropy_module()
+
+
+class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnParallelLinear):  # pyright: ignore[reportGeneralTypeIssues]
+    """The output layer of Megatron's development branch, which may return losses."""
+
+    @outside_graphs
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        labels: Tensor | None = None,
+        reduction: str = "none",
+        ignore_index: int = -100,
+    ) -> Any:
+        """Logits; or with ``output_cross_entropy_loss`` the losses of ``labels [b, s]``, 0 where they are
+        ``ignore_index``. ``reduction="sum"`` adds them up on this rank; ``"mean"`` divides by their number."""
+        if not output_cross_entropy_loss:
+            return super().forward(input_, weight, runtime_gather_output)
+        logits, bias = super().forward(input_, weight, False)
+        assert labels is not None
+        logits, target = logits if bias is None else logits + bias, labels.transpose(0, 1)
+        if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None:
+            losses = losses_of(logits, labels, ignore_index)
+        else:
+            real = logits.real(THE_LOSS) if isinstance(logits, DeferredLogits) else logits
+            group: Any = self.tp_group
+            losses = vocab_parallel_cross_entropy(real, target, tp_group=group)
+            losses = losses.masked_fill(target == ignore_index, 0.0)
+        total = swapped(losses) if reduction == "none" else losses.sum()
+        return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
 def fuse_head(layer: nn.Module | None, fusion: Fusion) -> str | None:
@@ -130,6 +173,7 @@ def fuse_head(layer: nn.Module | None, fusion: Fusion) -> str | None:
     if not isinstance(layer, layers.ColumnParallelLinear):
         kind = type(layer).__name__
         return f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"
-    layer.__class__ = fused_class(type(layer), ColumnParallelLinear)
+    of_losses = _module is not None and isinstance(layer, _module)
+    layer.__class__ = fused_class(type(layer), LinearCrossEntropyModule if of_losses else ColumnParallelLinear)
     vars(layer)[MARK] = fusion
     return None

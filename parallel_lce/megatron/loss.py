@@ -100,8 +100,7 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     chosen, target = fusion.settings, as_int64(labels.transpose(0, 1))
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
-        options = dict(reduction="none", ignore_index=ignored, outside_is_nan=False)
-        return run(logits, labels, fused_loss, options, counted_tokens=_count_of(labels))
+        return losses_of(logits, labels, ignored, _count_of(labels))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     outside = (target < 0) | (target >= found.vocab_size)
@@ -117,6 +116,15 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     # Copies: the losses may be changed in place, and Megatron's schedules free their memory.
     vars(model)[_METRICS] = TokenMetrics(*[swapped(value.detach()).clone() for value in metrics])
     return losses
+
+
+def losses_of(
+    logits: DeferredLogits, labels: Tensor, ignore_index: int | None, count: TokenCount | None = None
+) -> Tensor:
+    """Losses ``[s, b]`` of ``labels [b, s]``. A token with the label ``ignore_index`` has loss 0 and no gradient; it
+    costs nothing if the others were counted."""
+    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+    return run(logits, labels, fused_loss, options, counted_tokens=count)
 
 
 def statistics(

@@ -130,8 +130,6 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> Fusion:
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
-    elif model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "linear":
-        fusion.reason = "cross_entropy_fusion_impl='linear' chooses Megatron's own loss without logits"
     elif model.config.defer_embedding_wgrad_compute:
         fusion.reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
     else:

@@ -301,7 +301,7 @@ def of_model(device, x, target) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-STYLES = [("sharded", None), ("sharded", SECOND), ("compiled", None), ("compiled", SECOND), ("whole", None)]
+STYLES = [("sharded", None), ("sharded", SECOND), ("compiled", SECOND), ("whole", None)]
 
 
 @pytest.mark.parametrize(("head", "layout"), STYLES)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from benchmarks.engine.peak_memory import peak_memory
 from cases import make, part
 from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
@@ -391,16 +390,3 @@ def test_100_microbatches(member, name, sequence_parallel, backend):
                     leaves = [parts[number].x, parts[number].weight]
                     assert same(torch.autograd.grad(alive.pop(number), leaves), expected[number])
             assert not alive
-
-
-@pytest.mark.parametrize("name", REDUCED)
-def test_what_microbatches_hold(name, device):
-    """Before their backwards: exponentials, or nothing of size N * V, or dX and dW in fp32 whatever the budget."""
-    tokens, entries, features, calls = 64, 512, 16, 5
-    t = small(device, tokens, entries, features, dtype="bf16")
-    each = {"save": 2 * tokens * entries, "recompute": 0}.get(name, 2 * tokens * features + 4 * entries * features)
-    with shrunk(32768), chosen_backend("torch"):
-        of_call(name, t)
-        _, alive = peak_memory(lambda: [of_call(name, t) for _ in range(calls)], device)
-    per_token = 100  # bytes: partials, coefficients, upstream gradients
-    assert each <= alive / calls <= 1.03 * each + tokens * per_token + 2048

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, normalize
 
 import reference
-from cases import DTYPES, Tensors, dense_loss, normal, part
+from cases import DTYPES, dense_loss, normal, part
 from measures import assert_close, assert_no_worse, error, relative_error, size, smallest_steps
 from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
 from parallel_lce.backends import torch_backend
@@ -180,14 +180,7 @@ def windows(backend: str):
 def masked(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
     """``x [N, D]``, ``weight [V, D]``, ``bias [V]`` and ``target [N]``; some targets are masked."""
     x, weight, bias = normal(N, D), normal(V, D, seed=1) / 2, normal(V, seed=2) / 2
-    if pattern == "some tokens":
-        # Each token of the first half has a window of its own masked.
-        x[:, :5] = 0
-        for window in range(5):
-            x[window : N // 2 : 5, window] = 1
-            weight[:, window] = 0
-            weight[WINDOW * window : WINDOW * (window + 1), window] = mask
-    elif pattern == "huge rows":
+    if pattern == "huge rows":
         # The logits of two windows are huge, of either sign. fp16 holds them as products of two numbers.
         x *= 1e4 if dtype == "fp16" else 1.0
         weight[WINDOW - 24 : 2 * WINDOW - 24] *= -mask / 4 if dtype == "fp16" else 1e30
@@ -199,7 +192,7 @@ def masked(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
     return *made, target
 
 
-ALL_PATTERNS = [*[name for name in PATTERNS if name != "none"], "some tokens", "huge rows"]
+ALL_PATTERNS = [*[name for name in PATTERNS if name != "none"], "huge rows"]
 
 
 @pytest.mark.parametrize(("ranks", "pattern"), [(1, name) for name in ALL_PATTERNS] + [(2, "a rank"), (2, "all")])
@@ -345,18 +338,6 @@ def test_one_entry_has_no_gradient(budget, device):
     loss = linear_cross_entropy(*leaves, target, label_smoothing=0.5, reduction="sum", logits_budget=budget)
     for gradient in torch.autograd.grad(loss, leaves):
         assert torch.count_nonzero(gradient) == 0
-
-
-def test_exponentials_that_bf16_rounds_alike_keep_their_sum(backend, device):
-    """All are near 1.0113, which bf16 rounds to 1.0078. The rows of the weight share a mean, on which the gradient of
-    the hidden states does not depend, since a token's gradients of logits sum to 0."""
-    rows = 1.756e-4 * (1 + 0.02 * normal(1024, 64))
-    t = Tensors(torch.ones(32, 64, dtype=torch.bfloat16), rows.bfloat16(), torch.arange(32) * 31)
-    truth, yardstick = dense_loss(t)["dx"], dense_loss(t, torch.bfloat16)["dx"]
-    x, weight, target = t.x.to(device).requires_grad_(), t.weight.to(device).requires_grad_(), t.target.to(device)
-    loss = linear_cross_entropy(x, weight, target, reduction="none", logits_budget=1 << 30)
-    dx, _ = torch.autograd.grad(loss.sum() / len(x), [x, weight])
-    assert_no_worse(dx, truth, yardstick, 2)
 
 
 @pytest.mark.parametrize("output", ["target_log_prob", "entropy"])

@@ -60,11 +60,8 @@ DIGEST = r"\d+ values of digest \w+"
 # value of the others and of the last one; and changes of every rank's arguments. Without debug mode the result is NaN.
 EXPOSED = {
     "loss, z_loss": (dict(z_loss=1e-3), "z_loss", "0.0", "0.001"),
-    "loss, reduction": (dict(reduction="sum"), "reduction", "'mean'", "'sum'"),
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
-    "loss, logit_scale": (dict(logit_scale=0.5), "logit_scale", "1.0", "0.5"),
     "loss, softcap": (dict(logit_softcap=31), "logit_softcap", "30.0", "31.0", dict(logit_softcap=30.0)),
-    "loss, temperature": (dict(temperature=2.0), "temperature", "1.0", "2.0"),
     "loss, ignore_index": (dict(ignore_index=-1), "ignore_index", "-100", "-1"),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
@@ -85,26 +82,14 @@ SILENT = {
     "loss, SP": (lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)), "sequence_par.*", "F.*", "T.*"),
     "loss, dW": (lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()), "gradients", ".*", ".*weight=T.*"),
     "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
-    "loss, temperatures": (lambda a: dict(temperature=a["input"][:, 0].exp()), "temperature", "1.0", "6 values of .*"),
     "loss, target": (_moved("target", 4), "target", DIGEST, DIGEST),
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
-    "loss, a weight": (
-        lambda a: dict(token_weight=_with(a["target"].float(), 3, 0.5)),
-        *("token_weight", DIGEST, DIGEST),
-        lambda a: dict(token_weight=a["target"].float()),
-    ),
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
-    "top_k, tail": (dict(tail="renormalize"), "function", ".*'class'.*", ".*'renormalize'.*"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
-    "loss, counted under SP": (
-        dict(counted_tokens=3 * N),
-        *("counted_tokens", "None", "18"),
-        lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)),
-    ),
     "statistics, counted alone": (_all, "counted_tokens", "None", "6"),
 }
 DIFFERENT = EXPOSED | SILENT

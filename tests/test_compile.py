@@ -123,10 +123,8 @@ def test_the_triton_backend(name, kernels, device):
         assert any(assert_as_eager(compiled(loss)[0], loss, t, device))
 
 
-SPLIT = [(name, split) for name in ("saved", "some saved", "accumulated") for split in (False, True)]
-
-
-@pytest.mark.parametrize(("name", "sequence_parallel"), [*SPLIT, ("recomputed", False)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", [*LOSSES][2:])
 @pytest.mark.thinned("sequence_parallel")
 @on_ranks(2)
 def test_process_groups(member, name, sequence_parallel):
@@ -211,13 +209,15 @@ def test_statistics(names, budget, device):
 
 
 def test_statistics_of_any_number_of_tokens(device):
-    fast, counter = compiled(call := functools.partial(statistics, logits_budget=0))
+    fast, counter = compiled(call := functools.partial(statistics, logits_budget=0, top_k=2))
     for N in SIZES:
         t = operands(N, device)
+        x, target = t.x.view(1, N, D), t.target.view(1, N)
         with shrunk(4000, (16, 32)):
-            found, expected = (fields(f(t.x.view(1, N, D), t.weight, t.target.view(1, N))) for f in (fast, call))
+            found, expected = (fields(f(x, t.weight, target, selected=target[..., None])) for f in (fast, call))
         assert_same(found.values(), expected.values(), device)
-        assert all(value.requires_grad == (name in DIFFERENTIABLE) for name, value in found.items())
+        differentiable = {*DIFFERENTIABLE, "selected_log_prob"}
+        assert all(value.requires_grad == (name in differentiable) for name, value in found.items())
     assert counter.frame_count == 2
     without = compiled(lambda: parallel_lce.token_statistics(t.x, t.weight, None))[0]()
     assert {*fields(without)} == {"lse", "max_logit", "vocab_size"}

@@ -172,8 +172,6 @@ SP = dict(sequence_parallel=True)
         ("killed", 3, "accumulate", SP, "forward"),
         ("killed", 5, "recompute", SP, "backward"),
         ("killed", None, "recompute", {}, "backward"),
-        ("killed", 1, "statistics", {}, "forward"),
-        ("killed", 2, "selected", {}, "backward"),
         ("killed", 2, "divergence", {}, "forward"),
         ("stopped", 1, "save", {}, "forward"),
         ("stopped", 3, "save", SP, "backward"),
@@ -202,9 +200,7 @@ def test_one_rank_fails(fault, place, name, options, stage):
 # Calls of the first rank, and of the last: pairs of a number of tokens and options.
 DIFFERENT = {
     "N": ([(N, {})], [(N - 6, {})]),
-    "label_smoothing": ([(N, dict(label_smoothing=0.1))], [(N, {})]),
     "sequence_parallel": ([(N, {})], [(N, SP)]),
-    "dtype": ([(N, {})], [(N, dict(dtype=torch.bfloat16))]),
     "dtype fp64": ([(N, dict(dtype=torch.float64))], [(N, {})]),
     "order": ([(N, {}), (N - 6, {})], [(N - 6, {}), (N, {})]),
 }

@@ -94,7 +94,7 @@ def test_one_tokens_nan_upstream_leaves_the_others_alone_in_fp16(device):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1), dict(z_loss=0.1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
 @pytest.mark.parametrize("by", ["upstream", "weight"])
 @pytest.mark.thinned
 def test_a_nan_of_an_ignored_token_reaches_no_gradient(by, options, dtype, device, budget):
@@ -156,12 +156,7 @@ N, V, D = 20, 4 * WINDOW + 44, 16
 LOWEST = torch.finfo(torch.bfloat16).min
 MASKS = {"bf16": (-1e10, LOWEST), "fp32": (-1e30,), "fp16": (-65504.0,)}
 # Masks of any one range of entries are in test_fuzz.py.
-PATTERNS = {
-    "none": [],
-    "some windows": [slice(0, WINDOW), slice(2 * WINDOW, 3 * WINDOW), slice(4 * WINDOW, V)],
-    "a rank": [slice(0, V // 2)],
-    "all": [slice(0, V)],
-}
+PATTERNS = {"none": [], "a rank": [slice(0, V // 2)], "all": [slice(0, V)]}
 
 
 @contextmanager

@@ -29,26 +29,13 @@ def ppo(s, old, advantage):
     return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
 
 
-def focal(s, old, advantage):
-    return -advantage * (1 - s.target_log_prob.exp()).square() * s.target_log_prob
-
-
-def z_loss(s, old, advantage):
-    return 0.1 * s.lse.abs().pow(3) - s.max_logit.detach() * s.target_log_prob
-
-
 def everything(s, old, advantage):
     """A product of every statistic that has a gradient."""
     terms = s.target_log_prob, s.lse, s.entropy, s.sum_p_squared, s.mean_logit, s.mean_log_prob, s.expected_logit
-    return sum(a * b * advantage for a, b in zip(terms, terms[1:])) + old * s.target_logit.sin()
+    return sum(a * b * advantage for a, b in zip(terms, terms[1:])) + old * s.target_logit.sin() * s.max_logit.detach()
 
 
-ASKED = {
-    ppo: dict(entropy=True),
-    focal: {},
-    z_loss: {},
-    everything: dict(entropy=True, sum_p_squared=True, mean_logit=True),
-}
+ASKED = {ppo: dict(entropy=True), everything: dict(entropy=True, sum_p_squared=True, mean_logit=True)}
 
 
 @dataclass(frozen=True)
@@ -62,18 +49,13 @@ class Case:
 
 
 CASES = [
-    *(Case(loss, kind) for loss in ASKED for kind in OF_BLOCKS),
-    *(
-        Case(loss, ranks=2, sequence_parallel=sp, dtype=d)
-        for loss in ASKED
-        for sp, d in ((False, "bf16"), (True, "fp32"))
-    ),
+    *(Case(ppo, kind) for kind in OF_BLOCKS),
+    Case(ppo, "accumulate", 2, dtype="bf16"),
+    Case(everything, "save", dtype="fp16"),
     Case(everything, "recompute", 2, True, reduction="mean"),
-    *(Case(everything, kind, dtype="fp16") for kind in ("save", "accumulate")),
+    Case(everything, "accumulate", 2, True),
     Case(everything, "accumulate", dtype="fp64", reduction="mean"),
-    *(Case(everything, kind, 4, sp) for sp in (False, True) for kind in OF_BLOCKS),
 ]
-CASES = [pytest.param(c, marks=[pytest.mark.slow] * (c.ranks > 2)) for c in CASES]
 
 
 def problem(kind: str = "accumulate", dtype: str = "fp32", device="cpu") -> tuple[Tensors, torch.Tensor, torch.Tensor]:
@@ -142,7 +124,7 @@ def test_against_float64(c, backend, worlds, device):
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
-@pytest.mark.parametrize("kind", ["batch first", "sequence first", "counted", "batch first, counted", "dtensor"])
+@pytest.mark.parametrize("kind", ["sequence first", "batch first, counted", "dtensor"])
 @on_ranks()
 def test_layouts(member, kind, sequence_parallel):
     """``[b, s]`` tokens in either order, the counted tokens alone, and DTensors give what ``[N]`` tokens do."""

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
-from parallel_lce.call import debug
+from parallel_lce.call import agreement, debug
 from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
-from tools import chosen_backend, debug_mode, on_ranks, shrunk
+from tools import chosen_backend, debug_mode, given, on_ranks, shrunk
 from world import Member, mesh_of
 
 
@@ -61,11 +62,8 @@ DIGEST = r"\d+ values of digest \w+"
 EXPOSED = {
     "loss, z_loss": (dict(z_loss=1e-3), "z_loss", "0.0", "0.001"),
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
-    "loss, softcap": (dict(logit_softcap=31), "logit_softcap", "30.0", "31.0", dict(logit_softcap=30.0)),
-    "loss, ignore_index": (dict(ignore_index=-1), "ignore_index", "-100", "-1"),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
-    "selected, temperature": (dict(temperature=2.0), "temperature", "1.0", "2.0"),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "selected, offsets": (OTHER_OFFSETS, "offsets of selected", DIGEST, DIGEST, PAIR),
     "statistics, selected": (OTHER_IDS, "selected", DIGEST, DIGEST, PAIR),
@@ -127,6 +125,16 @@ def test_calls_that_differ_give_nan(member, name, backend):
     values = _numbers(function(**arguments))
     assert all(value.isfinite().all() for value in values)
     sum(value.sum() for value in values).backward()
+
+
+def test_every_option_is_in_the_digest_that_messages_carry():
+    """But the budget, which may depend on a rank's memory, and options of gradients."""
+    options, tensors = given(**good(), reduction="mean")
+    free = {"logits_budget", "reduce_dtype", "token_weight_gradient"}
+    for name in Options._fields:
+        others = options, options._replace(**{name: 0.75})
+        one, other = (agreement.digest(each, tensors, tensors.target.shape) for each in others)
+        assert (one == other) == (name in free), name
 
 
 def _told_by(member: Member, name: str) -> str:

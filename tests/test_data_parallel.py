@@ -159,16 +159,6 @@ def test_mixed_precision(member, how):
 
 
 @on_ranks(2)
-def test_initialisation_on_the_meta_device(member):
-    """The module of the loss has nothing to initialise."""
-    model = Model("meta")
-    fully_shard(model, mesh=mesh_of(member.device.type, (member.ranks,)))
-    model.to_empty(device=member.device)
-    model.reset()
-    check(member, model, model, model)
-
-
-@on_ranks(2)
 def test_an_output_layer_wrapped_on_its_own(member):
     """FSDP2: it is refused as long as nobody makes the weight whole, which its own forward would do."""
     inner = built(member.device)

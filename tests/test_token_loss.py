@@ -12,7 +12,7 @@ import parallel_lce
 import reference
 from cases import Tensors, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
-from tools import alone, debug_mode, everywhere, on_ranks, shrunk, small, uncollected
+from tools import debug_mode, everywhere, on_ranks, shrunk, small, uncollected
 from world import Member
 
 N, V = 48, 120
@@ -176,8 +176,8 @@ def test_layouts(member, kind, sequence_parallel):
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_modes(kind, device):
-    """In evaluation the function has no gradients; a second backward, a checkpoint and a compiled function have those
-    of the plain call."""
+    """In evaluation the function has no gradients; a second backward, a checkpoint, a compiled function, and values of
+    inference mode, which autograd could not save, have those of the plain call."""
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
     t, grad_modes = part(t, Member(0, 1, torch.device(device), None)), []
 
@@ -185,8 +185,9 @@ def test_modes(kind, device):
         grad_modes.append(torch.is_grad_enabled() and given[0].target_log_prob.requires_grad)
         return ppo(*given)
 
-    def total(x, weight):
-        return parallel_lce.token_loss(x, weight, t.target, loss, *values, entropy=True, logits_budget=budget)[0]
+    def total(x, weight, target=t.target, *given):
+        given = given or values
+        return parallel_lce.token_loss(x, weight, target, loss, *given, entropy=True, logits_budget=budget)[0]
 
     leaves = [t.x, t.weight]
     with shrunk(block):
@@ -194,6 +195,9 @@ def test_modes(kind, device):
         true = torch.autograd.grad(value, leaves, retain_graph=True)
         ways = {"again": lambda: value, "compiled": lambda: torch.compile(total, backend="eager")(*leaves)}
         ways["checkpoint"] = lambda: torch.utils.checkpoint.checkpoint(total, *leaves, use_reentrant=False)
+        with torch.inference_mode():
+            others = [value.clone() for value in (t.target, *values)]
+        ways["inference"] = lambda: total(*leaves, *others)
         for way in ways.values():
             for found, exact in zip(torch.autograd.grad(way(), leaves), true):
                 assert_near(found, exact, 1e-6)
@@ -313,21 +317,6 @@ def test_refusals(change, words):
     loss, values = given.pop("loss"), given.pop("values")
     with pytest.raises(ValueError, match=words):
         parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **given)
-
-
-@pytest.mark.parametrize("kind", OF_BLOCKS)
-def test_values_and_targets_of_inference_mode(kind):
-    """As those of rollouts, which autograd could not save."""
-    (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind)
-    t = part(t, alone())
-    with torch.inference_mode():
-        target, *others = [value.clone() for value in (t.target, *values)]
-    with shrunk(block):
-        options = dict(entropy=True, logits_budget=budget)
-        found = parallel_lce.token_loss(t.x, t.weight, target, ppo, *others, **options)[0]
-        exact = parallel_lce.token_loss(t.x, t.weight, t.target, ppo, *values, **options)[0]
-        gradients = [torch.autograd.grad(loss, [t.x, t.weight]) for loss in (found, exact)]
-    assert found == exact and all(torch.equal(*pair) for pair in zip(*gradients))
 
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)

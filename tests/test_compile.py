@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from benchmarks.engine.peak_memory import peak_memory
-from blocks import watched_backwards
+from blocks import counted_forwards, watched_backwards
 from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
@@ -84,12 +84,12 @@ def assert_as_eager(fast, function, t, device: str, *given) -> list[int]:
     """The value and the gradients of ``fast`` are those of ``function``, by the same work, which it returns."""
     both, work = [], []
     for f in (fast, function):
-        with observed(t) as counts:
+        with observed(t) as counts, counted_forwards(backend_of(t.weight)) as forwards:
             both.append(results(f, t, *given))
-        work.append(counts)
+        work.append((counts, forwards))
     assert_same(*both, device)
-    assert work[0] == work[1], "exponentials that were kept are used"
-    return work[0]
+    assert work[0] == work[1], "exponentials that were kept are used, and nothing is computed again"
+    return work[0][0]
 
 
 @pytest.mark.parametrize(("dtype", "weighted"), [("bf16", True), ("fp32", False)])

@@ -10,6 +10,7 @@ import triton
 from torch.nn.functional import cross_entropy
 
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.kernels import results
 from parallel_lce.run.entry import fused_loss
 from tools import everywhere, given, small
@@ -18,6 +19,19 @@ from world import Member
 pytestmark = pytest.mark.usefixtures("backend")
 
 SHAPE = dict(N=40, V=208, D=32, dtype="bf16", sharpness=4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_main_grad_is_added_to(dtype, device):
+    t = small(device, **SHAPE)
+    options, tensors = given(t.x, t.weight, t.target, reduction="none", ignore_index=-100)
+    [expected] = torch.autograd.grad(fused_loss(options, tensors, None).sum(), [t.weight])
+    total = torch.ones(208, 32, device=device, dtype=dtype)
+    for _ in range(2):
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda memory: None)).sum().backward()
+    with torch.no_grad():  # nothing is added
+        fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda memory: None))
+    torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

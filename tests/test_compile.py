@@ -92,7 +92,7 @@ def assert_as_eager(fast, function, t, device: str, *given) -> list[int]:
     return work[0][0]
 
 
-@pytest.mark.parametrize(("dtype", "weighted"), [("bf16", True), ("fp32", False)])
+@pytest.mark.parametrize(("dtype", "weighted"), [("bf16", True), pytest.param("fp32", False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "some saved")) for name in LOSSES]
 )

@@ -150,7 +150,7 @@ class Step:
 
 DATA = 5  # sets of inputs at most; repetitions that follow each other have different ones
 REPETITIONS = {"cpu": 20, "cuda": 200}
-FEWER = 8  # on a CPU without --all
+FEWER = 6  # on a CPU without --all
 SLEEP = 2e-3  # seconds that a host sleeps at most, at one place
 CYCLES = 3_000_000  # of a GPU asleep at most, at one place: some 2 ms
 OFTEN = 0.12  # of the places where a delay may be

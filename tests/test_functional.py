@@ -70,7 +70,10 @@ def test_strategies(strategy, everything, dtype, worlds, backend, device):
 # The target's entry of dlogits is a number of few bits here, and most of a gradient: torch's error is little more than
 # the rounding of the result. Ours is where a token has a target of its own, as most of a few have.
 FLAT = of(64, 700, 64, "bf16", ignored="none", upstream="ones")
+SPLIT = dict(sequence_parallel=True, token_weight="zeros", block_bytes=1)
 KERNELS = [
+    # A block has one row of each rank, whose targets and weights lie N/P apart in those of the sequence.
+    (of(10, 700, 4, rows=(350, 350), budget=0, ignored="none", **SPLIT), 1.5),
     (FLAT, 1.1),
     (replace(FLAT, budget=0), 1.1),
     (replace(FLAT, reduction="mean", budget=0), 1.1),

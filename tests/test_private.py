@@ -47,6 +47,22 @@ def test_a_backward_knows_whether_it_accumulates():
 # --- tensors ----------------------------------------------------------------------------------------
 
 
+def test_tensors_without_memory_whose_torch_function_can_be_turned_off():
+    class Nothing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(function)
+
+    tensor = private.wrapper_subclass(Nothing, (2, 3), dtype=torch.bfloat16, device="cpu")
+    assert type(tensor) is Nothing and callable(tensor.size())
+    with private.DisableTorchFunctionSubclass():
+        assert tensor.size() == (2, 3) and tensor.dtype == torch.bfloat16 and tensor.data_ptr() == 0
+
+
 def test_a_value_is_kept_as_long_as_memory(device):
     class Value:
         pass

@@ -192,84 +192,12 @@ def _bytes(elements, dtype):
     return elements.astype(np.uint64) * max(1, dtype.primitive_bitwidth // 8)
 
 
-def _logical(function):
-    def direct(call):
-        def operator(a, b, **options):
-            if a.dtype is tl.int1 and isinstance(b, tl.tensor) and b.dtype is tl.int1:
-                block = a.type.__class__ is tl.block_type or b.type.__class__ is tl.block_type
-                return _result(function(a.handle.data, b.handle.data), tl.int1, block)
-            return call(a, b, **options)
-
-        return operator
-
-    return direct
-
-
-def _cast(call):
-    def to(a, dtype, *rest, **options):
-        kind = a.dtype.numbers
-        if kind is not None and dtype in _NUMBERS and not rest and not options:
-            if kind is int or dtype.numbers is float:
-                block = a.type.__class__ is tl.block_type
-                return a if a.dtype is dtype else _result(a.handle.data.astype(_numpy_of[dtype]), dtype, block)
-        return call(a, dtype, *rest, **options)
-
-    return to
-
-
-def _where(call):
-    def where(condition, x, y, **options):
-        typed = x if isinstance(x, tl.tensor) else y
-        dtype = typed.dtype if isinstance(typed, tl.tensor) else None
-        if dtype is not None and dtype.numbers is not None and condition.dtype is tl.int1:
-            found, block = [], condition.type.__class__ is tl.block_type
-            for value in (x, y):
-                if isinstance(value, tl.tensor):
-                    block = block or value.type.__class__ is tl.block_type
-                    found.append(value.handle.data if value.dtype is dtype else None)
-                else:
-                    value = _number(value, dtype.numbers)
-                    found.append(value if value is None else _numpy_of[dtype].type(value))
-            if found[0] is not None and found[1] is not None:
-                return _result(np.where(condition.handle.data, *found), dtype, block)
-        return call(condition, x, y, **options)
-
-    return where
-
-
-def _load(call):
-    def load(pointer, mask=None, other=None, **options):
-        """The caches that are asked for change nothing here."""
-        dtype, filler = getattr(pointer.dtype, "element_ty", None), None
-        known = dtype in _NUMBERS or dtype == tl.bfloat16
-        if known and (other is None or mask is not None) and options.keys() <= {"cache_modifier", "eviction_policy"}:
-            addresses = pointer.handle.data
-            if mask is None:
-                where = np.ones_like(addresses, bool)
-            elif isinstance(mask, tl.tensor) and mask.dtype is tl.int1 and len(mask.shape) <= len(pointer.shape):
-                where = mask.handle.data
-                where = where if where.shape == addresses.shape else np.broadcast_to(where, addresses.shape)
-            else:
-                return call(pointer, mask, other, **options)
-            other = 0 if other is None else other.value if isinstance(other, tl.constexpr) else other
-            if other.__class__ in (int, float) and (other == 0 or dtype.numbers is float):
-                filler = np.full(addresses.shape, other, _known_numpy_type(dtype))
-        if filler is None:
-            return call(pointer, mask, other, **options)
-        data = interpreter._interpreter.load(addresses, where, filler, filler.dtype)
-        return _result(data, dtype, pointer.type.__class__ is tl.block_type)
-
-    return load
-
-
 _numpy_of = {dtype: _numpy_type(dtype) for dtype in _NUMBERS}
 _ARITHMETIC = dict(add=np.add, sub=np.subtract, mul=np.multiply, truediv=np.divide)
 _COMPARISONS = dict(lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, eq=np.equal, ne=np.not_equal)
 _DIRECT = {f"__{name}__": _operator(function) for name, function in _ARITHMETIC.items()}
 _DIRECT |= {f"__r{name}__": _operator(function, swaps=True) for name, function in _ARITHMETIC.items()}
 _DIRECT |= {f"__{name}__": _operator(function, compares=True) for name, function in _COMPARISONS.items()}
-_DIRECT |= {"__and__": _logical(np.logical_and), "__or__": _logical(np.logical_or)}
-_DIRECT |= {"to": _cast, "where": _where, "load": _load}
 
 
 def _splat(self, type, value):

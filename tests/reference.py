@@ -7,21 +7,9 @@ import torch
 from torch import Tensor
 
 
-def logits(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: float | Tensor = 1.0,
-    softcap: float | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """``softcap(scale * (input @ weight.T + bias))`` ``[..., V]`` in the dtype of ``input``."""
-    z = torch.nn.functional.linear(input, weight, bias)
-    z = z * (scale.unsqueeze(-1).to(z.dtype) if isinstance(scale, Tensor) else scale)
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    return z[..., :vocab_size]
+def logits(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, vocab_size: int | None = None) -> Tensor:
+    """``input @ weight.T + bias`` of the real entries ``[..., V]``, in the dtype of ``input``."""
+    return torch.nn.functional.linear(input, weight, bias)[..., :vocab_size]
 
 
 def statistics(z: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
@@ -44,13 +32,3 @@ def statistics(z: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
         found["target_logit"] = torch.where(inside, picked, 0.0)
         found["target_log_prob"] = found["target_logit"] - lse
     return found
-
-
-def loss(z: Tensor, target: Tensor, *, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor:
-    """``linear_cross_entropy`` from logits ``z [..., V]``, in z's dtype. Targets of -100 do not count."""
-    found, counted = statistics(z, target), target != -100
-    each = (label_smoothing - 1) * found["target_log_prob"] - label_smoothing * found["mean_log_prob"]
-    each = torch.where(counted, each, 0.0)
-    if reduction == "none":
-        return each
-    return each.sum() / (counted.sum().clamp(min=1) if reduction == "mean" else 1)

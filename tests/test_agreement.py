@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
-from parallel_lce.call import debug
+from parallel_lce.call import agreement, debug
 from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
-from tools import chosen_backend, debug_mode, on_ranks, shrunk
+from tools import chosen_backend, debug_mode, given, on_ranks, shrunk
 from world import Member, mesh_of
 
 
@@ -60,15 +61,9 @@ DIGEST = r"\d+ values of digest \w+"
 # value of the others and of the last one; and changes of every rank's arguments. Without debug mode the result is NaN.
 EXPOSED = {
     "loss, z_loss": (dict(z_loss=1e-3), "z_loss", "0.0", "0.001"),
-    "loss, reduction": (dict(reduction="sum"), "reduction", "'mean'", "'sum'"),
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
-    "loss, logit_scale": (dict(logit_scale=0.5), "logit_scale", "1.0", "0.5"),
-    "loss, softcap": (dict(logit_softcap=31), "logit_softcap", "30.0", "31.0", dict(logit_softcap=30.0)),
-    "loss, temperature": (dict(temperature=2.0), "temperature", "1.0", "2.0"),
-    "loss, ignore_index": (dict(ignore_index=-1), "ignore_index", "-100", "-1"),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
-    "selected, temperature": (dict(temperature=2.0), "temperature", "1.0", "2.0"),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "selected, offsets": (OTHER_OFFSETS, "offsets of selected", DIGEST, DIGEST, PAIR),
     "statistics, selected": (OTHER_IDS, "selected", DIGEST, DIGEST, PAIR),
@@ -85,26 +80,14 @@ SILENT = {
     "loss, SP": (lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)), "sequence_par.*", "F.*", "T.*"),
     "loss, dW": (lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()), "gradients", ".*", ".*weight=T.*"),
     "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
-    "loss, temperatures": (lambda a: dict(temperature=a["input"][:, 0].exp()), "temperature", "1.0", "6 values of .*"),
     "loss, target": (_moved("target", 4), "target", DIGEST, DIGEST),
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
-    "loss, a weight": (
-        lambda a: dict(token_weight=_with(a["target"].float(), 3, 0.5)),
-        *("token_weight", DIGEST, DIGEST),
-        lambda a: dict(token_weight=a["target"].float()),
-    ),
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
-    "top_k, tail": (dict(tail="renormalize"), "function", ".*'class'.*", ".*'renormalize'.*"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
-    "loss, counted under SP": (
-        dict(counted_tokens=3 * N),
-        *("counted_tokens", "None", "18"),
-        lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)),
-    ),
     "statistics, counted alone": (_all, "counted_tokens", "None", "6"),
 }
 DIFFERENT = EXPOSED | SILENT
@@ -142,6 +125,16 @@ def test_calls_that_differ_give_nan(member, name, backend):
     values = _numbers(function(**arguments))
     assert all(value.isfinite().all() for value in values)
     sum(value.sum() for value in values).backward()
+
+
+def test_every_option_is_in_the_digest_that_messages_carry():
+    """But the budget, which may depend on a rank's memory, and options of gradients."""
+    options, tensors = given(**good(), reduction="mean")
+    free = {"logits_budget", "reduce_dtype", "token_weight_gradient"}
+    for name in Options._fields:
+        others = options, options._replace(**{name: 0.75})
+        one, other = (agreement.digest(each, tensors, tensors.target.shape) for each in others)
+        assert (one == other) == (name in free), name
 
 
 def _told_by(member: Member, name: str) -> str:

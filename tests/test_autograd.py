@@ -10,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import parallel_lce
 from blocks import counted_forwards
-from cases import dense_loss
 from measures import assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.core.grad_buffers import MainGrad, within
@@ -186,21 +185,6 @@ def test_a_token_of_any_stride(backend, device):
     longer = torch.cat([t.x.detach(), t.x.detach()[:, :1]], 1)[:, :16]
     losses = [parallel_lce.linear_cross_entropy(x, t.weight, t.target, reduction="sum") for x in (t.x, longer)]
     assert longer.stride(0) == 17 and torch.equal(*losses)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("budget", [None, 0])
-def test_saved_tensors_may_come_back_elsewhere(budget, dtype, backend, device):
-    """Hooks such as ``save_on_cpu`` may give a weight whose rows were not aligned back as one whose are, for which
-    other tiles would be chosen; the windows of what is saved stay those of forward."""
-    t = small(device, N=40, V=700, D=64, dtype=dtype, sharpness=20.0)
-    memory = torch.empty(700 * 64 + 1, dtype=t.weight.dtype, device=device)
-    t.weight = memory[1:].view(700, 64).copy_(t.weight.detach()).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
-        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=budget)
-    truth = dense_loss(t)
-    for name, found in zip(("dx", "dweight"), torch.autograd.grad(loss, [t.x, t.weight])):
-        assert_close(found, truth[name], 2 * torch.finfo(found.dtype).eps, name=name)
 
 
 def test_what_autograd_gets_beside_main_grad_is_cleared(device, kernels):

@@ -1,6 +1,5 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
-import itertools
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -121,20 +120,17 @@ CALLS = [
     Call("save", 3, 1, smoothing=0.1),
     Call("save", 2, 1, True, dtype="bf16"),
     Call("save", 2, 1, dtype="bf16", reduce_dtype="float32"),
-    Call("save", 2, 1, True, frozen="input"),
     Call("save", 2, 1, True, frozen="weight"),
     Call("save", 2, 1, frozen="input weight"),
     Call("save alone", 2, 1, True, dtype="bf16"),
     Call("evaluation", 2, 1),
     Call("by vocabulary", 2, 1, dtype="bf16"),  # dX [N, D] is the smaller accumulator: one block, one reduction
-    Call("recompute", 3, 2, smoothing=0.1),
     Call("recompute", 2, 4, True, dtype="bf16", reduce_dtype="float32"),
     Call("recompute", 3, 4, True, smoothing=0.2, dtype="fp64"),
     Call("recompute", 2, 4, True, frozen="weight"),
     Call("accumulate", 3, 4, dtype="bf16", reduce_dtype="float32"),
-    Call("accumulate", 2, 4, True),
     Call("accumulate", 2, 4, True, frozen="input"),
-    Call("accumulate", 2, 4, frozen="weight"),
+    Call("accumulate", 2, 4, True),
 ]
 
 
@@ -176,7 +172,7 @@ def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member,
         _events(member, Call("save alone", 2, 1, True, "bf16", frozen=frozen))
 
 
-@pytest.mark.parametrize("names", [(), ("mean_logit",), ("entropy",), ("argmax", "mean_logit")], ids=str)
+@pytest.mark.parametrize("names", [("entropy",), ("argmax", "mean_logit")], ids=str)
 @on_ranks(2)
 def test_statistics_gather_what_was_asked_for(member, names):
     t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
@@ -290,7 +286,7 @@ def test_one_rank_needs_none(member):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("budget", "reduction"), [(None, "mean"), (0, "none"), (0, "sum")])
-@pytest.mark.thinned
+@pytest.mark.thinned("sequence_parallel")
 @on_ranks(4)
 def test_only_the_given_group_is_used(member, budget, reduction, sequence_parallel):
     """Two tensor-parallel pairs side by side."""
@@ -304,23 +300,20 @@ def test_only_the_given_group_is_used(member, budget, reduction, sequence_parall
     assert len(of_collectives(events)) >= 2 and all(e[3] for e in of_collectives(events))
 
 
-def _uneven_ranks(member: Member, sizes: tuple, vocab_size):
+def _uneven_ranks(member: Member, sizes: tuple):
     """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
     t = part(make(N, sum(sizes), D, device=member.device), member, shards=sizes)
-    where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
     found = []
-    for reduction, budget in itertools.product(("mean", "none"), (0, 12000, None)):
-        options = dict(reduction=reduction, logits_budget=budget, **where)
+    for size, budget in ((sum(sizes), 0), (sum(sizes), 12000), (sum(sizes), None), (None, 12000)):
+        where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=size)
+        options = dict(reduction="none" if budget else "mean", logits_budget=budget, **where)
         with shrunk(2000, (8, 16)), recorded(member.group) as events:
             parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
         found.append(of_collectives(events))
     return found
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_uneven_shards_start_the_same_collectives(given, worlds, device):
-    sizes = (100, 0, 17)
-    everyone = worlds(3).run(_uneven_ranks, sizes, sum(sizes) if given else None)
+def test_uneven_shards_start_the_same_collectives(worlds, device):
+    everyone = worlds(3).run(_uneven_ranks, (100, 0, 17))
     assert everyone == [everyone[0]] * 3
-    if given:
-        assert len({len(events) for events in everyone[0]}) > 1, "the budget must change the blocks"
+    assert len({len(events) for events in everyone[0][:3]}) > 1, "the budget must change the blocks"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +15,6 @@ from cases import normal
 from measures import relative_error
 from parallel_lce import LinearCrossEntropy
 from tools import on_ranks
-from world import mesh_of
 from wrappers import WRAPPERS, gradients, wrapped
 
 V, D, N = 40, 16, 12
@@ -156,30 +155,3 @@ def test_mixed_precision(member, how):
     for name, gradient in gradients(inner, model).items():
         assert gradient.dtype == torch.float32
         assert 0 < relative_error(gradient, wanted[name]) < 0.02, name
-
-
-@on_ranks(2)
-def test_initialisation_on_the_meta_device(member):
-    """The module of the loss has nothing to initialise."""
-    model = Model("meta")
-    fully_shard(model, mesh=mesh_of(member.device.type, (member.ranks,)))
-    model.to_empty(device=member.device)
-    model.reset()
-    check(member, model, model, model)
-
-
-@on_ranks(2)
-def test_an_output_layer_wrapped_on_its_own(member):
-    """FSDP2: it is refused as long as nobody makes the weight whole, which its own forward would do."""
-    inner = built(member.device)
-    mesh = mesh_of(member.device.type, (member.ranks,))
-    fully_shard(inner.head, mesh=mesh)
-    model = fully_shard(inner, mesh=mesh)
-    with pytest.raises(ValueError, match=r"or call that module's unshard\(\) before"):
-        model(*batch(member.rank, 0, member.device))
-
-    def step(*given):
-        inner.head.unshard()
-        return model(*given)
-
-    check(member, step, inner, model, 2)

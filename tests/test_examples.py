@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from releases import ROOT
-from tools import ran
 from world import launched
 
 EXAMPLES = ROOT / "examples"
@@ -52,29 +51,18 @@ def _printed(ranks: int, device: str, *names: str) -> str:
     return launched(ranks, _run, names, ranks, device, device=device)
 
 
-def _by_torchrun(name: str) -> str:
-    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-    done = ran(sys.executable, *torchrun, EXAMPLES / f"{name}.py", env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 MORE = [pytest.param(2, name, marks=pytest.mark.slow) for name in CASES if name != "sequence_parallel"]
-TORCHRUN = pytest.param("torchrun", "sequence_parallel", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), TORCHRUN, *MORE])
+@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), *MORE])
 def test_example(name, ranks, device):
     if device == "cuda" and ranks == 2 > torch.cuda.device_count():
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
     if name == MEGATRON:
         pytest.importorskip("megatron.core")
-    if ranks == "torchrun":
-        printed = _by_torchrun(name)
-    else:
-        together = [each for each in CASES if each != MEGATRON] if ranks == 1 and name != MEGATRON else [name]
-        printed = _printed(ranks, device, *together).partition(f"example {name}\n")[2].partition("example ")[0]
-        assert "gloo" not in printed or name == MEGATRON, "threads of the group outlive it"
+    together = [each for each in CASES if each != MEGATRON] if ranks == 1 and name != MEGATRON else [name]
+    printed = _printed(ranks, device, *together).partition(f"example {name}\n")[2].partition("example ")[0]
+    assert "gloo" not in printed or name == MEGATRON, "threads of the group outlive it"
     steps, second, last = CASES[name]
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (-?\d+\.\d+)", printed, re.MULTILINE)]
     bound = 1e-4 if name == "sequence_parallel" else 1e-5

@@ -67,36 +67,16 @@ def test_strategies(strategy, everything, dtype, worlds, backend, device):
     assert_holds(c, 1.5 if strategy == "accumulated" else 1.1 if backend == "torch" else 1.0, backend, worlds, device)
 
 
-STATISTICS = "lse target_log_prob mean_log_prob expected_logit entropy sum_p_squared selected_log_prob".split()
-
-
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", STATISTICS)
-@pytest.mark.thinned
-def test_statistics(name, dtype, budget, worlds, backend, device):
-    """A fifth of the selected ids are targets."""
-    asked = dict(asked=("mean_logit", "entropy", "sum_p_squared"), selected="ids", K=10, block_bytes=9000)
-    c = of(63, 257, 33, dtype, bias="plain", budget=budget, tile=(32, 64), mixture=(name,), **asked)
-    assert_holds(replace(c, kind="statistics"), 1.1, backend, worlds, device)
-
-
 # The target's entry of dlogits is a number of few bits here, and most of a gradient: torch's error is little more than
 # the rounding of the result. Ours is where a token has a target of its own, as most of a few have.
 FLAT = of(64, 700, 64, "bf16", ignored="none", upstream="ones")
-FLATS = FLAT, replace(FLAT, budget=0), replace(FLAT, reduction="mean", budget=0)
-SPLIT = dict(sequence_parallel=True, block_bytes=20_000)
-# A block's targets and weights lie N/P apart in those of the sequence.
-ONE_ROW = of(10, 700, 4, rows=(350, 350), budget=0, ignored="none", token_weight="zeros", **SPLIT | dict(block_bytes=1))
+SPLIT = dict(sequence_parallel=True, token_weight="zeros", block_bytes=1)
 KERNELS = [
-    *((c, 1.1) for c in FLATS),
-    # Rows are cut where ranges of entries would be narrow.
-    *((of(600, 700, 24, dtype, budget=0, block_bytes=2 * 512 * 512), 1.0) for dtype in ("bf16", "fp16")),
-    (of(64, 700, 24, "bf16", (700, 0), label_smoothing=0.1, **SPLIT), 1.1),
-    (of(64, 700, 24, "bf16", (100, 600), budget=0, bias="plain", **SPLIT), 1.1),
-    (of(64, 699, 24, "bf16", (350, 350), reduction="mean", budget=0, z_loss=1e-2, block_bytes=20_000), 1.1),
-    (of(64, 700, 24, "fp16", (300, 400), budget=BLOCK + 30_000, softcap=8.0, block_bytes=20_000), 1.1),
-    *((replace(ONE_ROW, reduction=reduction), 1.5) for reduction in ("none", "mean")),
+    # A block has one row of each rank, whose targets and weights lie N/P apart in those of the sequence.
+    (of(10, 700, 4, rows=(350, 350), budget=0, ignored="none", **SPLIT), 1.5),
+    (FLAT, 1.1),
+    (replace(FLAT, budget=0), 1.1),
+    (replace(FLAT, reduction="mean", budget=0), 1.1),
     # Three blocks and more, of which the larger shard saves a part alone. A block's consumed exponentials must not
     # serve a block whose buffer is already another's.
     (of(512, 1280, 64, "bf16", (1024, 256), budget=327680, ignored="none", sharpness=2.0, block_bytes=16_384), 1.5),
@@ -109,18 +89,7 @@ def test_blocks_pieces_and_shards(c, factor, worlds, backend, device):
     assert_holds(c, factor, backend, worlds, device)
 
 
-LONG = dict(block_bytes=1 << 16)
-HARD = [
-    # Sums of many terms, and several windows of rows and entries.
-    of(137, 640, 2048, "bf16", (214, 213, 213), budget=0, bias="plain", **LONG),
-    of(138, 640, 2048, rows=(320, 320), reduction="mean", **SPLIT | LONG),
-    of(96, 4999, 32, "bf16", bias="plain", label_smoothing=0.1, reduction="mean", **LONG),
-    of(252, 507, 123, "fp16", (127, 380), reduction="mean", budget=0, **LONG),
-    *(of(64, 300, 8, "fp16", budget=0, scale=scale, sharpness=1e-3, **LONG) for scale in (0.0, 1e-4, 1000.0)),
-]
-
-
-@pytest.mark.parametrize("c", HARD, ids=str)
-def test_long_sums_and_scales(c, worlds, device):
+def test_long_sums(worlds, device):
+    c = of(137, 640, 2048, "bf16", (320, 320), budget=0, bias="plain", block_bytes=1 << 16)
     # Partial dX are summed in their own dtype over the ranks.
-    assert_holds(c, 1.1 if c.ranks == 1 else 2.0, "", worlds, device)
+    assert_holds(c, 2.0, "", worlds, device)

@@ -37,7 +37,8 @@ def of(request):
 def _cheap(c) -> bool:
     """Of few entries, from which the truth is computed, and of few tiles; logits have a weight ``[V, V]``."""
     tiles = 1 if c.tile is None else -(-c.N // c.tile[0]) * -(-c.V // c.tile[1])
-    return c.V * max(c.N, c.V if c.kind == "logits" else c.D) <= 200_000 and tiles <= 40
+    most = 80_000 if c.kind == "divergence" else 200_000  # of two layers
+    return c.V * max(c.N, c.V if c.kind == "logits" else c.D) <= most and tiles <= 40
 
 
 def _hold(of, number, fewer, wanted, run, ranks=1, settings=SETTINGS) -> None:
@@ -128,34 +129,22 @@ def _findings(monkeypatch, name: str, fault, number: int, **wanted):
             yield c, verdicts, finding
 
 
-# Every entry of low-precision gradients may be rounded twice, 0.1 % in fp16 and 0.8 % in bf16 together, which in a
-# row whose terms nearly cancel is more of their sum.
-FAULTS = {"wide": (("fp64", "fp32"), 0.01, 0.95), "fp16": (("fp16",), 0.01, 0.8), "bf16": (("bf16",), 0.04, 0.8)}
 TRAINED = dict(mode=("train",), frozen=((),), autocast=("",))
 
 
-@pytest.mark.parametrize(
-    ("where", "precision"),
-    [
-        ("dinput", "wide"),
-        pytest.param("dweight", "fp16", marks=pytest.mark.slow),
-        pytest.param("dbias", "bf16", marks=pytest.mark.slow),
-    ],
-)
-def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch, of):
-    dtypes, by, share = FAULTS[precision]
+@pytest.mark.parametrize("where", ["dinput", pytest.param("dweight", marks=pytest.mark.slow)])
+def test_one_wrong_row_of_a_gradient_is_found(where, monkeypatch, of):
+    """By 1 %. Roundings of low-precision gradients may be as large."""
     # Logits that are alike are rounded alike, and their gradient's terms cancel.
-    wanted = dict(
-        kind=("loss", "statistics", "divergence"), dtype=dtypes, sharpness=(0.3, 1.0, 3.0, 10.0), offset=(0.0,)
-    )
-    wanted |= dict(bias=("plain", "masked") if where == "dbias" else ("", "plain"), scale=(1.0, 0.5, -1.5))
-    wanted |= dict(softcap=(None, 5.0, 30.0, 50.0), upstream=("random", "ones"))
+    wanted = dict(kind=("loss", "statistics", "divergence"), dtype=("fp64", "fp32"), offset=(0.0,), bias=("", "plain"))
+    wanted |= dict(scale=(1.0, 0.5, -1.5), softcap=(None, 5.0, 30.0, 50.0), sharpness=(0.3, 1.0, 3.0, 10.0))
+    wanted |= dict(upstream=("random", "ones"))
     wanted |= dict(walk=("backward", "twice", "save_on_cpu", "gapped hooks"), **TRAINED)
 
     def largest_row_off(c, gradient):
         # Tokens without a loss have NaN.
         rows = gradient.reshape(len(gradient), -1).double().norm(dim=1).nan_to_num(0.0)
-        gradient[int(rows.argmax())] *= 1 + by
+        gradient[int(rows.argmax())] *= 1.01
 
     said = []
     for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(16, 8), **wanted):
@@ -164,7 +153,7 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch, of)
         if max([v.truth for v in verdicts if v.name.removesuffix(" again") == where], default=0.0) >= 1e-3:
             said.append(where in finding)
     assert len(said) >= of(8, 4)
-    assert sum(said) >= share * len(said), said
+    assert sum(said) >= 0.95 * len(said), said
 
 
 def test_exponentials_that_are_rounded_where_logits_are_nearly_equal_are_found(monkeypatch):

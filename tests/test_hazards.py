@@ -94,7 +94,7 @@ def test_one_tokens_nan_upstream_leaves_the_others_alone_in_fp16(device):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1), dict(z_loss=0.1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
 @pytest.mark.parametrize("by", ["upstream", "weight"])
 @pytest.mark.thinned
 def test_a_nan_of_an_ignored_token_reaches_no_gradient(by, options, dtype, device, budget):
@@ -156,12 +156,7 @@ N, V, D = 20, 4 * WINDOW + 44, 16
 LOWEST = torch.finfo(torch.bfloat16).min
 MASKS = {"bf16": (-1e10, LOWEST), "fp32": (-1e30,), "fp16": (-65504.0,)}
 # Masks of any one range of entries are in test_fuzz.py.
-PATTERNS = {
-    "none": [],
-    "some windows": [slice(0, WINDOW), slice(2 * WINDOW, 3 * WINDOW), slice(4 * WINDOW, V)],
-    "a rank": [slice(0, V // 2)],
-    "all": [slice(0, V)],
-}
+PATTERNS = {"none": [], "a rank": [slice(0, V // 2)], "all": [slice(0, V)]}
 
 
 @contextmanager
@@ -180,14 +175,7 @@ def windows(backend: str):
 def masked(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
     """``x [N, D]``, ``weight [V, D]``, ``bias [V]`` and ``target [N]``; some targets are masked."""
     x, weight, bias = normal(N, D), normal(V, D, seed=1) / 2, normal(V, seed=2) / 2
-    if pattern == "some tokens":
-        # Each token of the first half has a window of its own masked.
-        x[:, :5] = 0
-        for window in range(5):
-            x[window : N // 2 : 5, window] = 1
-            weight[:, window] = 0
-            weight[WINDOW * window : WINDOW * (window + 1), window] = mask
-    elif pattern == "huge rows":
+    if pattern == "huge rows":
         # The logits of two windows are huge, of either sign. fp16 holds them as products of two numbers.
         x *= 1e4 if dtype == "fp16" else 1.0
         weight[WINDOW - 24 : 2 * WINDOW - 24] *= -mask / 4 if dtype == "fp16" else 1e30
@@ -199,7 +187,7 @@ def masked(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
     return *made, target
 
 
-ALL_PATTERNS = [*[name for name in PATTERNS if name != "none"], "some tokens", "huge rows"]
+ALL_PATTERNS = [*[name for name in PATTERNS if name != "none"], "huge rows"]
 
 
 @pytest.mark.parametrize(("ranks", "pattern"), [(1, name) for name in ALL_PATTERNS] + [(2, "a rank"), (2, "all")])

@@ -25,7 +25,7 @@ import parallel_lce
 from measures import error
 from parallel_lce.kernels import mainloop_choice
 from parallel_lce.kernels.relaunch import Relaunched
-from releases import ROOT, folder_of, installed
+from releases import folder_of, installed
 from tools import chosen_backend, small
 
 HERE = Path(__file__).parent
@@ -58,12 +58,11 @@ ADDED_BYTES = 256
 
 
 def compiled(capability: int, release: str | None) -> list[dict]:
-    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one. Kernels that have not
-    changed since the last run are not compiled again."""
-    cache = ROOT / "outputs" / "triton-cache"
+    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one. Kernels that are in
+    Triton's cache, of whatever checkout, are not compiled again."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(HERE.parent), *([str(folder_of("triton", release))] if release else [])]
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(
         [sys.executable, str(HERE / "compile_kernels.py"), str(capability), "once"],
         env=environment,

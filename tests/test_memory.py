@@ -5,7 +5,6 @@ import ctypes
 import gc
 import resource
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +18,7 @@ from benchmarks.engine.peak_memory import peak_memory
 from cases import DTYPES, make, normal, part
 from parallel_lce.backends import backend_of, torch_backend, triton_forward
 from parallel_lce.call import prepare
-from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.plan import default_budget
-from parallel_lce.run.entry import fused_loss
 from tools import alone, everywhere, on_ranks, shrunk
 from world import Member
 
@@ -127,21 +124,18 @@ def test_the_larger_of_uneven_shards_stays_within_the_budget(member, budget):
     assert alive <= budget + 256 * KiB
 
 
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
-@pytest.mark.thinned
-def test_evaluation_keeps_nothing(mode, reduction, budget, device):
+@pytest.mark.parametrize("mode", [torch.no_grad, nullcontext])
+def test_evaluation_keeps_nothing(mode, device):
     """Parameters that need gradients, but nobody will ask for them; or that need none."""
     N, V, frozen = 512, 4096, "x weight" if mode is nullcontext else ""
-    options = dict(logits_budget=budget, reduction=reduction, frozen=frozen, backward=False)
+    options = dict(logits_budget=None, frozen=frozen, backward=False)
     with mode():
         peak, alive = measured(alone(device), (N, V, 4), **options)
     assert alive <= 16 * N * 4
     assert peak < N * V * 4 / 4
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "own"])
 @pytest.mark.parametrize(("frozen", "sizes"), [("weight", (128, 4096, 256)), ("x", (2048, 64, 512))])
 @pytest.mark.thinned("strategy", "frozen")
 def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strategy, device):
@@ -161,30 +155,6 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     peak, alive = measured(alone(device), (N, V, D), dtype="bf16", tile=(64, 128), block=16 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
-
-
-def test_what_autograd_gets_beside_main_grad_takes_the_exponentials_memory(device):
-    """Megatron's hook waits for a gradient whose values do not matter. It is as large as the weight, a quarter of the
-    exponentials."""
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from parallel_lce.megatron.main_grad import main_grad_of
-
-    t = make(256, 8192, 64, "fp32", device=device)
-    weight = t.weight.requires_grad_()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    options = Options("test", reduction="none", logits_budget=GiB)
-    real, peaks = main_grad_of(weight, True, False), []
-    for main_grad in (replace(real, placeholder=lambda memory: None), real):
-
-        def step():
-            loss = fused_loss(options, Tensors(t.x, weight, t.target), None, main_grad=main_grad)
-            loss.sum().backward()
-            assert (weight.grad is None) == (main_grad is not real)
-            weight.grad = None
-
-        with shrunk(BLOCK):
-            peaks.append(peak_memory(step, device)[0])
-    assert peaks[1] - peaks[0] < 64 * KiB < weight.numel() * 4
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)

@@ -140,16 +140,13 @@ CHOICES = {
         (AXIS, {}, True),
         (AXIS, dict(tokens=65536, shard_rows=4096), False),
         # Blocks of 64 MiB would add to dW every 256 tokens.
-        (AXIS, dict(tokens=1024, gradients=MAIN_GRAD), True),
         (AXIS, dict(tokens=8192, gradients=MAIN_GRAD), True),
-        (AXIS, dict(tokens=8192, itemsize=4, gradients=FP32), True),
         # Blocks of 8192 tokens take as long, and less memory where an fp32 dW, or main_grad, costs nothing.
         (AXIS, dict(tokens=16384, gradients=MAIN_GRAD), False),
         (AXIS, dict(tokens=128256 + 8192), True),
         (AXIS, dict(tokens=128256 + 8193), False),
         (AXIS, dict(tokens=1500, budget=340 * MiB), True),  # three quarters of it are saved
         # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
-        (ONE, {}, True),
         (ONE, dict(ranks=2), True),
         (ONE, dict(tokens=1 << 17), False),  # few entries of so many tokens are saved
         (ONE, dict(tokens=16384, shard_rows=32768), False),  # as fast, without an fp32 dX

@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.modules import module
 
 from parallel_lce.core import private
-from tools import on_ranks
-from world import mesh_of
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -112,41 +108,7 @@ def test_hooks_of_a_tensor():
 # --- torch.distributed ------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_fsdp_tells_the_dtype_of_results_and_has_hooks_of_its_modules(member):
-    for dtype in (None, torch.float32):
-        layer, policy = nn.Linear(4, 4, device=member.device), MixedPrecisionPolicy(torch.bfloat16, output_dtype=dtype)
-        fully_shard(layer, mesh=mesh_of(member.device.type, (2,)), mp_policy=policy)
-        assert private.fsdp_output_dtype(layer) == dtype
-        added = private.hooks(layer, "forward", "forward_pre")
-        assert added and all(hook.__module__.startswith(private.FSDP_MODULES) for hook in added)
-        found = layer(torch.ones(1, 4, device=member.device)).dtype
-        assert found == (dtype or torch.bfloat16)
-
-
 # --- modules ----------------------------------------------------------------------------------------
-
-
-KINDS = "forward", "forward_pre", "backward", "backward_pre"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_a_module_and_of_all_modules(kind):
-    name = kind.replace("backward", "full_backward") + "_hook"
-    layer, hook = nn.Linear(2, 2), lambda *_: None
-    for register in (getattr(layer, f"register_{name}"), getattr(module, f"register_module_{name}")):
-        assert not private.hooks(layer, *KINDS)
-        handle = register(hook)
-        try:
-            assert private.hooks(layer, kind) == private.hooks(layer, *KINDS) == [hook]
-        finally:
-            handle.remove()
-
-
-def test_parameters_of_a_module():
-    layer = nn.Sequential(nn.Linear(2, 2, bias=False))
-    assert private.parameters_of(layer) == {}
-    assert private.parameters_of(layer[0]) == {"weight": layer[0].weight, "bias": None}
 
 
 # --- elsewhere --------------------------------------------------------------------------------------

@@ -34,16 +34,9 @@ MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
 TEST = re.compile(r"(?<![\w/])test_\w+(?:\.py)?")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|compare|snapshots)\.\w+)=(?! )")
-# The files in which the options of a program stand. REPORT: the options that all benchmarks have.
-CONFIG, REPORT = "launch/training/config.py", "benchmarks/engine/report.py"
-SOURCES = {
-    **{f"benchmarks.{file.stem}": [f"benchmarks/{file.name}", REPORT] for file in (ROOT / "benchmarks").glob("*.py")},
-    **dict.fromkeys(["bench", "benchmarks"], ["benchmarks/engine/options.py", REPORT]),
-    **dict.fromkeys(["demo", "train", "program"], [CONFIG]),
-    "fuzz": ["tests/fuzz/program.py"],
-    "sanitize": ["tests/sanitize.py"],
-    "test": ["tests/conftest.py"],
-}
+# The files in which the options of the programs stand.
+SOURCES = [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "launch" / "training" / "config.py"]
+SOURCES += [ROOT / "tests" / name for name in ("conftest.py", "fuzz/program.py", "sanitize.py")]
 PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\b")
 # Of pytest, Megatron-LM and torchtitan.
 OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode", "--override"}
@@ -51,8 +44,8 @@ OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode"
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
 
 
-def _options(program: str) -> set[str]:
-    text = "".join((ROOT / name).read_text() for name in SOURCES[program])
+def _options() -> set[str]:
+    text = "".join(path.read_text() for path in SOURCES)
     return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *OPTIONS_OF_OTHERS}
 
 
@@ -108,20 +101,18 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
     blocks = [code for language, code in FENCED.findall(page.read_text()) if language != "python"]
     lines = [line.partition(" #")[0] for code in blocks for line in code.replace("\\\n", " ").splitlines()]
     spans = re.findall(r"`([^`]+)`", " ".join(_prose(page).split()))
-    of_launcher = {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
+    known = _options() | {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
     for command in [*lines, *spans]:
-        given = set(OPTION.findall(command))
-        assert {option for option in given if option.startswith("--parallel-lce-")} <= of_launcher, command
+        assert {option for option in OPTION.findall(command) if option.startswith("--parallel-lce-")} <= known, command
         if program := PROGRAM.search(command):
             name = next(filter(None, program.groups()))
             setting = RANKS if name == "bench" or command.startswith("torchrun") else ONE
             command = command[program.end() :].rpartition(" -- ")[2]  # in front of the -- are torchrun's
-            assert set(OPTION.findall(command)) <= _options(name), command
             for peers in re.findall(r"--peers((?: (?!-)\S+)+)", command):
                 assert [named(peer, setting) for peer in peers.split()]
             assert set(re.findall(r"--suite (\w+)", command)) <= {*SUITES}, command
-        elif command.startswith("--"):
-            assert given <= set().union(of_launcher, *map(_options, SOURCES)), command
+        if program or command.startswith("--"):
+            assert set(OPTION.findall(command)) <= known, command
     config = load_config(ROOT / "configs" / "snapshots.yaml", []).model_dump()
     sections = {section: values for section, values in config.items() if isinstance(values, dict)}
     settings = {f"{section}.{name}" for section, values in sections.items() for name in values}

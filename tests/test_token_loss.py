@@ -1,6 +1,7 @@
 """``token_loss`` beside float64 autograd of the same function of all logits; and what its function may not do."""
 
 import contextlib
+import gc
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import parallel_lce
 import reference
 from cases import Tensors, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
-from tools import alone, debug_mode, everywhere, on_ranks, shrunk, small, uncollected
+from tools import debug_mode, everywhere, on_ranks, shrunk, small
 from world import Member
 
 N, V = 48, 120
@@ -29,26 +30,13 @@ def ppo(s, old, advantage):
     return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
 
 
-def focal(s, old, advantage):
-    return -advantage * (1 - s.target_log_prob.exp()).square() * s.target_log_prob
-
-
-def z_loss(s, old, advantage):
-    return 0.1 * s.lse.abs().pow(3) - s.max_logit.detach() * s.target_log_prob
-
-
 def everything(s, old, advantage):
     """A product of every statistic that has a gradient."""
     terms = s.target_log_prob, s.lse, s.entropy, s.sum_p_squared, s.mean_logit, s.mean_log_prob, s.expected_logit
-    return sum(a * b * advantage for a, b in zip(terms, terms[1:])) + old * s.target_logit.sin()
+    return sum(a * b * advantage for a, b in zip(terms, terms[1:])) + old * s.target_logit.sin() * s.max_logit.detach()
 
 
-ASKED = {
-    ppo: dict(entropy=True),
-    focal: {},
-    z_loss: {},
-    everything: dict(entropy=True, sum_p_squared=True, mean_logit=True),
-}
+ASKED = {ppo: dict(entropy=True), everything: dict(entropy=True, sum_p_squared=True, mean_logit=True)}
 
 
 @dataclass(frozen=True)
@@ -62,18 +50,13 @@ class Case:
 
 
 CASES = [
-    *(Case(loss, kind) for loss in ASKED for kind in OF_BLOCKS),
-    *(
-        Case(loss, ranks=2, sequence_parallel=sp, dtype=d)
-        for loss in ASKED
-        for sp, d in ((False, "bf16"), (True, "fp32"))
-    ),
+    *(Case(ppo, kind) for kind in OF_BLOCKS),
+    Case(ppo, "accumulate", 2, dtype="bf16"),
+    Case(everything, "save", dtype="fp16"),
     Case(everything, "recompute", 2, True, reduction="mean"),
-    *(Case(everything, kind, dtype="fp16") for kind in ("save", "accumulate")),
+    Case(everything, "accumulate", 2, True),
     Case(everything, "accumulate", dtype="fp64", reduction="mean"),
-    *(Case(everything, kind, 4, sp) for sp in (False, True) for kind in OF_BLOCKS),
 ]
-CASES = [pytest.param(c, marks=[pytest.mark.slow] * (c.ranks > 2)) for c in CASES]
 
 
 def problem(kind: str = "accumulate", dtype: str = "fp32", device="cpu") -> tuple[Tensors, torch.Tensor, torch.Tensor]:
@@ -142,7 +125,7 @@ def test_against_float64(c, backend, worlds, device):
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
-@pytest.mark.parametrize("kind", ["batch first", "sequence first", "counted", "batch first, counted", "dtensor"])
+@pytest.mark.parametrize("kind", ["sequence first", "batch first, counted", "dtensor"])
 @on_ranks()
 def test_layouts(member, kind, sequence_parallel):
     """``[b, s]`` tokens in either order, the counted tokens alone, and DTensors give what ``[N]`` tokens do."""
@@ -194,8 +177,8 @@ def test_layouts(member, kind, sequence_parallel):
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_modes(kind, device):
-    """In evaluation the function has no gradients; a second backward, a checkpoint and a compiled function have those
-    of the plain call."""
+    """In evaluation the function has no gradients; a second backward, a checkpoint, a compiled function, and values of
+    inference mode, which autograd could not save, have those of the plain call."""
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
     t, grad_modes = part(t, Member(0, 1, torch.device(device), None)), []
 
@@ -203,8 +186,9 @@ def test_modes(kind, device):
         grad_modes.append(torch.is_grad_enabled() and given[0].target_log_prob.requires_grad)
         return ppo(*given)
 
-    def total(x, weight):
-        return parallel_lce.token_loss(x, weight, t.target, loss, *values, entropy=True, logits_budget=budget)[0]
+    def total(x, weight, target=t.target, *given):
+        given = given or values
+        return parallel_lce.token_loss(x, weight, target, loss, *given, entropy=True, logits_budget=budget)[0]
 
     leaves = [t.x, t.weight]
     with shrunk(block):
@@ -212,6 +196,9 @@ def test_modes(kind, device):
         true = torch.autograd.grad(value, leaves, retain_graph=True)
         ways = {"again": lambda: value, "compiled": lambda: torch.compile(total, backend="eager")(*leaves)}
         ways["checkpoint"] = lambda: torch.utils.checkpoint.checkpoint(total, *leaves, use_reentrant=False)
+        with torch.inference_mode():
+            others = [value.clone() for value in (t.target, *values)]
+        ways["inference"] = lambda: total(*leaves, *others)
         for way in ways.values():
             for found, exact in zip(torch.autograd.grad(way(), leaves), true):
                 assert_near(found, exact, 1e-6)
@@ -295,10 +282,14 @@ def test_an_exception_keeps_nothing_of_its_call():
         values.append(weakref.ref(statistics.lse))
         raise RuntimeError("no memory")
 
-    with uncollected():
+    gc.collect()
+    gc.disable()
+    try:
         with contextlib.suppress(RuntimeError):
             parallel_lce.token_loss(t.x, t.weight, t.target, loss)
         assert [ref() for ref in values] == [None]
+    finally:
+        gc.enable()
 
 
 def shrinking(statistics):
@@ -331,21 +322,6 @@ def test_refusals(change, words):
     loss, values = given.pop("loss"), given.pop("values")
     with pytest.raises(ValueError, match=words):
         parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **given)
-
-
-@pytest.mark.parametrize("kind", OF_BLOCKS)
-def test_values_and_targets_of_inference_mode(kind):
-    """As those of rollouts, which autograd could not save."""
-    (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind)
-    t = part(t, alone())
-    with torch.inference_mode():
-        target, *others = [value.clone() for value in (t.target, *values)]
-    with shrunk(block):
-        options = dict(entropy=True, logits_budget=budget)
-        found = parallel_lce.token_loss(t.x, t.weight, target, ppo, *others, **options)[0]
-        exact = parallel_lce.token_loss(t.x, t.weight, t.target, ppo, *values, **options)[0]
-        gradients = [torch.autograd.grad(loss, [t.x, t.weight]) for loss in (found, exact)]
-    assert found == exact and all(torch.equal(*pair) for pair in zip(*gradients))
 
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)

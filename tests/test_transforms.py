@@ -97,17 +97,12 @@ def test_refused(name, asked, device, monkeypatch):
         ask(FUNCTIONS[name], x, w)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight"])
-@pytest.mark.parametrize("name", ["none", "accumulated", "statistics"])
-@pytest.mark.thinned
-def test_second_derivatives_of_a_compiled_loss_are_refused(name, asked, compiler, device):
-    """By AOTAutograd in its own words."""
+def test_second_derivatives_of_a_compiled_loss_are_refused(device):
     torch._dynamo.reset()
     x, w = (normal(*size).to(device).requires_grad_() for size in ((N, D), (V, D)))
-    loss = torch.compile(lambda x, w: FUNCTIONS[name](x, w).sum(), fullgraph=True, backend=compiler)
-    with shrunk(2 * V * 8), pytest.raises(RuntimeError, match="twice|double backward"):
-        ASKED[asked][0](loss, x, w)
+    loss = torch.compile(lambda x, w: FUNCTIONS["none"](x, w).sum(), fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="twice|double backward"):
+        _penalty(loss, x, w, x)
 
 
 DUALS = {

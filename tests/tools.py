@@ -1,7 +1,6 @@
 """What several test files share: tiny blocks and tiles, backends, small problems, a record of
 collectives."""
 
-import gc
 import importlib
 import inspect
 import os
@@ -157,16 +156,6 @@ def small(device="cpu", N=24, V=150, D=16, dtype="fp32", **options) -> Tensors:
 def given(input, linear_weight, target, linear_bias=None, **options) -> tuple[Options, Inputs]:
     """Options and Tensors of these arguments, for tests below the public functions."""
     return Options("a test", **options), Inputs(input, linear_weight, target, linear_bias)
-
-
-@contextmanager
-def uncollected():
-    """Without the garbage collector."""
-    gc.collect(), gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextmanager

@@ -64,8 +64,15 @@ def linear_cross_entropy(
     if hidden.dim() < 1:
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
     each = 1.0 if temperature is None else _flat(temperature)
-    asked = dict(entropy=True, sum_p_squared=sum_p_squared, reduce_hidden_grad=reduce_hidden_grad)
-    options = Options("token_statistics", temperature=each, vocab_size=vocab_size, logits_budget=logits_budget, **asked)
+    options = Options(
+        "token_statistics",
+        temperature=each,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
+        entropy=True,
+        sum_p_squared=sum_p_squared,
+        reduce_hidden_grad=reduce_hidden_grad,
+    )
     tensors = Tensors(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias)
     with renamed(process_group="dist_process_group", target="labels", **_NAMES):
         found: Any = statistics_of(options, tensors, dist_process_group, _flat(mask), counted_tokens)

@@ -73,7 +73,8 @@ def linear_cross_entropy(
         sum_p_squared=sum_p_squared,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    tensors = Tensors(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), bias)
+    flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+    tensors = Tensors(flat, weight, labels.reshape(-1), bias)
     with renamed(process_group="dist_process_group", target="labels", **_NAMES):
         found: Any = statistics_of(options, tensors, dist_process_group, _flat(mask), counted_tokens)
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()

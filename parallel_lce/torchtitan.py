@@ -1,6 +1,7 @@
 """The fused loss in torchtitan: ``--override.imports parallel_lce.torchtitan.linear_cross_entropy``.
 
-torchtitan sums dX at the end of its decoders, whose hidden states are replicated on the tensor-parallel axis."""
+torchtitan sums dX at the end of its decoders, whose hidden states are replicated on the tensor-parallel axis.
+"""
 
 from __future__ import annotations
 

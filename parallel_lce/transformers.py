@@ -1,6 +1,7 @@
 """The fused loss in Hugging Face transformers: ``patch(model)``. This module imports nothing of transformers.
 
-The output layer of a patched model returns deferred logits, and ``model.loss_function`` takes their operands."""
+The output layer of a patched model returns deferred logits, and ``model.loss_function`` takes their operands.
+"""
 
 from __future__ import annotations
 

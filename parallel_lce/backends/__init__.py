@@ -29,7 +29,8 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
-    is compiled. Raises ``ValueError`` for a tensor without values, and under torch.export."""
+    is compiled. Raises ``ValueError`` for a tensor without values, and under torch.export.
+    """
     # For Dynamo every tensor is fake, and with PyTorch 2.11 every graph is exported.
     traced = not torch.compiler.is_dynamo_compiling() and (
         isinstance(matrix, FakeTensor) or torch.compiler.is_exporting()

@@ -4,7 +4,8 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 This program's options are arguments of ``patch()``, and may stand anywhere; all others go to the script, whose
-``--cross-entropy-fusion-impl parallel_lce`` becomes ``native``, which it knows."""
+``--cross-entropy-fusion-impl parallel_lce`` becomes ``native``, which it knows.
+"""
 
 from __future__ import annotations
 

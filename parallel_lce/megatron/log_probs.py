@@ -1,6 +1,7 @@
 """Log-probabilities and entropy of a Megatron model's labels, and losses made of them, for RL.
 
-The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss."""
+The model's own forward runs, with labels. Its loss gets deferred logits, and scores the labels in place of a loss.
+"""
 
 from __future__ import annotations
 

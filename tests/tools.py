@@ -25,8 +25,8 @@ from parallel_lce.core import plan
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
 from parallel_lce.core.options import Tensors as Inputs
-from parallel_lce.run import compaction
 from parallel_lce.run import results as results_module
+from parallel_lce.run import token_count
 from world import Member
 
 if backends._triton_installed() and os.environ.get("TRITON_INTERPRET") == "1":
@@ -256,7 +256,7 @@ def recorded(group):
 def unchecked():
     """A target outside the vocabulary and a wrong count of tokens are no errors on a CPU, as on a GPU."""
     with mock.patch.object(prepare, "check_target"), mock.patch.object(agreement, "check_target"):
-        with mock.patch.object(compaction, "_check_count"):
+        with mock.patch.object(token_count, "_check_count"):
             yield
 
 

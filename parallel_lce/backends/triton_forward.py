@@ -13,7 +13,7 @@ from parallel_lce.core.partials import TARGET, empty_partial
 from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.codes import CodeColumns
 from parallel_lce.kernels.epilogue import ForwardEpilogue
-from parallel_lce.kernels.partials import PartialColumns, RoundedSums, WindowPartials, merge_windows
+from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
 from parallel_lce.kernels.product import Product, new_window_partials
 from parallel_lce.kernels.results import Results, results_of
 from parallel_lce.kernels.target_logits import target_logits
@@ -66,8 +66,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             rounded = RoundedSums(sums, mass, stored.entries, product.tile.entries)
         of_rows.launch(stored.numbers, epilogue)
         if task.picked is not None:
-            known = WindowPartials(windows.max, windows.sum_exp)
-            kernels.picked_logits(of_rows, task.picked.of_rows(some), known)
+            kernels.picked_logits(of_rows, task.picked.of_rows(some), (windows.max, windows.sum_exp))
         merge_windows(
             windows,
             merged,

@@ -75,16 +75,6 @@ class RoundedSums(NamedTuple):
     width: int
 
 
-class WindowPartials(NamedTuple):
-    """Maxima ``[windows, R]`` fp32 and sums of exponentials ``[windows, R]`` fp64 of the forward's windows."""
-
-    max: torch.Tensor
-    sum_exp: torch.Tensor
-
-    def of_rows(self, rows: slice) -> WindowPartials:
-        return WindowPartials(self.max[:, rows], self.sum_exp[:, rows])
-
-
 @triton.jit
 def _larger(a, b):
     """The maximum; NaN if one is, which ``tl.max`` ignores."""

@@ -15,7 +15,6 @@ import triton.language as tl
 from parallel_lce.core.picked import Picked
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
-from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.product import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.token_gradients import GradientTerms
@@ -224,11 +223,12 @@ def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
     return {"ENTRIES": entries, "BLOCK_K": min(width, max(16, next_power_of_2(hidden_size))), "num_warps": warps}
 
 
-def picked_logits(product: Product, picked: Picked, windows: WindowPartials | None = None) -> None:
+def picked_logits(product: Product, picked: Picked, windows: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
     """Write :attr:`Picked.logits`, fp32; 0 for ids of other shards.
 
     The logits are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``:
-    the projection's partials. A logit that can only be its window's maximum becomes that maximum, on every device.
+    the projection's maxima and sums of exponentials, ``[windows, R]`` each. A logit that can only be its window's
+    maximum becomes that maximum, on every device.
     """
     x, weight, (rows, hidden_size) = product.x, product.weight, product.x.shape
     operands = x, weight, product.bias, product.logit_map, windows or (None, None), picked[:3], picked.logits

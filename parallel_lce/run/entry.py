@@ -16,8 +16,8 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
 from parallel_lce.run import ops
 from parallel_lce.run.autograd import function_of
-from parallel_lce.run.compaction import compacted
 from parallel_lce.run.results import TokenStatistics
+from parallel_lce.run.token_count import compacted
 
 
 def fused_loss(

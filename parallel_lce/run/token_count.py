@@ -1,15 +1,26 @@
-"""The number of counted tokens, copied from the device to the host while the model's forward runs, for
-:mod:`parallel_lce.run.compaction`."""
+"""Tokens that do not count: the number of the others, and calls on these alone.
+
+:func:`count_tokens` copies the number from the device to the host while the model's forward runs, since the host would
+have to synchronise with the device to read it. A wrong number is refused where the host can read it, on a CPU and in
+debug mode, and else makes the result NaN.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.core.memory import HostNumber
-from parallel_lce.core.options import INTEGERS, NO_LABEL, as_int64
+from parallel_lce.call import debug
+from parallel_lce.call.agreement import check_together
+from parallel_lce.call.prepare import autocasted, check, check_readable_target, gradients_of, needs_of
+from parallel_lce.core.collectives import Layout, gather_hidden
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.memory import HostNumber, in_memory
+from parallel_lce.core.options import INTEGERS, NO_LABEL, SPOKEN, Options, Tensors, as_int64, is_count, shortened
+from parallel_lce.core.plan import Block
 from parallel_lce.core.private import transforming, version
 
 
@@ -91,3 +102,146 @@ def _can_be_read(mask: Tensor) -> bool:
     if _in_trace() or type(mask) is not Tensor or mask.device.type not in ("cpu", "cuda"):
         return False
     return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class Compaction:
+    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count`` the
+    call keeps all tokens."""
+
+    def __init__(self, mask: Tensor, count: int | None = None) -> None:
+        self._mask, self._kept, self._wrong = mask, None, None
+        if count is None:
+            return
+        flat = mask.reshape(-1)
+        total = flat.sum()
+        # [count], positions of the counted tokens
+        self._kept = flat.logical_not().to(torch.uint8).argsort(stable=True)[:count]
+        self._wrong = total != count
+        if not torch.compiler.is_compiling():
+            _check_count(count, total, self._wrong)
+
+    def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
+        """The rows ``[count, ...]`` that the call works on. ``tokens`` has ``dims`` dimensions more than the mask."""
+        if self._kept is None:
+            return tokens
+        trailing = tokens.shape[tokens.dim() - dims :]
+        return tokens.reshape(self._mask.numel(), *trailing).index_select(0, self._kept)
+
+    def spread(self, values: Tensor, others: float = 0) -> Tensor:
+        """The call's ``values [count, ...]`` at their places among all tokens, and ``others`` elsewhere."""
+        shape = self._mask.shape
+        if self._kept is None:
+            ones = [1] * (values.dim() - len(shape))
+            return values.masked_fill(~self._mask.view((*shape, *ones)), others)
+        trailing = values.shape[1:]
+        whole = values.new_full((shape.numel(), *trailing), others).index_copy(0, self._kept, values)
+        return self.checked(whole).view((*shape, *trailing))
+
+    def checked(self, value: Tensor) -> Tensor:
+        """``value``. If the count was wrong: -1 for ids, else NaN, with NaN gradients of tokens whose weight is
+        not 0."""
+        if self._wrong is None:
+            return value
+        if not value.is_floating_point():
+            return value.masked_fill(self._wrong, -1)
+        return value * value.new_ones(()).masked_fill(self._wrong, torch.nan)
+
+
+def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:
+    """Raise ``ValueError`` for a wrong count, where the host can read it."""
+    if (total.device.type == "cpu" or debug.enabled()) and wrong:
+        raise ValueError(f"counted_tokens is {count}, and {int(total)} tokens count")
+
+
+class _AllTokens(torch.autograd.Function):
+    """All ranks' hidden states ``[S, ..., D]``. Their gradient must be the same on every rank. Forward: one all-gather
+    of N/P * D elements per rank. Backward: this rank's part, and no collective."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layout: Layout) -> Tensor:
+        ctx.layout, ctx.rows = layout, len(hidden)
+        flat = hidden.reshape(len(hidden), hidden[:1].numel())
+        gathered = gather_hidden(flat, Block(0, len(flat), 0), layout).wait()
+        return gathered.view(len(hidden) * layout.ranks, *hidden.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        # A copy: a leaf's gradient that is a view would keep the gradient of all tokens.
+        return upstream.narrow(0, ctx.rows * ctx.layout.rank, ctx.rows).clone(), None
+
+
+def compacted(
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    mask: Tensor | None,
+    counted_tokens: Any,
+    main_grad: MainGrad | None = None,
+) -> tuple[Options, Tensors, Compaction]:
+    """The call on the counted tokens alone: the tokens of the ``mask``, or for a loss the tokens that are not ignored.
+    ``counted_tokens``: their number, or a ``TokenCount``. If there is none, or it cannot be read, the call works on all
+    tokens.
+
+    A call on some tokens has no sequence parallelism: every rank gathers all hidden states first, since the counted
+    tokens are not spread evenly over the ranks. Its dX is all-reduced.
+
+    Raises:
+        ValueError: a count that is no number from 0 to N, or wrong; a mask of another shape than the tokens', or not
+        bool; and as for a call without a count.
+    """
+    tensors, count, begun = autocasted(tensors), counted_tokens, isinstance(counted_tokens, TokenCount)
+    # A refusal may be sent to the other ranks, so hidden states are gathered only after all checks.
+    options, layout, tokens = check(options, tensors, group)
+    if begun:
+        count = counted_tokens.read()
+    if options.reduction is not None:
+        mask = as_int64(tensors.target) != options.ignore_index
+    mask = _checked_mask(mask, count, tokens, tensors)
+    # In debug mode the ranks compare their counts.
+    if count is None or (begun and count == tokens.numel() and not debug.enabled()):
+        return options, _of_all(options, tensors, layout, mask, all_count=count is not None), Compaction(mask)
+    if debug.enabled():
+        gradients = gradients_of(tensors, main_grad, needs_of(tensors))
+        check_together(options, tensors, layout, gradients, (count, mask))
+    elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
+        check_readable_target(options, tensors, layout, mask)
+    compaction = Compaction(mask, count)
+    hidden = in_memory(tensors.input)
+    if layout.sequence_parallel:
+        hidden = _AllTokens.apply(hidden, layout)
+    per_token = {
+        name: compaction.of(value, dims=1 if name == "picked" else 0)
+        for name, value in tensors.named().items()
+        if name not in ("input", "linear_weight", "linear_bias")
+    }
+    tensors = tensors._replace(input=compaction.of(hidden, dims=1), **per_token)
+    return options._replace(sequence_parallel=False), tensors, compaction
+
+
+def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor, all_count: bool) -> Tensors:
+    """The tensors of a call on all tokens. Hidden states of tokens that do not count become 0, since a NaN in them,
+    times a gradient of 0, would be NaN in every row of dW; targets of tokens that do not count may be no ids."""
+    hidden, target = tensors.input, tensors.target
+    if not all_count:
+        own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
+        hidden = hidden.masked_fill(~own.unsqueeze(-1), 0.0)
+    if options.reduction is None:
+        debug.compare_later({"mask": mask})  # a loss makes it from the targets, which are compared
+        target = None if target is None else as_int64(target).masked_fill(~mask, NO_LABEL)
+    return tensors._replace(input=hidden, target=target)
+
+
+def _checked_mask(mask: Tensor | None, count: Any, tokens: torch.Size, tensors: Tensors) -> Tensor:
+    """The ``mask``. Raises ``ValueError`` as :func:`compacted`."""
+    if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
+        raise ValueError(
+            f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
+        )
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
+        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
+    if mask.device != tensors.input.device:
+        raise ValueError(f"mask is on {mask.device} and input is on {tensors.input.device}")
+    if tensors.picked_offsets is not None:
+        raise ValueError(f"{SPOKEN['picked']} must be ids [..., K], without offsets, where a mask is given")
+    return mask

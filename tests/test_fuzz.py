@@ -66,7 +66,7 @@ WANTED = {
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [(kind, "any") for kind in ("loss", "statistics", "logits", "selected", "divergence")]
-    + [(kind, "windows") for kind in ("loss", "statistics", "divergence")],
+    + [("loss", "windows"), ("statistics", "windows"), pytest.param("divergence", "windows", marks=pytest.mark.slow)],
 )
 def test_configurations_of_one_process_hold(kind, wanted, of):
     _hold(of, 24, 6, lambda c: c.kind == kind and WANTED[wanted](c), _run)

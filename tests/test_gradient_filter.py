@@ -292,7 +292,7 @@ def test_ranks(member, sequence_parallel):
 # --- whether to filter -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(logits_budget=0, reduction="none")])
+@pytest.mark.parametrize("options", [{}, pytest.param(dict(logits_budget=0, reduction="none"), marks=pytest.mark.slow)])
 def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, monkeypatch):
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The
     second call is walked twice, and has one choice."""

@@ -231,7 +231,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=[pytest.mark.slow] * (name == "a compiled loss")) for name in CHANGES]
+)
 @on_ranks(2)
 def test_changed_models(member, change):
     """Whatever makes real logits in training is named once. A call without labels asks for logits."""

@@ -44,7 +44,7 @@ from zero_standin import ZeRO3, installed
 # Ranks, the kind of the model, and how it runs.
 CASES = [(1, kind, "alone") for kind in KINDS] + [(1, "plain", "compiled")]
 MORE = [(1, kind, "alone") for kind in ONLY_RELEASED]
-TRAININGS = [("stand-in", *case) for case in CASES]
+TRAININGS = [pytest.param("stand-in", *case, marks=[pytest.mark.slow] * ("compiled" in case)) for case in CASES]
 TRAININGS += [pytest.param(*RELEASED.values, *case, marks=RELEASED.marks) for case in (*CASES, *MORE)]
 
 

@@ -21,7 +21,7 @@ KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 ARGUMENTS = " torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
 DESCRIPTIONS = {
     "train": "Trains stock Megatron-core's GPTModel with either loss." + ARGUMENTS,
-    "demo": "Trains it with Megatron's unfused loss and with parallel_lce. Exits with 1 if losses part." + ARGUMENTS,
+    "demo": "Trains one model with Megatron's loss and with parallel_lce. Exits with 1 if losses part." + ARGUMENTS,
 }
 
 

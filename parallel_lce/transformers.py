@@ -327,8 +327,8 @@ def patch(
     Raises:
         ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; an
             option that the fused functions refuse; in a forward, as these do.
-        RuntimeError: logits get a hook, or are used for the first time after FSDP or ZeRO has taken back the weight, an
-            optimizer's step, or a write that raises a version.
+        RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
+            the weight, an optimizer's step, or a write that raises a version.
     """
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     if token_metrics and gradient_filter is not None:

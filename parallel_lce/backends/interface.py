@@ -100,6 +100,10 @@ class Scratch:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
+    def reserve(self, size: int) -> None:
+        """Let the memory have ``size`` bytes, if it has fewer."""
+        self.size = max(self.size, size)
+
     @property
     def allocated(self) -> bool:
         return self._memory is not None

@@ -294,7 +294,9 @@ class PartialsGather:
         """The merged partial, and what is ``wanted`` of it. On one rank the latter may be ``found`` already."""
         if self._layout.ranks == 1:
             merged = Merged(self.local, self._shard.real_rows)
-            return merged, found if found is not None or wanted is None else backend.results_of(*merged, wanted)
+            if found is None and wanted is not None:
+                found = backend.results_of(*merged, wanted)
+            return merged, found
         assert self._work is not None  # start() has been called
         self._work.wait()
         shape = self._columns, self._rows, self._shard.vocab_size

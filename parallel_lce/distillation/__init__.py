@@ -69,7 +69,8 @@ def divergence(
 
     With q the teacher's softmax and p the student's, and m = beta q + (1 - beta) p, a token's divergence is, in nats,
     KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between them beta KL(q || m) + (1 - beta) KL(p || m), the
-    generalised Jensen-Shannon divergence (arXiv:2306.13649). One near 1e-6 has a relative error of about 1e-4.
+    generalised Jensen-Shannon divergence (arXiv:2306.13649). It is not multiplied by the square of the temperature. One
+    near 1e-6 has a relative error of about 1e-4 from the roundings of fp32 logits.
 
     Args: as those of :func:`parallel_lce.linear_cross_entropy`, and
 
@@ -81,7 +82,8 @@ def divergence(
         target: ids, used for ``ignore_index`` alone; None: no token is ignored. An ignored token has divergence 0 and
             gradient 0, even if the teacher's values are NaN.
         logits_budget: bytes per rank and call for a block's student and teacher logits, in fp32, and their gradient. A
-            block has at least 128 tokens. With uneven shards and no ``vocab_size``, 32768 rows per rank are assumed.
+            block has at least 128 tokens, and may use 64 MiB whatever the budget. With uneven shards and no
+            ``vocab_size``, 32768 vocabulary rows per rank are assumed.
 
     Returns:
         fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN as those of

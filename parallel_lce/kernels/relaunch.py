@@ -37,6 +37,7 @@ class Relaunched:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+        """Launch on the current stream of the first argument's device."""
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]

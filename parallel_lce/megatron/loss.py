@@ -97,12 +97,13 @@ def _count_of(labels: Tensor) -> TokenCount | None:
 def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
-    chosen, target = fusion.settings, as_int64(labels.transpose(0, 1))
+    chosen = fusion.settings
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or running.get() is not None:
         return losses_of(logits, labels, ignored, _count_of(labels))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
+    target = as_int64(labels.transpose(0, 1))
     outside = (target < 0) | (target >= found.vocab_size)
     entropy = found.lse - torch.where(outside, found.max_logit.detach(), found.target_logit)
     losses, squares = entropy, found.lse.square()

@@ -85,7 +85,8 @@ def fuse(model: Any, **given: Any) -> list[str]:
     """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
 
     ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
-    layer becomes a subclass of the same name, with the same parameters and state dict.
+    layer becomes a subclass of the same name, with the same parameters and state dict. Where the loss cannot be fused,
+    Megatron's own runs, and :class:`LogitsWarning` says why.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none.
 

@@ -72,5 +72,5 @@ class Filter(Feature):
 
         if not self._of_call:
             self._of_call.append(CallFilter(self._eps))
-        task.scratch.size = max(task.scratch.size, SLICE_BYTES)
+        task.scratch.reserve(SLICE_BYTES)
         return task._replace(filter=self._of_call[0])

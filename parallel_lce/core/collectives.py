@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -102,6 +102,18 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     own = gathered[start : start + rows].copy_(chunk)
     work = all_gather(gathered, own, group=layout.group, async_op=True)
     return IncomingHidden(gathered, work)
+
+
+def hidden_of_blocks(hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> Iterator[IncomingHidden]:
+    """:func:`gather_hidden` of one block after another, each started a block ahead. At most two are in flight."""
+    following: deque[IncomingHidden] = deque()
+    for number, block in enumerate(blocks):
+        incoming = following.popleft() if following else gather_hidden(hidden, block, layout)
+        if number > 0:
+            incoming.wait()
+        if number + 1 < len(blocks):
+            following.append(gather_hidden(hidden, blocks[number + 1], layout))
+        yield incoming
 
 
 class _Reduction(NamedTuple):

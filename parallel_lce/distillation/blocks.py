@@ -27,13 +27,13 @@ from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import ForwardTask, Projection
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
-from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole
+from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole, hidden_of_blocks
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.schedule import Gathers, GradientSums
+from parallel_lce.run.schedule import GradientSums
 
 # Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
@@ -112,12 +112,12 @@ def _pass(
             times, fp16_unscale = times * fp16_scale, 1 / fp16_scale
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     needs = needs if forms else Needs(False, False, False)
-    sums = GradientSums(student, x, projection, needs, len(blocks), dtype if summed else None)
+    sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if summed else None)
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
     with device_without_autocast(projection.weight):
-        gathers = [Gathers(each, blocks, layout) for each in (x, y)]
-        for block in blocks:
-            x, y = [each.ready().tensor for each in gathers]
+        of_blocks = [hidden_of_blocks(each, blocks, layout) for each in (x, y)]
+        for block, *incoming in zip(blocks, *of_blocks):
+            x, y = [each.wait() for each in incoming]
             of_block = student.of_block(projection, block)
             logits, partial = _logits(student, of_block, x)
             its_logits, its_partial = _logits(teacher, teacher.of_block(of_teacher, block), y)

@@ -31,45 +31,12 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
-from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, checksum_of, gather_hidden
+from parallel_lce.core.collectives import IncomingHidden, PartialsGather, checksum_of, hidden_of_blocks
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
 from parallel_lce.run import results
-
-
-class Gathers:
-    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` returns the oldest.
-    Without sequence parallelism nothing is gathered, and :meth:`next` returns rows of ``hidden``."""
-
-    def __init__(self, hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> None:
-        self._hidden, self._blocks, self._layout = hidden, iter(blocks), layout
-        self.sequence_parallel = layout.sp_size > 1
-        self._started: deque[IncomingHidden] = deque()
-        if self.sequence_parallel:
-            self.start()
-
-    def start(self) -> None:
-        block = next(self._blocks, None)
-        if block is not None:
-            self._started.append(gather_hidden(self._hidden, block, self._layout))
-
-    def next(self) -> IncomingHidden:
-        if self.sequence_parallel:
-            return self._started.popleft()
-        block, hidden = next(self._blocks), self._hidden
-        whole = block.start == 0 and block.stop == hidden.shape[0]
-        return IncomingHidden(hidden if whole else hidden[block.start : block.stop])
-
-    def ready(self) -> IncomingHidden:
-        """The oldest block's hidden states, complete. Starts the gather of the next block."""
-        if not self.sequence_parallel:
-            return self.next()
-        incoming = self._started.popleft()
-        incoming.wait()
-        self.start()
-        return incoming
 
 
 def forward(
@@ -95,9 +62,8 @@ def forward(
         # One block's partial is written straight into the buffer that is gathered.
         out, wanted = partials.local if single else None, call.wanted
         at_once = wanted if single and layout.ranks == 1 else None
-        gathers = Gathers(hidden, blocks, layout)
-        for block in blocks:
-            x = gathers.ready().tensor
+        for block, incoming in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
+            x = incoming.wait()
             target, of_block = layout.take(targets, block), call.of_block(projection, block)
             saves = block.saved if save else 0
             task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=at_once)
@@ -123,7 +89,7 @@ def forward(
 
 class GradientSums:
     """Sums of dX, dW and dbias over ``blocks`` blocks of a call; None if not needed. ``dtype``: of dW and dbias, by
-    default the parameters'."""
+    default the parameters'. ``scratch_bytes``: size of the backend's working memory."""
 
     def __init__(
         self,
@@ -132,9 +98,13 @@ class GradientSums:
         projection: Projection,
         needs: Needs,
         blocks: int,
+        *,
         dtype: torch.dtype | None = None,
+        scratch_bytes: int = 0,
     ) -> None:
+        self._call, self._targets, self._blocks = call, call.local_targets(), blocks
         self.projection, real = projection, projection.real_rows
+        self.scratch = Scratch(scratch_bytes, hidden.device)
         self.reduction = self.dweight = self.dbias = None
         if needs.hidden:
             self.reduction = call.hidden_reduction(hidden)
@@ -145,38 +115,15 @@ class GradientSums:
         if needs.bias and projection.bias is not None:
             self.dbias = GradBuffer(projection.bias, real, blocks, call.dtype, dtype=dtype)
 
-    def deliver(self, shape: torch.Size) -> Gradients:
-        """The finished gradients, dX in this ``shape [..., D]``."""
-        dx = None if self.reduction is None else self.reduction.wait()
-        if dx is not None and len(shape) != 2:
-            dx = dx.view(shape)
-        return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
-
-
-class _BlockGradients(GradientSums):
-    """The sums, formed by the backend. ``scratch_bytes``: size of the blocks' working memory."""
-
-    def __init__(
-        self,
-        call: Call,
-        hidden: Tensor,
-        projection: Projection,
-        needs: Needs,
-        scratch_bytes: int,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(call, hidden, projection, needs, len(call.plan.blocks), dtype)
-        self._call, self._targets = call, call.local_targets()
-        self.scratch = Scratch(scratch_bytes, hidden.device)
-
     def add_block(
         self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
     ) -> None:
-        """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
-        reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
+        """Let the backend add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. It
+        consumes ``saved``. The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the
+        rest of dW."""
         call, reduction, dx = self._call, self.reduction, None
         if reduction is not None:
-            alone = reduction.ranks == 1 and len(call.plan.blocks) == 1
+            alone = reduction.ranks == 1 and self._blocks == 1
             dx = HiddenGrad(partial_of(reduction.open_block, block), last=alone)
         task = BackwardTask(
             call.of_block(self.projection, block),
@@ -200,6 +147,13 @@ class _BlockGradients(GradientSums):
             # Even if this block did not read x: the gather must end before its buffer is freed.
             x.wait()
         work.weight_grad()
+
+    def deliver(self, shape: torch.Size) -> Gradients:
+        """The finished gradients, dX in this ``shape [..., D]``."""
+        dx = None if self.reduction is None else self.reduction.wait()
+        if dx is not None and len(shape) != 2:
+            dx = dx.view(shape)
+        return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
 
 
 def backward(
@@ -229,7 +183,7 @@ def backward(
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
         scratch_bytes = call.plan.scratch_bytes if kept else plan.SMALLEST_BLOCK
-        sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes)
+        sums = GradientSums(call, hidden, projection, needs, len(blocks), scratch_bytes=scratch_bytes)
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
         if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
@@ -239,14 +193,8 @@ def backward(
             coefficients = call.backend.without_factor(coefficients)
         # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
         whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
-        source = Gathers(hidden, blocks, layout) if whole is None else whole
-        for block in blocks:
-            x = source.next() if isinstance(source, Gathers) else IncomingHidden(source)
-            if isinstance(source, Gathers) and source.sequence_parallel:
-                # At most two gathers are in flight.
-                if block.start:
-                    x.wait()
-                source.start()
+        of_blocks = hidden_of_blocks(hidden, blocks, layout) if whole is None else [IncomingHidden(whole)]
+        for block, x in zip(blocks, of_blocks):
             merged, of_tokens = partial, coefficients
             if len(blocks) > 1:
                 merged = layout.take(partial, block).contiguous()
@@ -286,7 +234,8 @@ def accumulate(
     dtype = call.dtype
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        sums = _BlockGradients(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
+        scratch_bytes = call.plan.scratch_bytes
+        sums = GradientSums(call, hidden, projection, needs, len(blocks), dtype=dtype, scratch_bytes=scratch_bytes)
         per_token, metrics = hidden.new_empty(call.shape.numel(), dtype=dtype), {}
         targets = call.local_targets()
         divisor = results.divisor_of(call)
@@ -308,9 +257,8 @@ def accumulate(
         entries = max((b.saved for b in blocks), default=0)
         buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
         waiting: deque[_Waiting] = deque()
-        gathers = Gathers(hidden, blocks, layout)
-        for block in blocks:
-            x = gathers.ready()
+        for block, x in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
+            x.wait()
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout, dtype)
             task = ForwardTask(

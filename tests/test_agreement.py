@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
-from parallel_lce.call import agreement, debug
+from parallel_lce.call import debug, prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
@@ -133,7 +133,7 @@ def test_every_option_is_in_the_digest_that_messages_carry():
     free = {"logits_budget", "reduce_dtype", "token_weight_gradient"}
     for name in Options._fields:
         others = options, options._replace(**{name: 0.75})
-        one, other = (agreement.digest(each, tensors, tensors.target.shape) for each in others)
+        one, other = (prepare.digest(each, tensors, tensors.target.shape) for each in others)
         assert (one == other) == (name in free), name
 
 

@@ -50,18 +50,6 @@ class Saved(Iterable[Tensor | None], Protocol):
     def exponentials(self) -> Tensor: ...
 
 
-# Largest soft-cap under which numbers are saved. A logit's error is then at most 0.03, in fp16 0.001.
-_LARGEST_CAP = {torch.bfloat16: 256.0, torch.float16: 10.0}
-
-
-def savable(dtype: torch.dtype, softcap: float | None) -> bool:
-    """Whether the backward can work from what the forward saves.
-
-    Under a soft-cap it saves what that is applied to in 16 bits. That is too little for fp32 and fp64, whose logits are
-    otherwise not rounded, and for a large cap."""
-    return softcap is None or softcap <= _LARGEST_CAP.get(dtype, 0.0)
-
-
 class HiddenGrad:
     """Memory for a block's dX. ``new``: allocates it, when it is first asked for. ``last``: nothing waits for dX, so it
     may be formed after dW. Before that the backend may use dX's bytes for logits."""

@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.core.collectives import Layout, all_gather
+from parallel_lce.backends import backend_of
+from parallel_lce.core.collectives import Layout, Shard, all_gather
+from parallel_lce.core.options import SPOKEN, Options, Tensors, agreed
+from parallel_lce.core.plan import GradientTraits, default_budget
 
 # Calls in debug mode so far, by the group. Names of groups are used again.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -124,6 +127,62 @@ def agree(
     shards = [(start, rows, values) for start, rows, values in (message["shard"] for message in messages)]
     _check_unlike(shards)
     return shards
+
+
+def check_together(
+    options: Options,
+    tensors: Tensors,
+    layout: Layout,
+    gradients: GradientTraits | None,
+    counted: tuple[int, Tensor] | None = None,
+) -> int | None:
+    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V. ``counted``: the number and the
+    mask of the counted tokens. Their call, which follows, is not compared again, and has None."""
+    if state.compared:
+        state.compared = False
+        return None
+    (count, mask), state.compared = counted or (None, None), counted is not None
+    hidden, weight = tensors.input, tensors.linear_weight
+    shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
+    shards: list[Slice] = [(shard.start, shard.rows, fingerprint(weight[: shard.real_rows]))]
+    if layout.ranks > 1:
+        if options.logits_budget is None:
+            options = options._replace(logits_budget=default_budget(weight.device))
+        token_weight = tensors.token_weight
+        values = agreed(options) | {
+            "token_weight_gradient": options.token_weight_gradient
+            or (token_weight is not None and token_weight.requires_grad and torch.is_grad_enabled()),
+            "tokens": (hidden.shape[0] * layout.sp_size, *hidden.shape[1:-1]) if hidden.dim() > 1 else (),
+            "hidden size": hidden.shape[-1],
+            "dtype": hidden.dtype,
+            "linear_bias given": tensors.linear_bias is not None,
+            "gradients": gradients,
+            "backend": backend_of(weight).NAME,
+            "counted_tokens": count,
+        }
+        # The numbers of each token take the place of an option's one.
+        of_tokens = tensors._replace(input=None, linear_weight=None, linear_bias=None).named()
+        values |= {SPOKEN.get(name, name): value for name, value in of_tokens.items()}
+        if mask is not None and options.reduction is None:  # a loss makes it from the targets
+            values["mask"] = mask
+        whole = None if layout.sequence_parallel else hidden
+        shards = agree(layout, options.function, values, shards[0], whole)
+    return _covered(shards, options.vocab_size)
+
+
+def _covered(shards: list[Slice], vocab_size: int | None) -> int:
+    """V. Raises ``ValueError`` if the shards leave a gap or overlap, or have fewer than ``vocab_size`` rows or none."""
+    end = 0
+    for start, rows in sorted(s[:2] for s in shards if s[1]):
+        if start != end:
+            kind = "a gap" if start > end else "an overlap"
+            raise ValueError(f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}")
+        end = start + rows
+    if end == 0:
+        raise ValueError(f"the vocabulary is empty: none of the {len(shards)} shards has a row")
+    if vocab_size is not None and vocab_size > end:
+        raise ValueError(f"vocab_size={vocab_size} exceeds the {end} rows of all shards")
+    return end if vocab_size is None else vocab_size
 
 
 def next_call(layout: Layout) -> int | None:

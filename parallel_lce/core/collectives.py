@@ -198,6 +198,11 @@ class Shard:
     # digest_of the arguments that all ranks must share
     digest: int = 0
 
+    @classmethod
+    def of(cls, rows: int, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> Shard:
+        """By default the ranks' shards are equal, in rank order."""
+        return cls(layout.rank * rows if vocab_start is None else vocab_start, rows, vocab_size)
+
     @cached_property
     def real_rows(self) -> int:
         """Number of rows that are not padding. They come first."""

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
-from parallel_lce.call.agreement import shard_of
 from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import described, public, renamed
 from parallel_lce.call.prepare import check, prepare
+from parallel_lce.core.collectives import Shard
 from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
 from parallel_lce.core.partials import accumulation_dtype
@@ -265,7 +265,8 @@ def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensor
         given = " and ".join(f"{described(t)} on {t.device}" for t in (x, own))
         expected = "the tokens and the device of student_hidden, and both or none must be float64"
         raise ValueError(f"teacher_hidden must have {expected}, got {given}")
-    shards = shard_of(options, weight, student.layout), student.shard
+    of_teacher = Shard.of(weight.shape[0], student.layout, options.vocab_start, options.vocab_size)
+    shards = of_teacher, student.shard
     # An empty shard may have any start.
     entries = [(shard.start if shard.real_rows else 0, shard.real_rows) for shard in shards]
     if entries[0] != entries[1]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.agreement import check_together
-from parallel_lce.call.prepare import autocasted, check, check_readable_target, gradients_of, needs_of
+from parallel_lce.call.checks import check_target
+from parallel_lce.call.prepare import autocasted, check, gradients_of, needs_of, readable_size
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
@@ -200,11 +200,12 @@ def compacted(
     # In debug mode the ranks compare their counts.
     if count is None or (begun and count == tokens.numel() and not debug.enabled()):
         return options, _of_all(options, tensors, layout, mask, all_count=count is not None), Compaction(mask)
-    if debug.enabled():
-        gradients = gradients_of(tensors, main_grad, needs_of(tensors))
-        check_together(options, tensors, layout, gradients, (count, mask))
-    elif not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        check_readable_target(options, tensors, layout, mask)
+    if not torch.compiler.is_compiling():  # there the operator checks the counted targets
+        vocab_size = readable_size(options, tensors.linear_weight, layout)
+        if debug.enabled():
+            gradients = gradients_of(tensors, main_grad, needs_of(tensors))
+            vocab_size = debug.check_together(options, tensors, layout, gradients, (count, mask))
+        check_target(options, as_int64(tensors.target), vocab_size, mask)
     compaction = Compaction(mask, count)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:

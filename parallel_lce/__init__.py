@@ -47,20 +47,10 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """The version of the installation that this package belongs to. In a checkout that is not installed, what
-    setuptools-scm makes of its tags and commits: another version may be installed elsewhere."""
-    import importlib.metadata
-    import json
-    from pathlib import Path
+    """The installed version; in a checkout that is not installed 0.0.0."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    package = Path(__file__).resolve().parent
-    for found in importlib.metadata.distributions(name="parallel-lce"):
-        editable = json.loads(found.read_text("direct_url.json") or "{}").get("url")
-        if editable == package.parent.as_uri() or Path(str(found.locate_file(package.name))).resolve() == package:
-            return found.version
     try:
-        from setuptools_scm import get_version
-
-        return get_version(str(package.parent), fallback_version="0.0.0")
-    except (ImportError, LookupError):
-        return "0.0.0"  # as of a copy without git: pyproject.toml
+        return version("parallel-lce")
+    except PackageNotFoundError:
+        return "0.0.0"

@@ -81,12 +81,12 @@ class IncomingHidden:
     """A block's hidden states ``[R, D]``. Other ranks' rows may be missing before :meth:`wait`."""
 
     def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
-        self.tensor, self._work, self.arrived = tensor, work, work is None
+        self.tensor, self._work = tensor, work
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
-            self._work, self.arrived = None, True
+            self._work = None
         return self.tensor
 
 

@@ -12,7 +12,7 @@ Gathers of hidden states are started one block ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial as partial_of
 from typing import Any, NamedTuple
 
@@ -138,14 +138,13 @@ class GradientSums:
         for feature in call.features:
             task = feature.before_backward(call, task, block)
         work = call.backend.block_backward(task)
-        if work.reads_hidden_first and not x.arrived:
+        if work.reads_hidden_first:
             x.wait()
         work.hidden_grad()
         if reduction is not None and dx is not None:
             reduction.start(block, dx.memory)
-        if not x.arrived:
-            # Even if this block did not read x: the gather must end before its buffer is freed.
-            x.wait()
+        # Even if this block did not read x: the gather must end before its buffer is freed.
+        x.wait()
         work.weight_grad()
 
     def deliver(self, shape: torch.Size) -> Gradients:
@@ -217,6 +216,36 @@ class _Waiting(NamedTuple):
     found: Any
 
 
+def _projected_blocks(call: Call, hidden: Tensor, projection: Projection, targets: Tensor | None) -> Iterator[_Waiting]:
+    """Projects the blocks and starts the gathers of their partials. On several ranks the next block is projected before
+    a block is given."""
+    layout, backend, blocks, waiting = call.layout, call.backend, call.plan.blocks, deque[_Waiting]()
+    ahead = 1 if layout.ranks > 1 else 0
+    rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
+    entries = max((b.saved for b in blocks), default=0)
+    buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
+    for block, x in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
+        x.wait()
+        buffers.rotate(1)
+        partials = PartialsGather(x.tensor, len(x.tensor), call.shard, call.columns, layout, call.dtype)
+        task = ForwardTask(
+            call.of_block(projection, block),
+            x.tensor,
+            layout.take(targets, block),
+            call.columns,
+            block.saved,
+            buffer=buffers[0],
+            out=partials.local,
+            wanted=call.of_tokens(block).wanted if layout.ranks == 1 else None,
+        )
+        _, saved, found = backend.block_forward(task)
+        partials.start(block.start)
+        waiting.append(_Waiting(block, x, partials, saved, found))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
 def accumulate(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
 ) -> tuple[Tensor, Gradients]:
@@ -230,54 +259,23 @@ def accumulate(
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
     """
-    layout, columns, backend, blocks = call.layout, call.columns, call.backend, call.plan.blocks
-    dtype = call.dtype
+    layout, dtype, scratch_bytes = call.layout, call.dtype, call.plan.scratch_bytes
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        scratch_bytes = call.plan.scratch_bytes
-        sums = GradientSums(call, hidden, projection, needs, len(blocks), dtype=dtype, scratch_bytes=scratch_bytes)
+        targets, blocks = call.local_targets(), len(call.plan.blocks)
+        sums = GradientSums(call, hidden, projection, needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
         per_token, metrics = hidden.new_empty(call.shape.numel(), dtype=dtype), {}
-        targets = call.local_targets()
         divisor = results.divisor_of(call)
-
-        def complete(waiting: _Waiting) -> None:
-            block = waiting.block
-            of_tokens = call.of_tokens(block)
-            merged, found = waiting.partials.finish(backend, of_tokens.wanted, waiting.found)
-            of_block, coefficients, of_metrics = results.of_tokens(of_tokens, merged, found)
-            layout.put(per_token, block, of_block)
+        for waiting in _projected_blocks(call, hidden, projection, targets):
+            block, of_tokens = waiting.block, call.of_tokens(waiting.block)
+            merged, found = waiting.partials.finish(call.backend, of_tokens.wanted, waiting.found)
+            losses, coefficients, of_metrics = results.of_tokens(of_tokens, merged, found)
+            layout.put(per_token, block, losses)
             for name, values in of_metrics.items():
                 layout.put(metrics.setdefault(name, values.new_zeros(len(per_token))), block, values)
             coefficients = coefficients._replace(divisor=divisor)
             sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)
-
-        # On several ranks the next block is projected while a block's partials are gathered.
-        ahead = 1 if layout.ranks > 1 else 0
-        rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
-        entries = max((b.saved for b in blocks), default=0)
-        buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
-        waiting: deque[_Waiting] = deque()
-        for block, x in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
-            x.wait()
-            buffers.rotate(1)
-            partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout, dtype)
-            task = ForwardTask(
-                call.of_block(projection, block),
-                x.tensor,
-                layout.take(targets, block),
-                columns,
-                block.saved,
-                buffer=buffers[0],
-                out=partials.local,
-                wanted=call.of_tokens(block).wanted if layout.ranks == 1 else None,
-            )
-            _, saved, found = backend.block_forward(task)
-            partials.start(block.start)
-            waiting.append(_Waiting(block, x, partials, saved, found))
-            if len(waiting) > ahead:
-                complete(waiting.popleft())
-        while waiting:
-            complete(waiting.popleft())
+            del waiting  # before the next block is projected
         gradients = sums.deliver(shape)
         results.finish(call, per_token, metrics)
         total = per_token.sum()

@@ -130,7 +130,7 @@ def test_calls_that_differ_give_nan(member, name, backend):
 def test_every_option_is_in_the_digest_that_messages_carry():
     """But the budget, which may depend on a rank's memory, and options of gradients."""
     options, tensors = given(**good(), reduction="mean")
-    free = {"logits_budget", "reduce_dtype", "token_weight_gradient"}
+    free = {"logits_budget", "reduce_dtype"}
     for name in Options._fields:
         others = options, options._replace(**{name: 0.75})
         one, other = (prepare.digest(each, tensors, tensors.target.shape) for each in others)
@@ -297,8 +297,8 @@ def test_equal_arguments_agree(member, backend):
             assert loss.isfinite().all(), options
     both, ignored = (t.x, t.weight, t.x, t.weight), (None, -100)[member.rank]
     assert divergence(*both, process_group=member.group, ignore_index=ignored).isfinite()
-    for needs in (False, True):  # of a gradient, on one rank
-        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs and member.rank == 0)
+    for needs in (False, True):  # of a gradient, on one rank; and of token_weight's
+        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs)
         with torch.set_grad_enabled(needs or member.rank == 0):
             loss = parallel_lce.linear_cross_entropy(
                 t.x, t.weight, t.target, process_group=member.group, token_weight=token_weight

@@ -148,10 +148,7 @@ def check_together(
     if layout.ranks > 1:
         if options.logits_budget is None:
             options = options._replace(logits_budget=default_budget(weight.device))
-        token_weight = tensors.token_weight
         values = agreed(options) | {
-            "token_weight_gradient": options.token_weight_gradient
-            or (token_weight is not None and token_weight.requires_grad and torch.is_grad_enabled()),
             "tokens": (hidden.shape[0] * layout.sp_size, *hidden.shape[1:-1]) if hidden.dim() > 1 else (),
             "hidden size": hidden.shape[-1],
             "dtype": hidden.dtype,

@@ -175,7 +175,7 @@ def _planned(
     if layout.ranks > 1:
         shard = replace(shard, digest=digest(options, tensors, shape))
     call = Call(
-        options=options._replace(reduction="none") if options.token_weight_gradient else options,
+        options=options,
         kind="statistics" if options.reduction is None else "loss",
         backend=backend,
         shard=shard,
@@ -197,8 +197,7 @@ def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
     """Digest of the arguments that must be equal on all ranks. Not in it: the budget, which may depend on a
     rank's memory, and options of gradients, which a rank may not form."""
     start = options.vocab_start if options.vocab_size is None else None
-    others = dict(logits_budget=None, reduce_dtype=None, token_weight_gradient=False)
-    values = agreed(options._replace(vocab_start=start, **others))
+    values = agreed(options._replace(vocab_start=start, logits_budget=None, reduce_dtype=None))
     values = {name: value + 0.0 if isinstance(value, float) else value for name, value in values.items()}  # -0.0 is 0.0
     per_token = tensors.logit_scale is not None, tensors.temperature is not None
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
@@ -226,7 +225,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         layout=layout,
         target=target,
         logit_map=logit_map,
-        token_weight=None if known.options.token_weight_gradient else token_weight,
+        token_weight=token_weight,
         picked=None if ids is None else Picked.of(ids, offsets, known.shape.numel()),
         features=tuple([kind(known.options) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,

@@ -43,8 +43,6 @@ class Options(NamedTuple):
     outside_is_nan: bool = True
     # True: the losses are those of a function of the caller's (Call.loss_function).
     loss_function: bool = False
-    # True: token_weight needs a gradient, so the losses are multiplied by it after the call.
-    token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     # A tensor only as a public function gets it: a call has it in Tensors.logit_scale, and 1.0 here.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends.formulas import mean_loss
+from parallel_lce.call import debug
 from parallel_lce.call.call import LossFunction
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
@@ -34,11 +35,13 @@ def fused_loss(
     if counted_tokens is not None:
         options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
     weights, reduction = tensors.token_weight, options.reduction
-    learning = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
-    if learning:
-        options = options._replace(token_weight_gradient=True)
+    weights_learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
+    if weights_learn:
+        check(options, tensors, group)
+        debug.compare_later({"token_weight": weights})
+        options, tensors = options._replace(reduction="none"), tensors._replace(token_weight=None)
     loss, shape = _called(options, tensors, group, main_grad)
-    if learning:
+    if weights_learn:
         target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(loss.dtype)
         if options.ignore_index is not None:  # weights of ignored tokens may be NaN
             weights = weights.masked_fill(target == options.ignore_index, 0.0)

@@ -114,7 +114,7 @@ def _(tensors, floats, counts, others):
     tokens = token_count(hidden, Layout.of(group, options.sequence_parallel))
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
     if options.reduction is not None:
-        shape = (tokens,) if options.token_weight_gradient or options.reduction == "none" else ()
+        shape = (tokens,) if options.reduction == "none" else ()
         return [hidden.new_empty(shape, dtype=dtype)], handle
     shapes: Shapes = {"vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
     for feature in features_of(options, tensors):

@@ -1,12 +1,10 @@
 """The repository: its pages are short, and what they name and link exists; ruff is content; the wheel
 holds all of the code, kernels included, and imports where nothing of the repository is."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -19,12 +17,6 @@ from benchmarks.engine.peers import ONE, RANKS, named
 from releases import ROOT
 from tools import ran
 from training.config import load_config
-
-
-def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    """A Python of this environment that sees ``path`` and nothing else of ours."""
-    return ran(sys.executable, *arguments, cwd=cwd, env={} if path is None else {"PYTHONPATH": str(path)})
-
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,16 +49,6 @@ def _links(page: Path) -> list[tuple[Path, str]]:
     """The files and anchors that a page links."""
     parts = (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)) if "://" not in link)
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
-
-
-def test_no_assignment_names_a_variable_twice():
-    """CPython 3.11.2, which Debian 12 has, keeps the first value of ``a, a = b, c``."""
-    for file in [*(ROOT / "parallel_lce").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
-                stored = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
-                names = [each.id for each in stored if isinstance(each, ast.Name) and each.id != "_"]
-                assert len({*names}) == len(names), f"{file}: {ast.unparse(node)}"
 
 
 def test_readme_and_pages_are_short():
@@ -141,7 +123,7 @@ def test_every_page_is_linked_and_every_example_and_configuration_named():
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."]], ids=" ".join)
 def test_ruff_is_content(command):
-    done = python("-m", *command)
+    done = ran(sys.executable, "-m", *command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -155,8 +137,8 @@ def test_no_file_is_long_and_none_imports_a_trainer():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory, request) -> Path:
-    """The folder of an unpacked wheel of what git would check out; with --all it is built from an sdist."""
+def site(tmp_path_factory) -> Path:
+    """The folder of an unpacked wheel of what git would check out, built from an sdist."""
     source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
@@ -167,8 +149,7 @@ def site(tmp_path_factory, request) -> Path:
     version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
-    kind = [] if request.config.option.all else ["--wheel"]
-    done = python("-m", "build", *isolation, *kind, "--outdir", str(out), str(source), cwd=out)
+    done = ran(sys.executable, "-m", "build", *isolation, "--outdir", out, source, cwd=out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
@@ -182,8 +163,8 @@ def _modules(folder: Path) -> set[str]:
 USE = """
 import math, os, sys
 # Whatever else the extras install may be absent, and whatever the doors are for.
-EXTRAS = "megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"
-for name in (*EXTRAS, "torchtitan", "spmd_types", "transformers", "trl", "verl"):
+EXTRAS = "megatron triton numpy matplotlib rich pydantic tokenizers torchtitan spmd_types transformers trl verl"
+for name in EXTRAS.split():
     sys.modules[name] = None  # import raises ImportError
 import torch, torch.distributed as dist
 before = set(sys.modules)
@@ -235,6 +216,7 @@ for call, needed in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
 def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
     """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``. It needs torch
@@ -244,7 +226,7 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
     assert (site / "parallel_lce" / "py.typed").is_file()
     assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    done = python("-c", USE, path=site, cwd=tmp_path)
+    done = ran(sys.executable, "-c", USE, cwd=tmp_path, env={"PYTHONPATH": str(site)})
     assert done.returncode == 0, done.stderr
     file, version = done.stdout.split()
     assert Path(file) == site / "parallel_lce" / "__init__.py"

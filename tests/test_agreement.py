@@ -31,7 +31,6 @@ def _cast(dtype):
 
 
 def _moved(name: str, position: int):
-    """Another id, or number, at this position."""
     return lambda a: {name: _with(a[name], position, (a[name].view(-1)[position] + 1) % V)}
 
 
@@ -93,7 +92,6 @@ def _changed(arguments: dict, changes) -> dict:
 
 
 def _call(member: Member, name: str, odd: bool):
-    """The function, and its arguments; of one that is odd with the change."""
     functions, (change, _, _, _, *every) = calls(member), DIFFERENT[name]
     function, arguments = functions[name.partition(",")[0]]
     for changes in every:

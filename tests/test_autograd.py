@@ -78,9 +78,6 @@ def test_targets_that_were_written_to_since_forward_are_refused(budget, reductio
             loss.sum().backward()
 
 
-# --- upstream gradients, and what users do with a loss and its gradient ----------------------------
-
-
 class _Subclass(torch.Tensor):
     pass
 
@@ -101,7 +98,6 @@ FORMS = {
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.thinned
 def test_upstream_of_any_form(reduction, budget, dtype, backend, device):
-    """The same bits as a contiguous copy gives."""
     t = small(device, dtype=dtype)
     x, target = t.x.detach().view(4, 6, -1).requires_grad_(), t.target.view(4, 6)
     shape = (4, 6) if reduction == "none" else ()
@@ -171,7 +167,7 @@ def test_subclasses_of_tensors_and_parameters(device):
 
 
 def test_a_token_of_any_stride(backend, device):
-    """A contiguous tensor of one row may have any. What was kept of a call with another stride is not for it."""
+    """What was kept of a call with another stride is not for it."""
     t = small(device, N=1, V=150, D=16, dtype="bf16")
     longer = torch.cat([t.x.detach(), t.x.detach()[:, :1]], 1)[:, :16]
     losses = [parallel_lce.linear_cross_entropy(x, t.weight, t.target, reduction="sum") for x in (t.x, longer)]

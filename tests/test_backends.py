@@ -12,7 +12,6 @@ from parallel_lce.backends import backend_of
 
 
 def choose(monkeypatch, value: str, installed: bool = True, interpret: str = "0") -> None:
-    """``installed``: whether Triton counts as there."""
     monkeypatch.setenv("PARALLEL_LCE_BACKEND", value)
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     monkeypatch.setattr(backends, "_triton_installed", lambda: installed)
@@ -53,7 +52,6 @@ def test_the_choice(choice, monkeypatch):
     ],
 )
 def test_a_choice_is_refused_in_words(value, installed, words, monkeypatch):
-    """At each call, of each function."""
     x, weight, target = torch.ones(1, 2), torch.ones(2, 2), torch.zeros(1, dtype=torch.long)
     choose(monkeypatch, "torch")
     parallel_lce.linear_cross_entropy(x, weight, target)

@@ -35,7 +35,6 @@ TINY = Shape(64, 96, 16)
 
 @pytest.fixture
 def short(monkeypatch):
-    """Hardly any time is spent on timing."""
     monkeypatch.setitem(timing.LENGTHS, "cpu", (0.0, 1e-6))
 
 
@@ -60,7 +59,6 @@ def test_the_baselines_form_both_gradients(member, sequence_parallel):
 
 
 def _one_row(factor: float):
-    """Multiplies the largest row."""
 
     def change(gradient):
         gradient = gradient.clone()
@@ -98,7 +96,6 @@ def _planted(fault: str, group, sequence_parallel: bool):
 
 
 def _measured(member: Member, sequence_parallel: bool) -> dict:
-    """What each rank says of peers of which one rank is wrong."""
     given = problem_of(member, sequence_parallel)
     planted = [Peer(fault, partial(_planted, fault)) for fault in FAULTS]
     planted.append(named(GEMM_ONLY, ONE))
@@ -128,7 +125,6 @@ def test_what_is_wrong_is_never_timed(ranks, sequence_parallel, worlds, device, 
 
 
 def assert_plausible(cell: dict) -> None:
-    """Two rounds in float32, of ours and of the baselines."""
     entries = {entry["name"]: entry for entry in cell["peers"]}
     baselines = [GEMM_ONLY, *([OVERLAPPED] if cell["tp"] > 1 else [])]
     assert [*entries] == [*OURS, *baselines]
@@ -154,6 +150,7 @@ OURS = "ours", "ours-main-grad@64MiB", "ours-per-token@0"
 ON_TWO = "--peers", *OURS, GEMM_ONLY, OVERLAPPED, *"--device cpu --rounds 2 --shape 64,256,16 --json".split()
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes(tmp_path):
     path = tmp_path / "new" / "r.json"
     printed = launched(2, _short, [*ON_TWO, str(path)])
@@ -212,6 +209,7 @@ def test_each_tile_that_is_measured_is_used():
 # --- gradient_filter, on snapshots of a training ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_report_on_gradient_filter(short, tmp_path, monkeypatch):
     N, V, D = 150, 300, 32
     monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens

@@ -181,13 +181,11 @@ OF_NEMO = [
     ("inference_only", "must be True or False, got", TWO),
     ("cp_group", "must be a torch.distributed", 3),
 ]
-OF_MODULE = [("target", "must be a tensor", None), ("token_weight", "must have shape", ZEROS[1:])]
-
 TABLES = {
     "loss": OPTIONS + TENSORS + COUNTED,
     "statistics": OF_STATISTICS + SELECTED,
     "selected": SELECTED + [("logit_softcap", "must be", 0), ("selected", "must .* got NoneType", None)],
-    "module": OF_MODULE,
+    "module": [("target", "must be a tensor", None), ("token_weight", "must have shape", ZEROS[1:])],
     "divergence": OF_DIVERGENCE,
     "top_k": OF_TOP_K,
     "logits": OF_LOGITS,
@@ -240,7 +238,6 @@ def test_refused_when_a_module_is_made():
 
 
 def _refused_alone(member: Member, name: str) -> list[str]:
-    """What this rank says of each of the refusals, and of a good call after all of them."""
     function, arguments = calls(member)[name]
     said = []
     with debug_mode():
@@ -317,7 +314,6 @@ def test_checks_run_once_for_each_signature(monkeypatch):
 
 @pytest.mark.parametrize("other", [True, 1.0])
 def test_equal_numbers_of_another_type(other):
-    """As keys, 1 and True are equal, and so are 1 and 1.0."""
     names = ["ignore_index", "logits_budget"]
     for name in names + ["z_loss", "logit_scale", "temperature", "logit_softcap"] * (other is True):
         call(good() | {name: 1})

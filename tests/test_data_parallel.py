@@ -102,7 +102,6 @@ CALLS = [
 @pytest.mark.parametrize(("how", "options", "outside"), CALLS, ids=str)
 @on_ranks(2)
 def test_inside_and_outside_the_module(member, how, options, outside):
-    """Two steps, the first without a reduction of gradients."""
     inner = Model(member.device, **options)
     model = wrapped(how, inner, member)
     step = (lambda ids, target: inner.of(model(ids), target)) if outside else model

@@ -28,7 +28,6 @@ SHARDS = [*((starts, None) for starts in (*GAPS, *OVERLAPS)), ((0, 10, 20), 31)]
 @pytest.mark.thinned("starts", "backend")
 @on_ranks(3)
 def test_a_gap_or_an_overlap_gives_nan(member, starts, vocab_size, backend):
-    """Of every function."""
     where = dict(process_group=member.group, vocab_start=starts[member.rank], vocab_size=vocab_size)
     tensors = good(member.device)
     x, w, ids = tensors["input"], tensors["linear_weight"], tensors["target"][:, None]
@@ -111,7 +110,6 @@ OF_IDS = {
 
 @pytest.mark.parametrize("bits", ["int16", "uint64", "uint32", "uint16"])
 def test_ids_of_any_integer_dtype(bits, device):
-    """Of one that cannot hold V, too; in debug mode, too."""
     dtype, entries = getattr(torch, bits), 70000 if "16" in bits else 300
     x, w = good(device)["input"], make(N, entries, D, device=device).weight.detach()
     most = min(torch.iinfo(dtype).max, entries - 1)
@@ -151,7 +149,6 @@ LARGE = 2**24 + 3
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_vocabulary_beyond_2_to_the_24(member):
-    """Uneven shards of ids that fp32 cannot tell apart."""
     first = 2**24 - 5
     start, stop = ((0, first), (first, LARGE))[member.rank]
     whole = torch.arange(LARGE, device=member.device) % 7 - 3
@@ -170,10 +167,9 @@ def test_a_vocabulary_beyond_2_to_the_24(member):
 # --- integers for floats; copies and pickles ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [2, 10**20])
 @pytest.mark.parametrize("name", ["logit_scale", "logit_softcap", "temperature", "z_loss"])
-def test_integers_for_floats(name, number, device):
-    arguments = good(device)
+def test_integers_for_floats(name, device):
+    arguments, number = good(device), 10**20
     module = parallel_lce.LinearCrossEntropy(**{name: number})
     want = call(arguments | {name: float(number)})
     assert torch.equal(call(arguments | {name: number}), want) and torch.equal(module(*arguments.values()), want)
@@ -208,7 +204,6 @@ def test_a_module_without_a_group(device):
 
 
 def test_logits_beyond_2_to_the_27(backend, device):
-    """Of which fp32 numbers are 16 apart: thousands of neighbours still count."""
     x, weight = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(4096, 16, dtype=torch.bfloat16)
     x[0, :2], weight[:, 0], weight[1:, 1] = torch.tensor([16384.0, 1.0]), 12288, -16
     exact = (x.double() @ weight.double().t()).log_softmax(1)[0, 0]

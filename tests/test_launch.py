@@ -29,7 +29,6 @@ def start(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subproc
 
 
 def python_at(folder: Path, line: str) -> Path:
-    """A Python whose start is that line of bash."""
     path = folder / "bin" / "python"
     path.parent.mkdir()
     path.write_text(f"#!/usr/bin/env bash\n{line}\n")
@@ -72,7 +71,7 @@ def test_no_python_or_one_without_the_packages_is_one_line(name, tmp_path):
 # In place of the Python that .venv is made with. The Python that it makes installs nothing, and fails if it is told to.
 BASE = """[ "$1" = -c ] && exit; [ "$1" = -V ] && { echo Python; exit; }
 echo begin >>"$LOG"
-sleep 0.5
+sleep 0.2
 mkdir -p .venv/bin
 printf '#!/usr/bin/env bash\\necho end >>"$LOG"\\nexit "$STATUS"\\n' >.venv/bin/python
 chmod +x .venv/bin/python"""

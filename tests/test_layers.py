@@ -43,7 +43,6 @@ def imports() -> dict[str, set[str]]:
 
 
 def layer_of(module: str) -> int:
-    """Of a module below the package."""
     part = module.split(".")[1]
     return next(number for number, names in enumerate(LAYERS) if part in names)
 

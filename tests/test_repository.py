@@ -23,7 +23,6 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = "benchmarks|configs|docs|examples|kernels|launch|parallel_lce|tests"
 FILE = re.compile(rf"(?<![\w/.-])(?:\./)?((?:{FOLDERS})/[\w./-]*\w)")
 MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
-TEST = re.compile(r"(?<![\w/])test_\w+(?:\.py)?")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|compare|snapshots)\.\w+)=(?! )")
 # The files in which the options of the programs stand.
@@ -36,17 +35,11 @@ OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode"
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
 
 
-def _options() -> set[str]:
-    text = "".join(path.read_text() for path in SOURCES)
-    return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *OPTIONS_OF_OTHERS}
-
-
 def _prose(page: Path) -> str:
     return FENCED.sub("", page.read_text())
 
 
 def _links(page: Path) -> list[tuple[Path, str]]:
-    """The files and anchors that a page links."""
     parts = (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)) if "://" not in link)
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
 
@@ -58,7 +51,7 @@ def test_readme_and_pages_are_short():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
+def test_links_files_and_modules_of_a_page_exist(page):
     for text, name in re.findall(r"\[([\w/]+\.py)\]\(([^)\s]+)\)", _prose(page)):
         assert f"/{name}".endswith(f"/{text}"), f"{text} is the text of a link to {name}"
     for target, anchor in _links(page):
@@ -66,11 +59,8 @@ def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
         if anchor:  # those that GitHub gives to headings
             titles = re.findall(r"^#+ (.+)$", _prose(target), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
-    blocks = FENCED.findall(page.read_text())
-    for language, code in blocks:
-        if language == "python":
-            compile(code, str(page), "exec")
-    code = "\n".join([*(block for _, block in blocks), *re.findall(r"`([^`]+)`", _prose(page))])
+    blocks = [block for _, block in FENCED.findall(page.read_text())]
+    code = "\n".join([*blocks, *re.findall(r"`([^`]+)`", _prose(page))])
     for name in set(FILE.findall(code)) - PLACEHOLDERS:
         assert (ROOT / name).exists(), f"{name}: no such file"
     for module in MODULE.findall(code):
@@ -83,7 +73,9 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
     blocks = [code for language, code in FENCED.findall(page.read_text()) if language != "python"]
     lines = [line.partition(" #")[0] for code in blocks for line in code.replace("\\\n", " ").splitlines()]
     spans = re.findall(r"`([^`]+)`", " ".join(_prose(page).split()))
-    known = _options() | {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
+    sources = "".join(path.read_text() for path in SOURCES)
+    known = {"--help", *OPTIONS_OF_OTHERS, *re.findall(r'"(--[a-z][\w-]*)"', sources)}
+    known |= {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
     for command in [*lines, *spans]:
         assert {option for option in OPTION.findall(command) if option.startswith("--parallel-lce-")} <= known, command
         if program := PROGRAM.search(command):
@@ -99,10 +91,10 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
     sections = {section: values for section, values in config.items() if isinstance(values, dict)}
     settings = {f"{section}.{name}" for section, values in sections.items() for name in values}
     assert set(SETTING.findall("\n".join([*lines, *spans]))) <= settings
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
-    defined = set(re.findall(r"def (test_\w+)", "\n".join(tests.values())))
-    assert set(TEST.findall(page.read_text())) <= defined | {*tests} | {name.removesuffix(".py") for name in tests}
-    variables = set(re.findall(r"PARALLEL_LCE_\w*[A-Z]", page.read_text())) - {"PARALLEL_LCE_PYTHON"}
+    tests = {path.stem: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+    text, defined = page.read_text(), re.findall(r"def (test_\w+)", "\n".join(tests.values()))
+    assert set(re.findall(r"(?<![\w/])test_\w+", text)) <= {*defined, *tests}
+    variables = set(re.findall(r"PARALLEL_LCE_\w*[A-Z]", text)) - {"PARALLEL_LCE_PYTHON"}
     read = "\n".join([*tests.values(), *[path.read_text() for path in (ROOT / "parallel_lce").rglob("*.py")]])
     assert not {name for name in variables if f'"{name}"' not in read}
 
@@ -128,7 +120,6 @@ def test_ruff_is_content(command):
 
 
 def test_no_file_is_long_and_none_imports_a_trainer():
-    """But torchtitan's own module."""
     files = [file for folder in ("parallel_lce", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 30 and not [file for file in files if len(file.read_text().splitlines()) > 700]
     line = re.compile(r"^\s*(from|import) (transformers|trl|accelerate|torchtitan|spmd_types)\b", re.M)

@@ -19,7 +19,6 @@ ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.m
 @pytest.mark.thinned
 @on_ranks()
 def test_a_loss_of_the_counted_tokens(member, reduction, sequence_parallel, backend):
-    """Losses and gradients of the whole call, from the rows of the counted tokens."""
     t = part(make(N, V, D, ignored=True, device=member.device), member, sequence_parallel)
     options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
     found, module = [], parallel_lce.LinearCrossEntropy(**options)

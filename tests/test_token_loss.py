@@ -24,14 +24,12 @@ OF_BLOCKS = {"save": (None, None), "recompute": (0, 8 * V * 2), "accumulate": (0
 
 
 def ppo(s, old, advantage):
-    """The clipped objective with an entropy bonus."""
     ratio = (s.target_log_prob - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -gain - 0.01 * s.entropy, {"clipped": (ratio - 1).abs() > 0.2, "kl": old - s.target_log_prob}
 
 
 def everything(s, old, advantage):
-    """A product of every statistic that has a gradient."""
     terms = s.target_log_prob, s.lse, s.entropy, s.sum_p_squared, s.mean_logit, s.mean_log_prob, s.expected_logit
     return sum(a * b * advantage for a, b in zip(terms, terms[1:])) + old * s.target_logit.sin() * s.max_logit.detach()
 
@@ -106,7 +104,6 @@ def test_against_float64(case, backend, worlds, device):
 
 
 def laid(value: torch.Tensor) -> torch.Tensor:
-    """``[6, 8, ...]``, of one value for each token."""
     return value.view(6, 8, *value.shape[1:])
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import subprocess
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +36,14 @@ def test_held_out_samples_are_not_trained_on():
 
 
 def test_another_order_has_the_same_samples_of_a_step():
-    text, cpu = Text(np.arange(500, dtype=np.int32), 0, "numbers"), torch.device("cpu")
-
-    def starts(order: int) -> list[int]:
-        sizes = dict(steps=1, sequence=8, micro_batch=2, micro_batches=3, learning_rate=0.0, warmup_steps=0)
+    text, orders = Text(np.arange(500, dtype=np.int32), 0, "numbers"), []
+    sizes = dict(steps=1, sequence=8, micro_batch=2, micro_batches=3, learning_rate=0.0, warmup_steps=0)
+    for order in range(4):
         train = TrainConfig.model_validate(sizes | {"precision": "fp32", "sample_order": order})
-        ranks = [Batches(text, train, cpu).of_rank(5, rank, 2) for rank in (0, 1)]
-        return [start for rank in ranks for batch in rank for start in batch.tokens[:, 0].tolist()]
-
-    orders = [starts(order) for order in range(4)]
-    assert all(sorted(each) == sorted(orders[0]) for each in orders)
-    assert len(set(map(tuple, orders))) == 4 and starts(2) == orders[2]
+        batches = [Batches(text, train, torch.device("cpu")).of_rank(5, rank, 2) for rank in (0, 1)]
+        orders.append([batch.tokens[:, 0].tolist() for of_rank in batches for batch in of_rank])
+    assert all(sorted(sum(each, [])) == sorted(sum(orders[0], [])) for each in orders)
+    assert all(one != other for one, other in combinations(orders, 2))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -177,7 +175,6 @@ def _metrics(folder: Path) -> Metrics:
 
 
 def _rank(arguments: list[str]) -> None:
-    """The program as torchrun starts it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "a run"
     program.run("train", arguments)
 
@@ -227,7 +224,6 @@ METRICS = dict(
 
 
 def _finished(folder: Path, **losses: list[float]) -> Config:
-    """A configuration whose runs left these losses."""
     for name, values in losses.items():
         run = folder / name.replace("stock_", "stock-")
         run.mkdir()
@@ -290,9 +286,9 @@ def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys
         (3, [], ["stock"], 1, "FAILED: the run 'stock' ended with exit code 3"),
         (0, [*hosts, "--"], ["stock", "parallel_lce"], 0, "another host has the results"),
     ):
-        # Results of an earlier one, which must not stay.
-        (tmp_path / "o #1" / "stock").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "o #1" / "stock" / "metrics.json").touch()
+        earlier = tmp_path / "o #1" / "stock"
+        earlier.mkdir(parents=True, exist_ok=True)
+        (earlier / "metrics.json").touch()  # which must not stay
         commands, ended = [], subprocess.CompletedProcess([], code)
         monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append(command) or ended)
         with pytest.raises(SystemExit) as exit:

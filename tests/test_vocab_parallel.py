@@ -23,7 +23,6 @@ ENTRIES, ROWS = 37, (5, 3)
 
 
 def _inputs(member: Member, dtype: torch.dtype):
-    """This rank's shard of the logits, targets and upstream gradients."""
     ranks = member.ranks
     logits = normal(*ROWS, ranks * ENTRIES, seed=ranks) * 3
     target = torch.randint(ranks * ENTRIES, ROWS, generator=torch.Generator().manual_seed(ranks))

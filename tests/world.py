@@ -31,8 +31,6 @@ _SLOW_IMPORTS = ("torch", "torch._inductor.config", "megatron.core")
 
 @dataclass(frozen=True)
 class Member:
-    """What a test body knows of its process."""
-
     rank: int
     ranks: int
     device: torch.device
@@ -130,7 +128,6 @@ def configure() -> None:
 
 
 def forkserver():
-    """Processes that are forked from one that has imported what takes seconds."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
     return context

@@ -34,19 +34,12 @@ def _moved(name: str, position: int):
     return lambda a: {name: _with(a[name], position, (a[name].view(-1)[position] + 1) % V)}
 
 
-def _pair(a) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two entries of each token."""
-    y = a["input"].new_ones(2 * N).cumsum(0).long() % V
-    return y, torch.arange(N + 1, device=y.device) * 2
-
-
-def _of_pair(change):
-    return lambda a: dict(selected=change(*_pair(a)))
-
-
-PAIR = _of_pair(lambda ids, offsets: (ids, offsets))
-OTHER_IDS = _of_pair(lambda ids, offsets: (ids.roll(1), offsets))
-OTHER_OFFSETS = _of_pair(lambda ids, offsets: (ids, _with(offsets, 2, 3)))
+def _pairs(a, second: int = 2) -> dict:
+    """Two entries of each token, those of the second one from there on."""
+    ids = torch.arange(1, 2 * N + 1, device=a["input"].device) % V
+    offsets = torch.arange(N + 1, device=ids.device) * 2
+    offsets[1] = second
+    return dict(selected=(ids, offsets))
 
 
 def _all(a) -> dict:
@@ -62,8 +55,8 @@ EXPOSED = {
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
-    "selected, offsets": (OTHER_OFFSETS, "offsets of selected", DIGEST, DIGEST, PAIR),
-    "statistics, selected": (OTHER_IDS, "selected", DIGEST, DIGEST, PAIR),
+    "selected, offsets": (lambda a: _pairs(a, 3), "offsets of selected", DIGEST, DIGEST, _pairs),
+    "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
     "divergence, beta": (dict(beta=1.0), "function", ".*beta=0.0.*", ".*beta=1.0.*", dict(beta=0.0)),
     "divergence, scale": (dict(teacher_logit_scale=0.5), "teacher_logit_scale", ".*", "0.5"),
@@ -132,7 +125,7 @@ def test_every_option_is_in_the_digest_that_messages_carry():
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @on_ranks(3)
-def test_every_rank_raises(member, name):
+def test_every_rank_names_what_differs(member, name):
     if "backend" in name and not backends._triton_installed():
         return
     _, what, two, last, *_ = DIFFERENT[name]
@@ -282,7 +275,7 @@ def test_equal_shards_that_are_no_mistake(member):
 
 
 @on_ranks(2)
-def test_a_malformed_switch_of_one_rank(member):
+def test_every_rank_refuses_a_malformed_switch_of_one_rank(member):
     arguments = good(member.device) | dict(process_group=member.group)
     for name, value, said in (
         ("PARALLEL_LCE_BACKEND", "cutlass", "PARALLEL_LCE_BACKEND='cutlass' is none of"),
@@ -326,7 +319,7 @@ def test_equal_values_pass(member):
         assert call(call_ | dict(token_weight=numbers)).isfinite()
 
 
-def test_one_rank(device):
+def test_debug_mode_refuses_targets_on_one_rank(device):
     bad = good(device)
     bad["target"][2] = -7
     with debug_mode():

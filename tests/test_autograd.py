@@ -97,7 +97,7 @@ FORMS = {
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.thinned
-def test_upstream_of_any_form(reduction, budget, dtype, backend, device):
+def test_an_upstream_gradient_of_any_form_gives_the_bits_of_a_contiguous_one(reduction, budget, dtype, backend, device):
     t = small(device, dtype=dtype)
     x, target = t.x.detach().view(4, 6, -1).requires_grad_(), t.target.view(4, 6)
     shape = (4, 6) if reduction == "none" else ()
@@ -156,7 +156,7 @@ class _Weight(torch.nn.Parameter):
     pass
 
 
-def test_subclasses_of_tensors_and_parameters(device):
+def test_subclasses_of_tensors_and_parameters_are_taken(device):
     t = small(device)
     expected = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
     x, weight = t.x.detach().as_subclass(_Subclass), _Weight(t.weight.detach())
@@ -166,7 +166,7 @@ def test_subclasses_of_tensors_and_parameters(device):
     assert weight.grad is not None
 
 
-def test_a_token_of_any_stride(backend, device):
+def test_a_token_of_any_stride_has_the_same_loss(backend, device):
     """What was kept of a call with another stride is not for it."""
     t = small(device, N=1, V=150, D=16, dtype="bf16")
     longer = torch.cat([t.x.detach(), t.x.detach()[:, :1]], 1)[:, :16]

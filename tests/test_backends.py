@@ -33,7 +33,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_the_choice(choice, monkeypatch):
+def test_weights_and_logits_get_their_backend(choice, monkeypatch):
     pytest.importorskip("triton", reason="needs triton")
     kind, value, dtype, capability, installed, of_weights, of_logits = choice
     choose(monkeypatch, value, installed, interpret="1")

@@ -59,7 +59,6 @@ def test_the_baselines_form_both_gradients(member, sequence_parallel):
 
 
 def _one_row(factor: float):
-
     def change(gradient):
         gradient = gradient.clone()
         gradient[gradient.norm(dim=1).argmax()] *= factor
@@ -151,7 +150,7 @@ ON_TWO = "--peers", *OURS, GEMM_ONLY, OVERLAPPED, *"--device cpu --rounds 2 --sh
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes(tmp_path):
+def test_a_run_of_two_processes_writes_plausible_figures(tmp_path):
     path = tmp_path / "new" / "r.json"
     printed = launched(2, _short, [*ON_TWO, str(path)])
     assert printed.count("TP 2, N=64, V=256, D=16, SP, float32") == 1  # not once per rank
@@ -162,7 +161,7 @@ def test_a_run_of_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("suite", ["host --peers ours ours-statistics torch", "post"])
-def test_a_suite(suite, short, tmp_path):
+def test_a_suite_measures_all_its_peers(suite, short, tmp_path):
     path = tmp_path / "bench.json"
     arguments = f"--suite {suite} --shape 40,90,16 --rounds 2 --device cpu --json"
     assert all(named(name, ONE) for each in options.SUITES.values() for name in each.ours)
@@ -210,7 +209,7 @@ def test_each_tile_that_is_measured_is_used():
 
 
 @pytest.mark.slow
-def test_the_report_on_gradient_filter(short, tmp_path, monkeypatch):
+def test_the_report_on_gradient_filter_has_each_filter_and_order(short, tmp_path, monkeypatch):
     N, V, D = 150, 300, 32
     monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
     (tmp_path / "bad").write_text("no tensors")

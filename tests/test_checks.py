@@ -219,7 +219,7 @@ def _assert_refused(function, arguments: dict, argument: str, said: str, value: 
 
 
 @pytest.mark.parametrize("row", ROWS + ONE_RANK, ids=lambda row: "-".join(row[:3]))
-def test_refused(row):
+def test_bad_arguments_are_refused_by_name(row):
     name, argument, said, *values = row
     function, arguments = calls(alone())[name]
     for value in values:
@@ -231,7 +231,7 @@ ONE_NUMBER = r"must be one number in .* \[6\] of torch.float32: pass .* parallel
 OF_A_NEW_MODULE = [*OPTIONS, ("logit_scale", ONE_NUMBER, ZEROS), ("temperature", ONE_NUMBER, ZEROS)]
 
 
-def test_refused_when_a_module_is_made():
+def test_a_module_refuses_bad_options_when_it_is_made():
     for argument, said, *values in OF_A_NEW_MODULE:
         for value in values:
             _assert_refused(parallel_lce.LinearCrossEntropy, {}, argument, said, value)
@@ -262,7 +262,7 @@ def test_what_one_rank_refuses_every_rank_raises(name, worlds, device):
 
 
 @on_ranks(2)
-def test_refused_over_ranks(member):
+def test_what_is_wrong_on_every_rank_is_refused_before_a_collective(member):
     """Arguments that are wrong on every rank: nobody reaches a collective. Of one rank alone, others may wait."""
     whole = torch.zeros(12, dtype=torch.int64, device=member.device)
     arguments = good(member.device) | dict(process_group=member.group, sequence_parallel=True)
@@ -313,7 +313,7 @@ def test_checks_run_once_for_each_signature(monkeypatch):
 
 
 @pytest.mark.parametrize("other", [True, 1.0])
-def test_equal_numbers_of_another_type(other):
+def test_equal_numbers_of_another_type_are_refused(other):
     names = ["ignore_index", "logits_budget"]
     for name in names + ["z_loss", "logit_scale", "temperature", "logit_softcap"] * (other is True):
         call(good() | {name: 1})
@@ -329,7 +329,7 @@ def _placed(member: Member, tensor: torch.Tensor):
 
 
 @on_ranks(2)
-def test_dtensors_where_none_is_taken(member):
+def test_dtensors_are_refused_where_none_is_taken(member):
     """They are refused by their names, or by that of the student's weight, which tells the group."""
     function, arguments = calls(member)["logits"]
     for argument, value in arguments.items():
@@ -342,7 +342,7 @@ def test_dtensors_where_none_is_taken(member):
 
 
 @on_ranks(2)
-def test_a_call_of_dtensors_that_one_rank_refuses(member):
+def test_a_call_of_dtensors_that_one_rank_refuses_every_rank_does(member):
     placed = {name: _placed(member, value) for name, value in good(member.device).items()}
     changes = dict(other=1), dict(reduction=None), dict(sequence_dim=1), dict(vocab_size=1000), dict(linear_bias=IDS)
     with debug_mode():

@@ -101,7 +101,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("how", "options", "outside"), CALLS, ids=str)
 @on_ranks(2)
-def test_inside_and_outside_the_module(member, how, options, outside):
+def test_gradients_are_right_inside_and_outside_the_module(member, how, options, outside):
     inner = Model(member.device, **options)
     model = wrapped(how, inner, member)
     step = (lambda ids, target: inner.of(model(ids), target)) if outside else model
@@ -109,8 +109,8 @@ def test_inside_and_outside_the_module(member, how, options, outside):
 
 
 @on_ranks(2)
-def test_sharded_weights_outside_the_module(member):
-    """They are refused, before any collective. With FSDP2 the message's advice, unshard, gives the right gradients."""
+def test_sharded_weights_are_refused_outside_the_module(member):
+    """Before any collective. With FSDP2 the message's advice, unshard, gives the right gradients."""
     for how, message in (("FSDP1", "FSDP1 has flattened"), ("FSDP2, resharded", r"call that module's unshard\(\)")):
         inner = Model(member.device)
         model = wrapped(how, inner, member)
@@ -124,7 +124,7 @@ def test_sharded_weights_outside_the_module(member):
 
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
 @on_ranks(2)
-def test_mixed_precision(member, how):
+def test_mixed_precision_has_a_loss_and_gradients_in_fp32(member, how):
     """fp32 parameters, bf16 in forward: the loss is fp32, near the one of all logits in fp32."""
     inner = Model(member.device, dtype=torch.float32)
     types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

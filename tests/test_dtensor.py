@@ -92,7 +92,7 @@ RUNS += [("uneven vocabulary", "sum", "compiled"), ("replicated", "mean", "dX is
 @pytest.mark.parametrize(("ranks", "name", "reduction", "how"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])
 @pytest.mark.thinned("name", "reduction", "how")
 @on_ranks()
-def test_placements(member, name, reduction, how):
+def test_losses_and_gradients_are_placed_as_dtensors_own(member, name, reduction, how):
     shape, names, weight, x, target, sizes, tokens, of_weight = CASES[name]
     mesh, whole = (mesh_of(member.device.type, shape, names), problem(device=member.device, **sizes))
     want, *gradients = dense(whole, reduction)
@@ -114,8 +114,8 @@ def test_placements(member, name, reduction, how):
 
 
 @on_ranks(2)
-def test_a_plain_input_beside_a_sharded_weight(member):
-    """The given group tells that the ranks have the same tokens. The loss is then plain."""
+def test_a_plain_input_beside_a_sharded_weight_has_a_plain_loss(member):
+    """The given group tells that the ranks have the same tokens."""
     whole, mesh = problem(device=member.device), mesh_of(member.device.type, (2,), TP)
     want, dx, dweight, dbias = dense(whole, "mean")
     for group in (mesh, mesh.get_group()):
@@ -139,7 +139,7 @@ EARLY = slice(None), slice(7)  # all but the last tokens
 
 
 @on_ranks(2)
-def test_refused(member):
+def test_placements_and_sizes_that_do_not_fit_are_refused(member):
     """Each row changes a call that is allowed. Some sizes are wrong on the last rank alone."""
     whole, kind = problem(device=member.device), member.device.type
     pair, square, context = [mesh_of(kind, *m) for m in (((2,), TP), ((1, 2), ("dp", "tp")), ((2, 1), ("tp", "cp")))]
@@ -211,7 +211,7 @@ def test_batch_first_hidden_states_are_neither_copied_nor_transposed(member):
 
 @pytest.mark.parametrize("split", [WHOLE, ROWS, SECOND])
 @on_ranks(2)
-def test_other_functions(member, split):
+def test_other_functions_give_what_they_give_of_plain_tensors(member, split):
     mesh, whole = mesh_of(member.device.type, (2,)), problem(v=41, device=member.device)
     ids = (whole["target"][..., None].clamp(min=0) + torch.arange(3, device=member.device)).remainder(41)
     drawn = normal(4, 8, 3, seed=7), normal(4, 8, 12, seed=5), normal(41, 12, seed=6), normal(4, 8, seed=8)
@@ -267,8 +267,7 @@ def of_model(device, x, target) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("head", "layout"), [("sharded", None), ("compiled", SECOND), ("whole", None)])
 @on_ranks(2)
-def test_a_parallel_style(member, layout, head):
-    """The body's gradients are right only if the loss gives it the sum over the ranks of dX."""
+def test_a_parallel_style_gives_the_body_the_sum_over_ranks_of_dx(member, layout, head):
     mesh, whole = mesh_of(member.device.type, (2,), TP), problem(device=member.device)
     x, target, model = whole["input"], whole["target"], Model(member.device)
     want, gradients = of_model(member.device, x[None], target[None])
@@ -307,8 +306,8 @@ def test_a_style_refuses(member):
 
 @pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])
 @on_ranks(4)
-def test_fully_sharded_and_tensor_parallel(member, sequence_parallel, reshard):
-    """FSDP2 over tensor parallelism: two steps of gradient accumulation, the first without a reduction."""
+def test_fsdp2_over_tensor_parallelism_accumulates_gradients(member, sequence_parallel, reshard):
+    """Two steps, the first without a reduction."""
     mesh = mesh_of(member.device.type, (2, 2), ("dp", "tp"))
     t, half = problem(device=member.device), mesh["dp"].get_local_rank()
     # Of each step and replica.
@@ -342,7 +341,7 @@ def test_fully_sharded_and_tensor_parallel(member, sequence_parallel, reshard):
 
 
 @on_ranks(4)
-def test_the_lines_of_the_page(member):
+def test_the_lines_of_the_page_run(member):
     """On two replicas of two tensor-parallel ranks. A block that computes a loss gives the one of all logits."""
     mesh, whole = mesh_of(member.device.type, (2, 2), ("dp", "tp")), problem(device=member.device)
     hidden, weight, target = (whole[n] for n in ("input", "linear_weight", "target"))

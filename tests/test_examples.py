@@ -46,7 +46,7 @@ MORE = [pytest.param(2, name, marks=pytest.mark.slow) for name in CASES if name 
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), *MORE])
-def test_example(name, ranks, device):
+def test_an_example_prints_the_losses_of_float64(name, ranks, device):
     if device == "cuda" and ranks == 2 > torch.cuda.device_count():
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
     if name == MEGATRON:

@@ -162,7 +162,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "place", "name", "options", "stage"), FAULTS)
-def test_one_rank_fails(fault, place, name, options, stage):
+def test_if_one_rank_fails_the_other_raises_within_the_timeout(fault, place, name, options, stage):
     other, faulty = ends(_with_fault, fault, place, name, options)
     assert other["code"] == 0 and other["gradients"] is None, other
     assert other["error"].startswith("RuntimeError: "), other
@@ -218,7 +218,7 @@ def test_calls_of_other_sizes_end_on_every_rank(name):
 
 
 @on_ranks(2)
-def test_a_group_destroyed_between_forward_and_backward(member):
+def test_a_group_may_be_destroyed_between_forward_and_backward(member):
     """On gloo the backward works, since the graph keeps the group. On NCCL it raises. The next call is refused."""
     group = dist.new_group()
     t = part(make(N, V, D, device=member.device), member, sequence_parallel=True)
@@ -268,7 +268,6 @@ def test_the_step_after_one_without_memory_is_right(name, backend, device):
     main_grad = torch.zeros_like(t.weight, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
 
     def step(*modes):
-
         def half(loss):
             with modes[1]:
                 loss.backward()
@@ -318,7 +317,7 @@ def _recovers(member: Member, note) -> None:
     exec(block, given | dict(step=step, dist=dist, optimizer=torch.optim.SGD([t.x])))
 
 
-def test_recovery_from_one_rank_without_memory():
+def test_the_lines_of_the_page_recover_from_one_rank_without_memory():
     """The other rank waits until the timeout. With a new group and a zeroed main_grad the next step is right."""
     other, faulty = ends(_recovers)
     assert "Timed out waiting" in other["error"] and faulty["error"] == "OutOfMemoryError: made up", (other, faulty)
@@ -332,7 +331,7 @@ def test_recovery_from_one_rank_without_memory():
 @pytest.mark.parametrize("name", [*REDUCED, "divergence"])
 @pytest.mark.thinned
 @on_ranks(2)
-def test_100_microbatches(member, name, sequence_parallel, backend):
+def test_100_microbatches_have_the_gradients_that_each_has_alone(member, name, sequence_parallel, backend):
     """Alive at once, with backwards in either order, each has the gradients that it has alone, to the bit. So a step is
     right that follows a forward whose backward an error of the user's has prevented."""
     slow = sequence_parallel or backend == "triton"  # kernels are interpreted

@@ -109,7 +109,7 @@ OF_IDS = {
 
 
 @pytest.mark.parametrize("bits", ["int16", "uint64", "uint32", "uint16"])
-def test_ids_of_any_integer_dtype(bits, device):
+def test_ids_of_any_integer_dtype_give_the_same_results(bits, device):
     dtype, entries = getattr(torch, bits), 70000 if "16" in bits else 300
     x, w = good(device)["input"], make(N, entries, D, device=device).weight.detach()
     most = min(torch.iinfo(dtype).max, entries - 1)
@@ -132,7 +132,7 @@ def test_a_weight_from_a_functional_all_gather_for_which_nobody_has_waited(membe
     torch.testing.assert_close(call(arguments | dict(linear_weight=gathered)), call(arguments))
 
 
-def test_negative_views(backend, device):
+def test_negative_views_give_the_same_bits(backend, device):
     arguments = good(device)
     arguments |= dict(linear_bias=normal(V, seed=1).float().to(device), token_weight=arguments["input"][:, 0].abs())
     plain = call(arguments)
@@ -148,7 +148,7 @@ LARGE = 2**24 + 3
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_vocabulary_beyond_2_to_the_24(member):
+def test_a_vocabulary_beyond_2_to_the_24_keeps_its_ids_apart(member):
     first = 2**24 - 5
     start, stop = ((0, first), (first, LARGE))[member.rank]
     whole = torch.arange(LARGE, device=member.device) % 7 - 3
@@ -168,7 +168,7 @@ def test_a_vocabulary_beyond_2_to_the_24(member):
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "logit_softcap", "temperature", "z_loss"])
-def test_integers_for_floats(name, device):
+def test_integers_are_taken_for_floats(name, device):
     arguments, number = good(device), 10**20
     module = parallel_lce.LinearCrossEntropy(**{name: number})
     want = call(arguments | {name: float(number)})
@@ -194,8 +194,7 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(member):
         module.process_group = "tp"
 
 
-def test_a_module_without_a_group(device):
-    """It is pickled whole, owns no parameters, and shows its options."""
+def test_a_module_without_a_group_is_pickled_whole_and_shows_its_options(device):
     positional = good(device).values()
     module = parallel_lce.LinearCrossEntropy(label_smoothing=0.1, reduce_dtype=torch.float32)
     restored = pickle.loads(pickle.dumps(module))
@@ -203,7 +202,7 @@ def test_a_module_without_a_group(device):
     assert "label_smoothing=0.1" in repr(module) and "reduce_dtype=torch.float32" in repr(module)
 
 
-def test_logits_beyond_2_to_the_27(backend, device):
+def test_thousands_of_neighbours_count_beside_a_logit_beyond_2_to_the_27(backend, device):
     x, weight = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(4096, 16, dtype=torch.bfloat16)
     x[0, :2], weight[:, 0], weight[1:, 1] = torch.tensor([16384.0, 1.0]), 12288, -16
     exact = (x.double() @ weight.double().t()).log_softmax(1)[0, 0]

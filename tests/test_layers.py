@@ -47,7 +47,7 @@ def layer_of(module: str) -> int:
     return next(number for number, names in enumerate(LAYERS) if part in names)
 
 
-def test_no_circle():
+def test_imports_make_no_circle():
     graph = imports()
     # A package's name beside a module of it, as in "from parallel_lce.backends import torch_backend".
     plain = {
@@ -57,7 +57,7 @@ def test_no_circle():
     assert len(graph) > 70 and [*graphlib.TopologicalSorter(plain).static_order()]
 
 
-def test_no_arrow_up():
+def test_no_module_imports_from_a_higher_layer():
     up = [
         f"{name} imports {other}"
         for name, others in imports().items()

@@ -62,14 +62,14 @@ def test_a_value_is_kept_as_long_as_memory(device):
     assert watched() is None
 
 
-def test_linear_and_the_modes_of_functions():
+def test_linear_and_the_modes_of_functions_are_torchs():
     assert private.linear is nn.functional.linear
     assert private.function_modes() == []
     with torch.device("cpu"):
         assert [type(mode) for mode in private.function_modes()] == [private.DeviceContext]
 
 
-def test_hooks_of_a_tensor():
+def test_both_kinds_of_hooks_of_a_tensor_are_seen():
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         x = torch.ones(1, requires_grad=True)
         assert not private.has_hooks(x)

@@ -89,7 +89,7 @@ def _imported(name: str):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_and_their_arguments(name):
+def test_functions_have_these_arguments_and_modules_no_other_names(name):
     module = _imported(name)
     own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
     public = set(getattr(module, "__all__", {name for name in own if not name.startswith("_")}))
@@ -102,11 +102,11 @@ def test_functions_and_their_arguments(name):
         assert named == {*others.split()}, function
 
 
-def test_fields_of_statistics():
+def test_statistics_have_these_fields():
     assert {field.name for field in fields(parallel_lce.TokenStatistics)} == {*FIELDS.split()}
 
 
-def test_variables_of_the_environment():
+def test_no_other_variables_of_the_environment_are_read():
     texts = {path: path.read_text() for path in (ROOT / "parallel_lce").rglob("*.py")}
     found = set(re.findall(r"PARALLEL_LCE_(\w*[A-Z])", "\n".join(texts.values())))
     assert found == {"LOGITS_BUDGET", "BACKEND", "DEBUG", "SKIP_MASKED"}

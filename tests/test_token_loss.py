@@ -84,7 +84,7 @@ def truth_of(function, reduction: str, t: Tensors, *values) -> tuple[list[torch.
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0].__name__, *map(str, case[1:])]))
-def test_against_float64(case, backend, worlds, device):
+def test_loss_gradients_and_metrics_are_those_of_float64(case, backend, worlds, device):
     function, kind, ranks, sequence_parallel, dtype, reduction = case
     found = everywhere(worlds, device, ranks, _ran, *case)
     (total, dx, dweight), metrics = truth_of(function, reduction, *problem(kind, dtype))
@@ -109,8 +109,8 @@ def laid(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtensors", [False, True])
 @on_ranks(2)
-def test_batches_of_parts_of_sequences(member, dtensors):
-    """``[b, s]`` tokens, the counted ones alone, or as DTensors, give what ``[N]`` tokens do."""
+def test_batches_of_parts_of_sequences_give_what_tokens_do(member, dtensors):
+    """The counted ones alone, or as DTensors."""
     t, *values = problem(device=member.device)
     x, weight = t.x.clone().requires_grad_(), part(t, member).weight
     flat = dict(entropy=True, process_group=member.group, logits_budget=0, logit_scale=0.5)
@@ -141,7 +141,7 @@ def test_batches_of_parts_of_sequences(member, dtensors):
 
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
-def test_modes(kind, device):
+def test_every_mode_has_the_gradients_of_the_plain_call(kind, device):
     """In evaluation the function has no gradients; a second backward, a checkpoint, a compiled function, and values of
     inference mode, which autograd could not save, have those of the plain call."""
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
@@ -276,7 +276,7 @@ def shrinking(statistics):
         (dict(gradient_filter=0.1, entropy=True), "cannot be combined with entropy"),
     ],
 )
-def test_refusals(change, words):
+def test_what_the_function_returns_or_reads_may_be_refused(change, words):
     t = small(N=N, V=V)
     given = dict(loss=lambda s, *values: s.lse, values=[]) | change
     loss, values = given.pop("loss"), given.pop("values")

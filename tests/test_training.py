@@ -207,7 +207,7 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo(work, tmp_path):
+def test_the_demo_ends_with_curves_that_agree(work, tmp_path):
     """Under torchrun, two ranks with either loss, in a folder that has a module of Python's name."""
     given = [f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", f"output={tmp_path}", "train.steps=3"]
     done = ran(ROOT / "launch" / "demo.sh", *SMALL, "parallel.tensor=2", *given, cwd=work, timeout=900)
@@ -249,13 +249,13 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize(("yardstick", "ours", "agree"), VERDICTS)
-def test_the_verdict(yardstick, ours, agree, tmp_path):
+def test_the_verdict_allows_what_stock_runs_differ_by(yardstick, ours, agree, tmp_path):
     losses = {"stock": [3.0, 2.0], "parallel_lce": ours, **yardstick}
     assert compare(_finished(tmp_path, **losses)).agree is agree
 
 
 @pytest.mark.parametrize(("last", "orders", "agree"), [(1.5, 0, True), (1.7, 3, False)])
-def test_the_report(last, orders, agree, tmp_path):
+def test_the_report_has_the_verdict_and_the_figures(last, orders, agree, tmp_path):
     losses = [3 - step / 64 for step in range(96)] + [1.5]
     others = {f"stock_{order}": [*losses[:-1], 1.5 + order / 32] for order in range(1, orders + 1)}
     config = _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last], **others)
@@ -278,7 +278,7 @@ def test_the_report(last, orders, agree, tmp_path):
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
 
 
-def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):
+def test_a_demo_that_fails_or_runs_elsewhere_leaves_no_earlier_results(work, tmp_path, monkeypatch, capsys):
     given = [f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
     given += ["train.micro_batches=2", f"output={tmp_path}/o #1"]
     hosts = ["--nnodes=2", "--nproc-per-node=1"]

@@ -77,7 +77,7 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.thinned
-def test_refused(name, asked, device, monkeypatch):
+def test_what_no_call_supports_is_refused(name, asked, device, monkeypatch):
     ask, error, words = ASKED[asked]
     x, w = (normal(*size).float().to(device).requires_grad_() for size in ((N, D), (V, D)))
     if asked == "meta":

@@ -180,12 +180,16 @@ def _rank(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow  # three programs import Megatron
-def test_snapshots_are_what_the_output_layer_sees(work, tmp_path):
+def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch):
     """And losses of one process are those of two with the stock loss."""
     own = ["--config", str(CPU), f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL]
     own += "train.steps=12 train.sequence=24 train.micro_batch=4".split()
     one = "train.micro_batches=4 snapshots.steps=[3,6,40] snapshots.tokens=120".split()
     one.append(f"output={work / 'snapshots'}")
+    begun = []
+    monkeypatch.setattr(os, "execve", lambda *given: begun.append(given))
+    program.run("train", [*own, *one])  # makes folders and the text's cache
+    assert len(begun) == 1
     launched(1, _rank, [*own, *one])
     two = "parallel.data=2 train.micro_batches=2 parallel.distributed_optimizer=true loss.impl=stock".split()
     two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]

@@ -1,5 +1,4 @@
-"""Fixtures: devices, and process groups that live as long as the session. And what a run leaves out: slow tests,
-without ``--all``, and tests of a GPU where there is none."""
+"""Fixtures: devices, and process groups that live as long as the session. And what a run leaves out."""
 
 import gc
 import os
@@ -57,8 +56,7 @@ def _nothing_old_is_collected() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config) -> int:
-    """Worker processes of ``-n auto``, each with process groups of its own. A few files take no longer than to start
-    them. On GPUs, whose memory tests measure, one test runs at a time."""
+    """Worker processes of ``-n auto``. On GPUs, whose memory tests measure, one test runs at a time."""
     files_are_named = config.args_source is config.ArgsSource.ARGS
     return 0 if files_are_named or torch.cuda.is_available() else 2
 
@@ -102,11 +100,8 @@ def _worlds():
 
 @pytest.fixture
 def worlds(_worlds, device):
-    """``worlds(P)``: P processes of the test's device, started at first use.
-
-    ``worlds(P, path)``: such that import from the folder ``path`` first. Those of another path end,
-    since every release of a library that is tested would keep its processes.
-    """
+    """``worlds(P)``: P processes of the test's device, started at first use. ``worlds(P, path)``: such that import from
+    the folder ``path`` first. Those of another path end."""
 
     def get(ranks: int, path: str | None = None) -> World:
         if device == "cuda" and ranks > torch.cuda.device_count() and not SHARED_GPU:

@@ -2,7 +2,6 @@
 names the difference. test_faults.py has messages of other sizes."""
 
 import os
-import re
 from unittest import mock
 
 import pytest
@@ -12,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
+from parallel_lce import backends
 from parallel_lce.call import debug, prepare
-from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
@@ -32,23 +31,15 @@ def _cast(dtype):
 
 
 def _moved(name: str, position: int):
-    """Another id, or number, at this position."""
     return lambda a: {name: _with(a[name], position, (a[name].view(-1)[position] + 1) % V)}
 
 
-def _pair(a) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two entries of each token."""
-    y = a["input"].new_ones(2 * N).cumsum(0).long() % V
-    return y, torch.arange(N + 1, device=y.device) * 2
-
-
-def _of_pair(change):
-    return lambda a: dict(selected=change(*_pair(a)))
-
-
-PAIR = _of_pair(lambda ids, offsets: (ids, offsets))
-OTHER_IDS = _of_pair(lambda ids, offsets: (ids.roll(1), offsets))
-OTHER_OFFSETS = _of_pair(lambda ids, offsets: (ids, _with(offsets, 2, 3)))
+def _pairs(a, second: int = 2) -> dict:
+    """Two entries of each token, those of the second one from there on."""
+    ids = torch.arange(1, 2 * N + 1, device=a["input"].device) % V
+    offsets = torch.arange(N + 1, device=ids.device) * 2
+    offsets[1] = second
+    return dict(selected=(ids, offsets))
 
 
 def _all(a) -> dict:
@@ -64,19 +55,16 @@ EXPOSED = {
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
+    "selected, offsets": (lambda a: _pairs(a, 3), "offsets of selected", DIGEST, DIGEST, _pairs),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
-    "selected, offsets": (OTHER_OFFSETS, "offsets of selected", DIGEST, DIGEST, PAIR),
-    "statistics, selected": (OTHER_IDS, "selected", DIGEST, DIGEST, PAIR),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
     "divergence, beta": (dict(beta=1.0), "function", ".*beta=0.0.*", ".*beta=1.0.*", dict(beta=0.0)),
     "divergence, scale": (dict(teacher_logit_scale=0.5), "teacher_logit_scale", ".*", "0.5"),
-    "top_k, beta": (dict(beta=0.1), "function", ".*beta=0.0.*", ".*beta=0.1.*", dict(beta=0.0)),
 }
 # Without debug mode: wrong results, or messages of other sizes.
 SILENT = {
     "loss, N": (lambda a: dict(input=a["input"][1:], target=a["target"][1:]), "tokens", r"\(6,\)", r"\(5,\)"),
     "loss, D": (lambda a: {n: a[n][:, 1:] for n in ("input", "linear_weight")}, "hidden size", "4", "3"),
-    "loss, fp16": (_cast(torch.float16), "dtype", "torch.float32", "torch.float16"),
     "loss, SP": (lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)), "sequence_par.*", "F.*", "T.*"),
     "loss, dW": (lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()), "gradients", ".*", ".*weight=T.*"),
     "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
@@ -88,7 +76,6 @@ SILENT = {
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
-    "statistics, counted alone": (_all, "counted_tokens", "None", "6"),
 }
 DIFFERENT = EXPOSED | SILENT
 
@@ -98,7 +85,6 @@ def _changed(arguments: dict, changes) -> dict:
 
 
 def _call(member: Member, name: str, odd: bool):
-    """The function, and its arguments; of one that is odd with the change."""
     functions, (change, _, _, _, *every) = calls(member), DIFFERENT[name]
     function, arguments = functions[name.partition(",")[0]]
     for changes in every:
@@ -137,55 +123,42 @@ def test_every_option_is_in_the_digest_that_messages_carry():
         assert (one == other) == (name in free), name
 
 
-def _told_by(member: Member, name: str) -> str:
-    """The error of this rank."""
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_ranks(3)
+def test_every_rank_names_what_differs(member, name):
+    if "backend" in name and not backends._triton_installed():
+        return
+    _, what, two, last, *_ = DIFFERENT[name]
+    words = f"rank 0 has {two}, rank 1 has {two}, rank 2 has {last}"
+    words = f"^the ranks of (process|tp)_group disagree about .*{what}: {words}"
     function, arguments = _call(member, name, member.rank == 2)
     with debug_mode(), chosen_backend(arguments.pop("backend", "torch")):
-        try:
+        with pytest.raises(ValueError, match=words) as refusal:
             function(**arguments)
-            return "not refused"
-        except ValueError as refusal:
-            return str(refusal)
+    assert name != "loss, z_loss" or str(refusal.value).count("rank 0 has") == 1  # only what differs is named
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_every_rank_raises(name, worlds, device, request):
-    if "backend" in name:
-        request.getfixturevalue("kernels")
-    _, what, two, last, *_ = DIFFERENT[name]
-    expected = f"^the ranks of (process|tp)_group disagree about .*{what}: "
-    expected += f"rank 0 has {two}, rank 1 has {two}, rank 2 has {last}"
-    for said in worlds(3).run(_told_by, name, timeout=30):
-        assert re.search(expected, said), said
-        assert name != "loss, z_loss" or said.count("rank 0 has") == 1, said  # only what differs is named
+REDISTRIBUTES = "rank 0 has '.*, which redistributes temperature', rank 1 has 'selected_log_probs'"
+# What rank 1 makes of the temperatures of each rank's tokens, and their placement there.
+OF_DTENSORS = [
+    (lambda t: t.double(), Shard(0), "dtype of temperature: rank 0 has .*32, rank 1 has .*64"),
+    (lambda t: t.repeat(2), Replicate(), f"function: {REDISTRIBUTES}"),
+]
 
 
-# What rank 1 makes of the selected ids and temperatures, of the other rank's shape and dtype; their placement there.
-OF_DTENSORS = {
-    "dtype": (lambda ids, t: (ids, t.double()), [Shard(0)], "dtype of temperature: rank 0 has .*32, rank 1 has .*64"),
-    "K": (lambda ids, t: (ids[:, :1], t), [Shard(0)], r"shape of selected: rank 0 has .*12, 2\], rank 1 has .*12, 1\]"),
-    "none": (
-        lambda ids, t: (ids.repeat(2, 1), t.repeat(2)),
-        [Replicate()],
-        "function: rank 0 has '.*, which redistributes temperature', rank 1 has 'selected_log_probs'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_DTENSORS)
 @on_ranks(2)
-def test_every_rank_names_what_differs_in_dtensors(member, name):
+def test_every_rank_names_what_differs_in_dtensors(member):
     """Before DTensor's collectives of another size, or of one rank alone."""
-    change, placements, words = OF_DTENSORS[name]
     mesh = mesh_of(member.device.type, (2,), ("tp",))
     x, w, y = good(member.device).values()
-    ids, temperature, rows = torch.stack([y, y], 1), x[:, 0].exp(), [Shard(0)]
-    if member.rank:
-        ids, temperature = change(ids, temperature)
-    of_tokens = [DTensor.from_local(t, mesh, placements if member.rank else rows) for t in (ids, temperature)]
-    x, w = DTensor.from_local(x.repeat(2, 1), mesh, [Replicate()]), DTensor.from_local(w + member.rank, mesh, rows)
-    with debug_mode(), pytest.raises(ValueError, match=f"disagree about {words}"):
-        parallel_lce.selected_log_probs(x, w, of_tokens[0], temperature=of_tokens[1])
+    input, ids = (DTensor.from_local(t.repeat(2, 1), mesh, [Replicate()]) for t in (x, y[:, None]))
+    w = DTensor.from_local(w + member.rank, mesh, [Shard(0)])
+    for change, placement, words in OF_DTENSORS:
+        temperature = DTensor.from_local(x[:, 0].exp(), mesh, [Shard(0)])
+        if member.rank:
+            temperature = DTensor.from_local(change(x[:, 0].exp()), mesh, [placement])
+        with debug_mode(), pytest.raises(ValueError, match=f"disagree about {words}"):
+            parallel_lce.selected_log_probs(input, w, ids, temperature=temperature)
 
 
 WHOLE = torch.arange(V * D).view(V, D)
@@ -195,19 +168,12 @@ MESSAGES = {
         lambda a, rank: dict(input=torch.cat([a["input"][:3], -a["input"][3:]]) if rank == 2 else a["input"]),
         r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
     ),
-    "loss, target": (lambda a, _: dict(target=_with(a["target"], 4, 3 * V)), r"target 30 at position 4 is outside"),
     "statistics, target": (lambda a, _: dict(target=_with(a["target"], 4, -7)), r"target -7 .* outside \[0, 30\)"),
     "loss, no row": (lambda a, _: dict(linear_weight=a["linear_weight"][:0], vocab_start=0), "none of the 3 shards"),
     "loss, whole": (lambda a, _: dict(linear_weight=WHOLE.to(a["input"])), "0 and 1 .* same 10 rows .* forget to sh"),
-    "logits, whole": (
-        lambda a, _: dict(vocab_parallel_logits=WHOLE[:N].to(a["vocab_parallel_logits"])),
-        "forget to shard",
-    ),
+    "logits, whole": (lambda a, _: dict(vocab_parallel_logits=WHOLE[:N].to(a["target"]) / 2), "forget to shard"),
     "loss, gap": (lambda _, rank: dict(vocab_start=(0, 10, 21)[rank]), "gap: one ends at 20, the next starts at 21"),
-    "loss, overlap": (
-        lambda _, rank: dict(vocab_start=(0, 10, 19)[rank]),
-        "an overlap: one ends at 20, the next .* 19",
-    ),
+    "loss, overlap": (lambda _, rank: dict(vocab_start=(0, 10, 19)[rank]), "overlap: one ends at 20, the next .* 19"),
 }
 
 
@@ -269,41 +235,29 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
                 loss.sum().backward()
 
 
-def test_calls_are_counted_by_group_and_not_by_its_name():
-    """Which the next group may have, after the default one was made anew."""
-    first, second = (mock.Mock(group_name="1") for _ in range(2))
-    assert [debug.next_call(Layout(group)) for group in (first, first, second)] == [1, 2, 1]
-
-
 # --- what is no difference --------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_equal_arguments_agree(member, backend):
-    """Numbers of other types, and what may differ between ranks."""
+    """Numbers of other types, and what may differ between ranks, as whether they need gradients."""
     t = part(make(N, 2 * V, D, device=member.device), member)
+    loss, where = parallel_lce.linear_cross_entropy, dict(process_group=member.group)
     for one, other in (
         (dict(logit_softcap=30.0), dict(logit_softcap=30, temperature=1, logits_budget=1 << 20)),
         (dict(ignore_index=-100, z_loss=0.0), dict(ignore_index=None, z_loss=-0.0)),
         (dict(reduce_dtype=None), dict(reduce_dtype=torch.float32)),
-        (dict(vocab_start=0, vocab_size=2 * V), dict(vocab_start=V, vocab_size=2 * V)),
         (dict(vocab_size=2 * V), dict(vocab_start=V, vocab_size=2 * V)),
     ):
         options = (one, other)[member.rank]
         for reduction in ("none", "mean"):
-            loss = parallel_lce.linear_cross_entropy(
-                t.x, t.weight, t.target, process_group=member.group, reduction=reduction, **options
-            )
-            assert loss.isfinite().all(), options
+            assert loss(t.x, t.weight, t.target, reduction=reduction, **where, **options).isfinite().all(), options
     both, ignored = (t.x, t.weight, t.x, t.weight), (None, -100)[member.rank]
-    assert divergence(*both, process_group=member.group, ignore_index=ignored).isfinite()
-    for needs in (False, True):  # of a gradient, on one rank; and of token_weight's
+    assert divergence(*both, ignore_index=ignored, **where).isfinite()
+    for needs in (False, True):
         token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs)
         with torch.set_grad_enabled(needs or member.rank == 0):
-            loss = parallel_lce.linear_cross_entropy(
-                t.x, t.weight, t.target, process_group=member.group, token_weight=token_weight
-            )
-        assert loss.isfinite()
+            assert loss(t.x, t.weight, t.target, token_weight=token_weight, **where).isfinite()
 
 
 @on_ranks(2)
@@ -321,7 +275,7 @@ def test_equal_shards_that_are_no_mistake(member):
 
 
 @on_ranks(2)
-def test_a_malformed_switch_of_one_rank(member):
+def test_every_rank_refuses_a_malformed_switch_of_one_rank(member):
     arguments = good(member.device) | dict(process_group=member.group)
     for name, value, said in (
         ("PARALLEL_LCE_BACKEND", "cutlass", "PARALLEL_LCE_BACKEND='cutlass' is none of"),
@@ -337,16 +291,13 @@ def test_an_error_after_the_exchange_is_not_sent(member):
     """The other ranks are in a later collective then."""
     arguments = good(member.device) | dict(process_group=member.group)
     arguments["linear_weight"] = arguments["linear_weight"] + member.rank
-    fails = mock.patch("parallel_lce.functional.fused_loss", side_effect=ValueError("after"))
+
+    def failing(*given, **named):
+        fused_loss(*given, **named)
+        raise ValueError("after")
+
     with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
-        call(arguments)
-        with fails as failing, pytest.raises(ValueError, match="^after$"):
-
-            def failing_after(*given, **named):
-                fused_loss(*given, **named)
-                raise ValueError("after")
-
-            failing.side_effect = failing_after
+        with mock.patch("parallel_lce.functional.fused_loss", failing), pytest.raises(ValueError, match="^after$"):
             call(arguments)
         report.assert_not_called()
 
@@ -355,28 +306,23 @@ def test_an_error_after_the_exchange_is_not_sent(member):
 def test_equal_values_pass(member):
     """All NaN are equal, and so are 0 and -0. Ranks that sum in another order have other bits."""
     call_, sign = good(member.device) | dict(process_group=member.group), -1.0 if member.rank else 1.0
-    call_["token_weight"] = torch.full((N,), sign * 0.0, device=member.device)
-    call_["token_weight"][2] = sign * torch.nan
-    whole = good(member.device) | dict(process_group=member.group, token_weight=torch.arange(N, device=member.device))
-    whole["linear_weight"] = whole["linear_weight"] + member.rank
-    whole["token_weight"] = whole["token_weight"].to((torch.int64, torch.float32, torch.bfloat16)[member.rank])
     call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
     call_["linear_weight"] = call_["linear_weight"] + member.rank
+    call_["token_weight"] = torch.full((N,), sign * 0.0, device=member.device)
+    call_["token_weight"][2] = sign * torch.nan
     call_["target"][2] = -100
     plain = call(call_)
     same = dict(z_loss=0, logit_scale=1) if member.rank else dict(z_loss=0.0, logit_scale=1.0)
+    numbers = torch.arange(N, device=member.device).to((torch.int64, torch.float32, torch.bfloat16)[member.rank])
     with debug_mode(), torch.device("meta"):  # whatever a program makes by default
         assert call(call_ | same).item() == plain.item() == 0
-        assert call(whole).isfinite()
+        assert call(call_ | dict(token_weight=numbers)).isfinite()
 
 
-def test_one_rank(device, monkeypatch):
+def test_debug_mode_refuses_targets_on_one_rank(device):
     bad = good(device)
     bad["target"][2] = -7
     with debug_mode():
         with pytest.raises(ValueError, match=r"target -7 at position 2 is outside \[0, 10\)"):
             call(bad)
         assert call(bad | dict(ignore_index=-7)).isfinite()
-    monkeypatch.setenv("PARALLEL_LCE_DEBUG", "false")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_DEBUG must be 0 or 1, got 'false'"):
-        call(good(device))

@@ -11,21 +11,15 @@ from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of
 
 
-@pytest.fixture
-def choose(monkeypatch):
-    """``choose(value)`` sets PARALLEL_LCE_BACKEND; ``installed`` says whether Triton counts as there."""
-
-    def set_to(value: str, installed: bool = True, interpret: str = "0") -> None:
-        monkeypatch.setenv("PARALLEL_LCE_BACKEND", value)
-        monkeypatch.setenv("TRITON_INTERPRET", interpret)
-        monkeypatch.setattr(backends, "_triton_installed", lambda: installed)
-
-    return set_to
+def choose(monkeypatch, value: str, installed: bool = True, interpret: str = "0") -> None:
+    monkeypatch.setenv("PARALLEL_LCE_BACKEND", value)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.setattr(backends, "_triton_installed", lambda: installed)
 
 
 # Device, what is asked for, dtype, capability, whether Triton is installed, and what weights and logits get.
 CHOICES = [
-    *(("cpu", value, dtype, None, True, "torch", "torch") for value in ("", "torch") for dtype in DTYPES.values()),
+    *(("cpu", "", dtype, None, True, "torch", "torch") for dtype in DTYPES.values()),
     ("cpu", "triton", torch.float64, None, True, "torch", "torch"),
     ("cpu", "triton", torch.float32, None, True, "triton", "triton"),
     ("cuda", "torch", torch.bfloat16, (9, 0), True, "torch", "torch"),
@@ -38,12 +32,11 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "dtype", "capability", "installed", "of_weights", "of_logits"), CHOICES, ids=str
-)
-def test_the_choice(kind, value, dtype, capability, installed, of_weights, of_logits, choose, monkeypatch):
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_weights_and_logits_get_their_backend(choice, monkeypatch):
     pytest.importorskip("triton", reason="needs triton")
-    choose(value, installed, interpret="1")
+    kind, value, dtype, capability, installed, of_weights, of_logits = choice
+    choose(monkeypatch, value, installed, interpret="1")
     monkeypatch.setattr(backends, "_capability", lambda device: capability)
     matrix = SimpleNamespace(device=torch.device(kind), dtype=dtype, is_meta=False, shape=(2, 2))
     assert backend_of(matrix).NAME == of_weights
@@ -58,23 +51,22 @@ def test_the_choice(kind, value, dtype, capability, installed, of_weights, of_lo
         ("triton", False, "not installed"),
     ],
 )
-def test_a_choice_is_refused_in_words(value, installed, words, choose):
-    """At each call, of each function."""
+def test_a_choice_is_refused_in_words(value, installed, words, monkeypatch):
     x, weight, target = torch.ones(1, 2), torch.ones(2, 2), torch.zeros(1, dtype=torch.long)
-    choose("torch")
+    choose(monkeypatch, "torch")
     parallel_lce.linear_cross_entropy(x, weight, target)
-    choose(value, installed)
+    choose(monkeypatch, value, installed)
     with pytest.raises(ValueError, match=words):
         parallel_lce.linear_cross_entropy(x, weight, target)
     with pytest.raises(ValueError, match=words):
         parallel_lce.vocab_parallel_cross_entropy(x, target)
 
 
-def test_rocm_has_no_kernels(choose, monkeypatch):
+def test_rocm_has_no_kernels(monkeypatch):
     """Its devices are named cuda, too."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    choose("")
+    choose(monkeypatch, "")
     assert backends._name(torch.device("cuda"), torch.bfloat16, (torch.bfloat16,)) == "torch"
-    choose("triton")
+    choose(monkeypatch, "triton")
     with pytest.raises(ValueError, match="triton on cuda: kernels run on CUDA devices"):
         backends._name(torch.device("cuda"), torch.bfloat16, (torch.bfloat16,))

@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -47,7 +47,6 @@ def compiled(function, backend: str = "aot_eager", **options):
 
 
 def operands(N: int, device: str, dtype: str = "fp32", **options):
-    """x, weight, bias, target and token_weight; the operands need gradients."""
     return small(device, **dict(N=N, V=V, D=D, dtype=dtype, ignored=True, token_weight=True) | options)
 
 
@@ -56,7 +55,6 @@ def loss_of(name: str, **others):
 
 
 def results(function, t, *given) -> list[torch.Tensor]:
-    """The function's value, and its gradients if it has any."""
     value = function(*(given or (t.x, t.weight, t.target)))
     leaves = [leaf for leaf in (t.x, t.weight, t.bias) if leaf is not None and leaf.requires_grad]
     return [value, *(torch.autograd.grad(value, leaves, torch.ones_like(value)) if value.requires_grad else ())]
@@ -72,66 +70,51 @@ def assert_same(found, expected, device: str, rtol: float = 0.0) -> None:
             assert_close(a, b, rtol or next((r for name, r in ROUNDED.items() if DTYPES[name] == a.dtype), 1e-5))
 
 
-@contextmanager
-def observed(t):
-    """Yields a list of the number of tensors that each block's backward is handed."""
-    counts: list[int] = []
-    with watched_backwards(backend_of(t.weight), lambda task: counts.append(len(task.saved))):
-        yield counts
-
-
 def assert_as_eager(fast, function, t, device: str, *given) -> list[int]:
-    """The value and the gradients of ``fast`` are those of ``function``, by the same work, which it returns."""
-    both, work = [], []
+    """The value and the gradients of ``fast`` are those of ``function``, by the same work. Returns the number of
+    tensors that each block's backward is handed."""
+    both, work, backend = [], [], backend_of(t.weight)
     for f in (fast, function):
-        with observed(t) as counts, counted_forwards(backend_of(t.weight)) as forwards:
-            both.append(results(f, t, *given))
+        counts = []
+        with watched_backwards(backend, lambda task, counts=counts: counts.append(len(task.saved))):
+            with counted_forwards(backend) as forwards:
+                both.append(results(f, t, *given))
         work.append((counts, forwards))
     assert_same(*both, device)
     assert work[0] == work[1], "exponentials that were kept are used, and nothing is computed again"
     return work[0][0]
 
 
-@pytest.mark.parametrize(("dtype", "weighted"), [("bf16", True), pytest.param("fp32", False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "some saved")) for name in LOSSES]
 )
-@pytest.mark.thinned
-def test_losses(name, dtype, weighted, device):
-    """Whatever N, compiled but twice. ``weighted``: with a bias and a weight of each token."""
-
+def test_losses_are_compiled_but_twice_whatever_n(name, device):
     def loss(x, weight, target, bias, token_weight):
         options = dict(linear_bias=bias, token_weight=token_weight, **LOSSES[name])
         return parallel_lce.linear_cross_entropy(x, weight, target, **options)
 
     fast, counter = compiled(loss)
     for N in SIZES:
-        t = operands(N, device, dtype, bias=weighted)
+        t = operands(N, device, "bf16", bias=True)
         with shrunk(4000, (16, 32)):
-            more = t.bias, t.token_weight if weighted else None
-            assert assert_as_eager(fast, loss, t, device, t.x, t.weight, t.target, *more)
+            assert assert_as_eager(fast, loss, t, device, t.x, t.weight, t.target, t.bias, t.token_weight)
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("name", ["some saved", pytest.param("accumulated", marks=pytest.mark.slow)])
-def test_the_triton_backend(name, kernels, device):
-    """Its backward writes over what is kept, which no graph may notice."""
+def test_no_graph_notices_that_tritons_backward_writes_over_what_is_kept(kernels, device):
     t = operands(40, device, "bf16", V=900)
-    # Some is a window of 256 vocabulary rows.
-    loss = loss_of(name, **({"logits_budget": 48000} if name == "some saved" else {}))
+    loss = loss_of("some saved", logits_budget=48000)  # a window of 256 vocabulary rows
     with chosen_backend("triton"), shrunk(24000):
         assert any(assert_as_eager(compiled(loss)[0], loss, t, device))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", [*LOSSES][2:])
-@pytest.mark.thinned("sequence_parallel")
 @on_ranks(2)
-def test_process_groups(member, name, sequence_parallel):
+def test_losses_over_ranks_are_those_of_eager_mode(member, sequence_parallel):
     torch._dynamo.reset()
     t = part(make(24, 2 * 30, D, "bf16", member.device, ignored=True), member, sequence_parallel)
     where = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=torch.float32)
-    loss = loss_of(name, **where)
+    loss = loss_of("some saved", **where)
     with shrunk(1000, (8, 16)):
         assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
 
@@ -140,15 +123,14 @@ def test_process_groups(member, name, sequence_parallel):
 def test_logits_that_exist_are_checked_at_each_call(member):
     """Not as at the first call of a compiled function, which was before debug mode."""
     logits, target = torch.randn(24, 30, device=member.device), torch.arange(24, device=member.device)
-    loss = torch.compile(parallel_lce.vocab_parallel_cross_entropy, backend="eager")
-    assert torch.equal(
-        loss(logits, target, 0.0, member.group),
-        parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.0, member.group),
-    )
+    eager = parallel_lce.vocab_parallel_cross_entropy
+    loss = torch.compile(eager, backend="eager")
+    assert torch.equal(loss(logits, target, 0.0, member.group), eager(logits, target, 0.0, member.group))
     with debug_mode(), pytest.raises(ValueError, match="the ranks of tp_group disagree about target"):
         loss(logits, target + member.rank, 0.0, member.group)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_group_may_change_from_call_to_call(member):
     alone = [dist.new_group([rank]) for rank in range(member.ranks)][member.rank]
@@ -175,14 +157,15 @@ def _checkpoint(loss):
     return lambda *tensors: checkpoint(loss, *tensors, use_reentrant=False)
 
 
+AROUND = [(torch.no_grad(), False), (_autocast, True), (_checkpoint, True), (_checkpoint, False)]
+"""And whether the graph has it, too."""
+
+
 @pytest.mark.parametrize("frozen", ["", "x", "weight"])
-@pytest.mark.parametrize(
-    ("around", "inside"), [(torch.no_grad(), False), (_autocast, True), (_checkpoint, True), (_checkpoint, False)]
-)
+@pytest.mark.parametrize(("around", "inside"), AROUND)
 @pytest.mark.parametrize("name", ["saved", "accumulated", "module"])
 @pytest.mark.thinned
-def test_frozen_operands_and_what_is_around_a_call(name, around, inside, frozen, device):
-    """``inside``: the graph has what is around the call, too."""
+def test_frozen_operands_and_what_is_around_a_call_change_no_work(name, around, inside, frozen, device):
     loss = parallel_lce.LinearCrossEntropy(label_smoothing=0.1) if name == "module" else loss_of(name)
     t = operands(24, device)
     if frozen:
@@ -193,22 +176,17 @@ def test_frozen_operands_and_what_is_around_a_call(name, around, inside, frozen,
         assert len({call.needs for call in prepare.KNOWN.values()}) == 1, "saved for the same gradients"
 
 
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("names", [["lse", "target_log_prob"], list(DIFFERENTIABLE)], ids=["kept", "all"])
-@pytest.mark.thinned
-def test_statistics(names, budget, device):
-    """Those that nobody differentiates, as the entropy may be, cost nothing in backward."""
-
+def test_statistics_that_nobody_differentiates_cost_nothing_in_backward(device):
     def total(*tensors):
-        found = statistics(*tensors, logits_budget=budget)
-        return sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
+        found = statistics(*tensors)
+        return found.lse.sum() + 2 * found.target_log_prob.sum()
 
     t = operands(40, device)
     with shrunk(4000, (16, 32)):
         assert_as_eager(compiled(total)[0], total, t, device, t.x.view(1, 40, D), t.weight, t.target.view(1, 40))
 
 
-def test_statistics_of_any_number_of_tokens(device):
+def test_statistics_are_compiled_but_twice_whatever_n(device):
     fast, counter = compiled(call := functools.partial(statistics, logits_budget=0, top_k=2))
     for N in SIZES:
         t = operands(N, device)
@@ -219,6 +197,8 @@ def test_statistics_of_any_number_of_tokens(device):
         assert_same(found.values(), expected.values(), device)
         differentiable = {*DIFFERENTIABLE, "selected_log_prob"}
         assert all(value.requires_grad == (name in differentiable) for name, value in found.items())
+        sums = [sum(each[name].sum() for name in differentiable) for each in (found, expected)]
+        assert_same(*(torch.autograd.grad(value, [t.x, t.weight]) for value in sums), device)
     assert counter.frame_count == 2
     without = compiled(lambda: parallel_lce.token_statistics(t.x, t.weight, None))[0]()
     assert {*fields(without)} == {"lse", "max_logit", "vocab_size"}
@@ -241,23 +221,21 @@ def test_a_graph_may_be_walked_again(name, device):
     assert_same(walks[1], copies, device, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["saved", pytest.param("accumulated", marks=pytest.mark.slow)])
-def test_what_is_saved_is_not_copied(name, device):
+def test_what_is_saved_is_not_copied(device):
     """Neither in the forward graph nor in the backward one; and afterwards nothing is left of it."""
     N, V = 512, 4096
-    fast, t = compiled(loss_of(name))[0], operands(N, device, V=V)
+    fast, t = compiled(loss_of("saved"))[0], operands(N, device, V=V)
     step = lambda: results(fast, t)  # noqa: E731
     with shrunk(1 << 20, (64, 2048)):
         step()
         peak, alive = peak_memory(step, device)
-    gradients = (N + V) * D * 4
-    logits = N * V * 4 if name == "saved" else 1 << 20
-    # Beside them tiles, and of accumulated gradients the unscaled ones.
-    assert peak <= logits + 2 * gradients + (3 << 20) < logits + N * V * 4
+    gradients, logits = (N + V) * D * 4, N * V * 4
+    assert peak <= logits + 2 * gradients + (3 << 20) < 2 * logits  # beside them tiles
     assert alive <= gradients + (64 << 10)
 
 
-def test_inductor(device):
+@pytest.mark.slow
+def test_inductor_gives_the_results_of_eager_mode(device):
     if shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler, and there is no g++")
     if " " in torch.__file__ and device == "cpu":
@@ -269,49 +247,43 @@ def test_inductor(device):
         return (saved * torch.arange(saved.shape[0], device=saved.device)).sum() + accumulated
 
     fast, counter = compiled(loss, "inductor")
-    for N in (24, 41, 30):
+    for N in SIZES:
         t = operands(N, device)
         with shrunk(4000, (16, 32)):
             assert_same(*(results(f, t) for f in (fast, loss)), "cpu", 1e-6)
     assert counter.frame_count == 2
 
 
+FILTERED = dict(temperature=(0.5, 0.7, 0.9), gradient_filter=(2**-7, 2**-6, 2**-5))
+"""Options, and their values from call to call."""
 CHANGING = {
     "label_smoothing": (0.1, 0.2, 0.3),
     "z_loss": (1e-3, 2e-3, 3e-3),
     "logit_scale": (0.5, 0.7, 0.9),
     "logit_softcap": (3.0, 4.0, 5.0),
-    "temperature": (0.5, 0.7, 0.9),
-    "gradient_filter": (2**-7, 2**-6, 2**-5),
     "logits_budget": (2**70, 2**65, 2**64),
     "ignore_index": (3, 5, 7),
 }
-"""Option: its values from call to call."""
-TOGETHER = [
-    pytest.param(("gradient_filter", "temperature"), marks=pytest.mark.slow),
-    tuple(name for name in CHANGING if name not in ("gradient_filter", "temperature")),
-]
 
 
-@pytest.mark.parametrize("names", TOGETHER)
+@pytest.mark.parametrize("changing", [pytest.param(FILTERED, marks=pytest.mark.slow), CHANGING], ids=["filtered", ""])
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
-def test_options_and_sizes_may_change_from_call_to_call(names, dynamic, device):
+def test_options_and_sizes_may_change_from_call_to_call(changing, dynamic, device):
     """One graph for the first values and one for all others. With ``dynamic=True`` numbers, too, are symbols."""
 
     def call(x, weight, target, *values):
-        options = dict(zip(names, values))
+        options = dict(zip(changing, values))
         return parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", **options)
 
     fast, counter = compiled(call, dynamic=dynamic)
-    for N, values in enumerate(zip(*(CHANGING[name] for name in names)), 24):
+    for N, values in enumerate(zip(*changing.values()), 24):
         t = operands(N, device)
         # NaN is not equal to NaN.
         assert_as_eager(fast, call, t, device, t.x, t.weight, t.target.clamp(min=3), *values)
     assert counter.frame_count <= 2
 
 
-def test_refusals(device):
-    """Of shapes while the graph is traced; those of debug mode whenever it runs."""
+def test_shapes_are_refused_in_the_trace_and_targets_of_debug_mode_in_each_run(device):
     t = operands(24, device)
     loss = torch.compile(parallel_lce.linear_cross_entropy, backend="eager")
     with pytest.raises(ValueError, match="15 features .* 16"):
@@ -323,7 +295,7 @@ def test_refusals(device):
         fast(t.x, t.weight, t.target)
 
 
-def test_an_upstream_gradient_that_is_not_there(device):
+def test_an_upstream_gradient_that_is_not_there_leaves_none(device):
     """Autograd may hand a graph's function None for an output that no gradient reaches."""
 
     class Cut(torch.autograd.Function):

@@ -1,10 +1,11 @@
-"""Faults, made on purpose, and what is rare without being one. docs/faults.md has the table of all of them.
+"""Faults, made on purpose, and what is rare without being one. docs/faults.md lists them.
 
-A rank that is killed or stopped, or that differs from the others, would take the shared processes of other tests with
-it. So these tests start processes of their own, with a group of a short timeout. The last rank is the faulty one.
+A faulty rank would take the shared processes of other tests with it. So these tests start processes of their own, with
+a group of a short timeout. The last rank is the faulty one.
 """
 
 import os
+import re
 import signal
 import tempfile
 import time
@@ -24,7 +25,8 @@ from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
-from tools import REDUCED, chosen_backend, given, on_ranks, shrunk, small, statistics
+from releases import ROOT
+from tools import REDUCED, chosen_backend, given, on_ranks, shrunk, small
 from world import Member, configure, forkserver
 
 pytestmark = pytest.mark.slow
@@ -34,23 +36,16 @@ SLACK = 10.0  # seconds that busy cores may take
 N, V, D = 24, 40, 8
 BLOCKS = 1000, (8, 16)  # of these sizes; see shrunk
 
-CALLS = {
-    "statistics": lambda t, **where: statistics(t.x, t.weight, t.target, **where).entropy,
-    "selected": lambda t, **where: parallel_lce.selected_log_probs(t.x, t.weight, t.target[:, None], **where),
-    "divergence": lambda t, **where: divergence(t.x, t.weight, 2 * t.x.detach(), t.weight.detach(), **where),
-}
-
 
 def of_call(name: str, t, group=None, **options) -> torch.Tensor:
-    """The loss, by the name of a strategy of :data:`REDUCED`, or the sum of another function's results."""
+    """The loss, by the name of a strategy of :data:`REDUCED`, or the divergence from a teacher."""
     if name in REDUCED:
         options = REDUCED[name] | options
         return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, process_group=group, **options).sum()
-    return CALLS[name](t, process_group=group, **options).sum()
+    return divergence(t.x, t.weight, 2 * t.x.detach(), t.weight.detach(), process_group=group, **options)
 
 
 def step_of(name: str, t, group=None, **options) -> list[torch.Tensor]:
-    """The loss and its gradients."""
     loss = of_call(name, t, group, **options)
     return [loss.detach(), *torch.autograd.grad(loss, [t.x, t.weight])]
 
@@ -74,8 +69,8 @@ def _serve(rank: int, ranks: int, folder: str, pipe, body, given) -> None:
 
 
 def ends(body, *given) -> list[dict]:
-    """What ``body(member, note, *given)`` notes on each of two ranks, by a word, and its exit "code". If the second was
-    stopped, it goes on when the first has ended. Fails if a rank does not end."""
+    """What ``body(member, note, *given)`` notes on each of two ranks, by a word, and its exit "code". A second rank
+    that was stopped goes on when the first has ended."""
     context, ranks = forkserver(), 2
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,19 +116,10 @@ def noted_step(member: Member, note, name: str, between=lambda: None, **options)
     note("seconds", time.monotonic() - began)
 
 
-def _killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stopped() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _raises() -> None:
-    raise torch.OutOfMemoryError("made up")
-
-
-FAULTS = {"killed": _killed, "stopped": _stopped, "raises": _raises}
+def _fails(fault: str) -> None:
+    if fault == "raises":
+        raise torch.OutOfMemoryError("made up")
+    os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
 
 
 @contextmanager
@@ -156,32 +142,27 @@ def before_collective(number: int, act):
 
 
 def _with_fault(member: Member, note, fault: str, place: int | None, name: str, options: dict) -> None:
-    act = FAULTS[fault] if member.rank == member.ranks - 1 else lambda: None
-    between = act if place is None else lambda: None
+    act = (lambda: _fails(fault)) if member.rank == member.ranks - 1 else lambda: None
     with before_collective(place or 0, act):
-        noted_step(member, note, name, between, **options)
+        noted_step(member, note, name, act if place is None else lambda: None, **options)
 
 
 SP = dict(sequence_parallel=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "place", "name", "options", "stage"),
-    [
-        # The fault comes before this collective; None: in the user's loss, between forward and backward.
-        ("killed", 3, "accumulate", SP, "forward"),
-        ("killed", 5, "recompute", SP, "backward"),
-        ("killed", None, "recompute", {}, "backward"),
-        ("killed", 2, "divergence", {}, "forward"),
-        ("stopped", 1, "save", {}, "forward"),
-        ("stopped", 3, "save", SP, "backward"),
-        ("raises", 1, "save", {}, "forward"),
-        ("raises", None, "save", SP, "backward"),
-    ],
-)
-def test_one_rank_fails(fault, place, name, options, stage):
-    """The other rank raises within the group's timeout. If the faulty process has ended, gloo nearly always notices it
-    at once."""
+# The fault; the collective before which it comes, or None: between forward and backward; the call; what is not reached.
+FAULTS = [
+    ("killed", 3, "accumulate", SP, "forward"),
+    ("killed", 5, "recompute", SP, "backward"),
+    ("killed", 2, "divergence", {}, "forward"),
+    ("stopped", 3, "save", SP, "backward"),
+    ("raises", 1, "save", {}, "forward"),
+    ("raises", None, "save", SP, "backward"),
+]
+
+
+@pytest.mark.parametrize(("fault", "place", "name", "options", "stage"), FAULTS)
+def test_if_one_rank_fails_the_other_raises_within_the_timeout(fault, place, name, options, stage):
     other, faulty = ends(_with_fault, fault, place, name, options)
     assert other["code"] == 0 and other["gradients"] is None, other
     assert other["error"].startswith("RuntimeError: "), other
@@ -197,25 +178,23 @@ def test_one_rank_fails(fault, place, name, options, stage):
 
 # --- ranks whose calls differ ------------------------------------------------------------------------
 
-# Calls of the first rank, and of the last: pairs of a number of tokens and options.
+ONE, FEWER = (N, "fp32", {}), (N - 6, "fp32", {})
+# Calls of the first rank, and of the last.
 DIFFERENT = {
-    "N": ([(N, {})], [(N - 6, {})]),
-    "sequence_parallel": ([(N, {})], [(N, SP)]),
-    "dtype fp64": ([(N, dict(dtype=torch.float64))], [(N, {})]),
-    "order": ([(N, {}), (N - 6, {})], [(N - 6, {}), (N, {})]),
+    "N": ([ONE], [FEWER]),
+    "sequence_parallel": ([ONE], [(N, "fp32", SP)]),
+    "dtype fp64": ([(N, "fp64", {})], [ONE]),
+    "order": ([ONE, FEWER], [FEWER, ONE]),
 }
 
 
 def _differing(member: Member, note, name: str) -> None:
     noted_step(member, lambda *_: None, "save")  # leaves memory with the bounds of both shards
     torch.utils.deterministic.fill_uninitialized_memory = False
-    for number, (tokens, options) in enumerate(DIFFERENT[name][member.rank]):
-        options = dict(options)
-        t = part(make(tokens, V, D), member, options.get("sequence_parallel", False))
-        dtype = options.pop("dtype", torch.float32)
-        x, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (t.x, t.weight))
+    for number, (tokens, dtype, options) in enumerate(DIFFERENT[name][member.rank]):
+        t = part(make(tokens, V, D, dtype), member, options.get("sequence_parallel", False))
         try:
-            loss = parallel_lce.linear_cross_entropy(x, weight, t.target, process_group=member.group, **options)
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, process_group=member.group, **options)
             note(f"loss {number}", loss.item())
             loss.backward()
             note("gradients", number)
@@ -227,8 +206,7 @@ def _differing(member: Member, note, name: str) -> None:
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_calls_of_other_sizes_end_on_every_rank(name):
     """Without debug mode, on gloo. A rank that receives more than it expects is ended by gloo, and the others then
-    raise. A rank that receives less has a loss of NaN, and so has a rank with another dtype. With debug mode:
-    test_checks.py."""
+    raise. A rank that receives less has a loss of NaN, and so has a rank with another dtype."""
     found = ends(_differing, name)
     for end in found:
         assert end["gradients"] is None, found
@@ -239,30 +217,28 @@ def test_calls_of_other_sizes_end_on_every_rank(name):
 # --- groups that are destroyed -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
-def test_a_group_destroyed_between_forward_and_backward(member, sequence_parallel):
+def test_a_group_may_be_destroyed_between_forward_and_backward(member):
     """On gloo the backward works, since the graph keeps the group. On NCCL it raises. The next call is refused."""
     group = dist.new_group()
-    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
-    expected = step_of("save", t, group, sequence_parallel=sequence_parallel)
-    loss = of_call("save", t, group, sequence_parallel=sequence_parallel)
+    t = part(make(N, V, D, device=member.device), member, sequence_parallel=True)
+    expected = step_of("save", t, group, **SP)
+    loss = of_call("save", t, group, **SP)
     dist.destroy_process_group(group)
     if member.device.type == "cuda":
-        # The reason is the abort; the message is that of PyTorch's log of errors, which asks for the group.
         with pytest.raises((ValueError, dist.DistBackendError), match="not initialized|communicator was aborted"):
             torch.autograd.grad(loss, [t.x, t.weight])
     else:
         assert same(torch.autograd.grad(loss, [t.x, t.weight]), expected[1:])
     with pytest.raises(ValueError, match="not registered, please create group with torch.distributed.new_group"):
-        of_call("save", t, group, sequence_parallel=sequence_parallel)
+        of_call("save", t, group, **SP)
 
 
 # --- memory that runs out, and errors of the user ----------------------------------------------------
 
 
 class _RunsOut(TorchDispatchMode):
-    """The operation of this number, counted from 0, finds no memory. :attr:`count`: of all operations."""
+    """The operation of this number, counted from 0, finds no memory."""
 
     def __init__(self, number: int | None = None) -> None:
         super().__init__()
@@ -287,68 +263,63 @@ def _main_grad_step(t, main_grad: torch.Tensor, group, backward, **options) -> l
 
 @pytest.mark.parametrize("name", [*REDUCED, "main_grad", "main_grad in bf16"])
 def test_the_step_after_one_without_memory_is_right(name, backend, device):
-    """To the bit, wherever in forward or backward memory has run out. An fp32 main_grad may then hold a part of dW."""
+    """To the bit, wherever in forward or backward memory has run out."""
     t = small(device, N, V, D, dtype="bf16")
     main_grad = torch.zeros_like(t.weight, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
 
-    def step(forward=_RunsOut, backward=_RunsOut):
-        """The results; and the modes, one for each half."""
-        modes = forward(), backward()
-
+    def step(*modes):
         def half(loss):
             with modes[1]:
                 loss.backward()
 
         t.x.grad = t.weight.grad = None
         if "main_grad" in name:
-            return _main_grad_step(t, main_grad, None, half, reduction="none", logits_budget=0), modes
+            return _main_grad_step(t, main_grad, None, half, reduction="none", logits_budget=0)
         with modes[0]:
             loss = of_call(name, t)
         half(loss)
-        return [loss.detach(), t.x.grad, t.weight.grad], modes
+        return [loss.detach(), t.x.grad, t.weight.grad]
 
-    left = []
+    counted = _RunsOut(), _RunsOut()
     with shrunk(*BLOCKS):
-        expected, counted = step()
-        for half, mode in zip(("forward", "backward"), counted):
-            for number in sorted({*range(0, mode.count, max(1, mode.count // 4)), mode.count - 1} - {-1}):
+        expected = step(*counted)
+        for half, count in enumerate(mode.count for mode in counted):
+            for number in sorted({*range(0, count, max(1, count // 4)), count - 1} - {-1}):
+                modes = [_RunsOut(), _RunsOut()]
+                modes[half] = _RunsOut(number)
                 with pytest.raises(torch.OutOfMemoryError, match="made up"):
-                    step(**{half: lambda number=number: _RunsOut(number)})
-                left.append(main_grad.clone())
-                assert same(step()[0], expected), f"{half}, operation {number} of {mode.count}"
+                    step(*modes)
+                assert same(step(_RunsOut(), _RunsOut()), expected), f"half {half}, operation {number} of {count}"
     assert counted[1].count > 3
-    if name == "main_grad":
-        assert any(each.any() and not torch.equal(each, expected[2]) for each in left)
 
 
-def _recovers(member: Member, note, options: dict) -> None:
-    sequence_parallel = options.get("sequence_parallel", False)
-    t = part(make(N, V, D), member, sequence_parallel)
-    main_grad = torch.zeros_like(t.weight)
-    options = dict(reduction="none", logits_budget=0) | options
+def _recovers(member: Member, note) -> None:
+    """By the lines of the page of faults."""
+    t = part(make(N, V, D), member, sequence_parallel=True)
+    main_grad, options = torch.zeros_like(t.weight), SP | dict(reduction="none", logits_budget=0)
 
-    def faulty(loss):
-        with _RunsOut(40 if member.rank else None):
-            loss.backward()
+    expected = _main_grad_step(t, main_grad, member.group, torch.Tensor.backward, **options)
 
-    def step(group, backward=torch.Tensor.backward):
-        return _main_grad_step(t, main_grad, group, backward, **options)
+    def step(group):
+        def backward(loss):
+            with _RunsOut(40 if member.rank and group is member.group else None):
+                loss.backward()
 
-    expected = step(member.group)
-    try:
-        step(member.group, faulty)
-    except RuntimeError as error:
-        note("error", f"{type(error).__name__}: {error}")
-    # What docs/faults.md says.
-    dist.destroy_process_group(member.group)
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    note("right", same(step(group), expected))
+        try:
+            found = _main_grad_step(t, main_grad, group, backward, **options)
+        except RuntimeError as error:
+            note("error", f"{type(error).__name__}: {error}")
+            raise
+        note("right", same(found, expected))
+
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "faults.md").read_text(), re.DOTALL)
+    given = dict(group=member.group, ranks=[0, 1], timeout=timedelta(seconds=TIMEOUT))
+    exec(block, given | dict(step=step, dist=dist, optimizer=torch.optim.SGD([t.x])))
 
 
-@pytest.mark.parametrize("options", [{}, SP], ids=str)
-def test_recovery_from_one_rank_without_memory(options):
+def test_the_lines_of_the_page_recover_from_one_rank_without_memory():
     """The other rank waits until the timeout. With a new group and a zeroed main_grad the next step is right."""
-    other, faulty = ends(_recovers, options)
+    other, faulty = ends(_recovers)
     assert "Timed out waiting" in other["error"] and faulty["error"] == "OutOfMemoryError: made up", (other, faulty)
     assert other["right"] is True and faulty["right"] is True, (other, faulty)
 
@@ -357,10 +328,10 @@ def test_recovery_from_one_rank_without_memory(options):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", [*REDUCED, *CALLS])
+@pytest.mark.parametrize("name", [*REDUCED, "divergence"])
 @pytest.mark.thinned
 @on_ranks(2)
-def test_100_microbatches(member, name, sequence_parallel, backend):
+def test_100_microbatches_have_the_gradients_that_each_has_alone(member, name, sequence_parallel, backend):
     """Alive at once, with backwards in either order, each has the gradients that it has alone, to the bit. So a step is
     right that follows a forward whose backward an error of the user's has prevented."""
     slow = sequence_parallel or backend == "triton"  # kernels are interpreted

@@ -29,7 +29,6 @@ def start(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subproc
 
 
 def python_at(folder: Path, line: str) -> Path:
-    """A Python whose start is that line of bash."""
     path = folder / "bin" / "python"
     path.parent.mkdir()
     path.write_text(f"#!/usr/bin/env bash\n{line}\n")
@@ -57,7 +56,7 @@ def test_a_script_may_be_started_from_anywhere(name, tmp_path):
         assert done.stdout.strip().removesuffix(":/a:/b") == f"{LAUNCH / 'program.py'} {name} x {ROOT}:{LAUNCH}"
 
 
-@pytest.mark.parametrize("name", ["bench", "demo", "train"])
+@pytest.mark.parametrize("name", ["bench", "train"])
 def test_no_python_or_one_without_the_packages_is_one_line(name, tmp_path):
     bare = str(python_at(tmp_path, f'exec "{sys.executable}" -S "$@"'))
     for word, expected in (
@@ -110,8 +109,7 @@ MISTAKES = [
     ("train", "model.heads=6", "model.hidden=256 is not a multiple of model.heads=6"),
     ("train", "train.steps=null", "train.steps=None: Input should be a valid integer"),
     ("train", "parallel.device=cuda", "needs a GPU for each of this host's 2 processes, found 0"),
-    # Values, keys, files and folders.
-    ("train", "train.seed=-1 train.steps=x", "error: train.steps='x': Input should be a valid integer"),
+    # Keys, files and folders.
     ("demo", "train.stps=5", "no such setting: train.stps; configs/demo.yaml has all"),
     ("demo", "--config FOLDER/list", "expected sections of keys and values"),
     ("train", "parallel.tensor=1 output=FOLDER/list", "error: output=FOLDER/list cannot be made a folder"),

@@ -1,12 +1,11 @@
-"""The Python of the pages that no other test runs, on one rank. Pages of doors are run by the tests of their doors."""
+"""The Python of the pages that no other test runs, on one rank. Pages of doors are run by the tests of their doors, the
+page of faults by test_faults.py."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import parallel_lce.megatron
 from releases import ROOT
@@ -15,7 +14,6 @@ N, D, V = 6, 8, 50257  # the vocabulary of the pages
 
 
 def _tensors() -> dict:
-    """The names that the snippets take as given."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     target = torch.randint(V, (N,))
@@ -67,18 +65,3 @@ def test_the_configuration_of_megatrons_page_fuses():
     finally:
         parallel_lce.megatron.unpatch()
     assert names["config"] == dict(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")
-
-
-def test_the_recovery_of_the_page_of_faults_repeats_the_step_in_a_new_group():
-    (block,) = _blocks("docs/faults.md")
-    done = []
-
-    def step(group: str) -> None:
-        done.append(group)
-        if group == "old":
-            raise torch.OutOfMemoryError
-
-    groups = SimpleNamespace(destroy_process_group=done.append, new_group=lambda ranks, timeout: "new")
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    exec(block, dict(step=step, dist=groups, group="old", optimizer=optimizer, ranks=[0, 1], timeout=None))
-    assert done == ["old", "old", "new"]

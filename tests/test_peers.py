@@ -13,7 +13,7 @@ from tools import shrunk
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 @pytest.mark.parametrize("options", [{}, dict(reduction="none", ignore_index=7), dict(label_smoothing=0.3)], ids=str)
 @pytest.mark.thinned
-def test_torchs_losses(options, dtype, budget, device):
+def test_losses_and_gradients_are_torchs(options, dtype, budget, device):
     """In float64, where both are exact: the definitions that the float64 reference of all tests shares."""
     x, weight, bias = (normal(*shape, seed=7).to(device) for shape in ((80, 17), (63, 17), (63,)))
     leaves = [v.requires_grad_() for v in (x, weight, bias)]

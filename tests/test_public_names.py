@@ -88,16 +88,11 @@ def _imported(name: str):
         return ours
 
 
-def _own(module) -> set[str]:
-    """The public names that a module defines."""
-    its = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
-    return {name for name in its if not name.startswith("_")}
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_and_their_arguments(name):
+def test_functions_have_these_arguments_and_modules_no_other_names(name):
     module = _imported(name)
-    public = set(getattr(module, "__all__", _own(module)))
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    public = set(getattr(module, "__all__", {name for name in own if not name.startswith("_")}))
     assert public == FUNCTIONS[name].keys() | OTHERS.get(name, set())
     for function, arguments in FUNCTIONS[name].items():
         parameters = inspect.signature(getattr(module, function)).parameters.values()
@@ -107,13 +102,12 @@ def test_functions_and_their_arguments(name):
         assert named == {*others.split()}, function
 
 
-def test_fields_of_statistics():
+def test_statistics_have_these_fields():
     assert {field.name for field in fields(parallel_lce.TokenStatistics)} == {*FIELDS.split()}
 
 
-def test_variables_of_the_environment():
-    texts = [path.read_text() for path in (ROOT / "parallel_lce").rglob("*.py")]
-    found = set(re.findall(r"PARALLEL_LCE_(\w*[A-Z])", "\n".join(texts)))
+def test_no_other_variables_of_the_environment_are_read():
+    texts = {path: path.read_text() for path in (ROOT / "parallel_lce").rglob("*.py")}
+    found = set(re.findall(r"PARALLEL_LCE_(\w*[A-Z])", "\n".join(texts.values())))
     assert found == {"LOGITS_BUDGET", "BACKEND", "DEBUG", "SKIP_MASKED"}
-    of_verl = [path.name for path in (ROOT / "parallel_lce").rglob("*.py") if "SKIP_MASKED" in path.read_text()]
-    assert of_verl == ["verl.py"]
+    assert [path.name for path, text in texts.items() if "SKIP_MASKED" in text] == ["verl.py"]

@@ -1,12 +1,10 @@
 """The repository: its pages are short, and what they name and link exists; ruff is content; the wheel
 holds all of the code, kernels included, and imports where nothing of the repository is."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,18 +18,11 @@ from releases import ROOT
 from tools import ran
 from training.config import load_config
 
-
-def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    """A Python of this environment that sees ``path`` and nothing else of ours."""
-    return ran(sys.executable, *arguments, cwd=cwd, env={} if path is None else {"PYTHONPATH": str(path)})
-
-
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = "benchmarks|configs|docs|examples|kernels|launch|parallel_lce|tests"
 FILE = re.compile(rf"(?<![\w/.-])(?:\./)?((?:{FOLDERS})/[\w./-]*\w)")
 MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
-TEST = re.compile(r"(?<![\w/])test_\w+(?:\.py)?")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|compare|snapshots)\.\w+)=(?! )")
 # The files in which the options of the programs stand.
@@ -44,29 +35,13 @@ OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode"
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
 
 
-def _options() -> set[str]:
-    text = "".join(path.read_text() for path in SOURCES)
-    return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *OPTIONS_OF_OTHERS}
-
-
 def _prose(page: Path) -> str:
     return FENCED.sub("", page.read_text())
 
 
 def _links(page: Path) -> list[tuple[Path, str]]:
-    """The files and anchors that a page links."""
     parts = (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)) if "://" not in link)
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
-
-
-def test_no_assignment_names_a_variable_twice():
-    """CPython 3.11.2, which Debian 12 has, keeps the first value of ``a, a = b, c``."""
-    for file in [*(ROOT / "parallel_lce").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
-                stored = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
-                names = [each.id for each in stored if isinstance(each, ast.Name) and each.id != "_"]
-                assert len({*names}) == len(names), f"{file}: {ast.unparse(node)}"
 
 
 def test_readme_and_pages_are_short():
@@ -76,7 +51,7 @@ def test_readme_and_pages_are_short():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
+def test_links_files_and_modules_of_a_page_exist(page):
     for text, name in re.findall(r"\[([\w/]+\.py)\]\(([^)\s]+)\)", _prose(page)):
         assert f"/{name}".endswith(f"/{text}"), f"{text} is the text of a link to {name}"
     for target, anchor in _links(page):
@@ -84,11 +59,8 @@ def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
         if anchor:  # those that GitHub gives to headings
             titles = re.findall(r"^#+ (.+)$", _prose(target), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
-    blocks = FENCED.findall(page.read_text())
-    for language, code in blocks:
-        if language == "python":
-            compile(code, str(page), "exec")
-    code = "\n".join([*(block for _, block in blocks), *re.findall(r"`([^`]+)`", _prose(page))])
+    blocks = [block for _, block in FENCED.findall(page.read_text())]
+    code = "\n".join([*blocks, *re.findall(r"`([^`]+)`", _prose(page))])
     for name in set(FILE.findall(code)) - PLACEHOLDERS:
         assert (ROOT / name).exists(), f"{name}: no such file"
     for module in MODULE.findall(code):
@@ -101,7 +73,9 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
     blocks = [code for language, code in FENCED.findall(page.read_text()) if language != "python"]
     lines = [line.partition(" #")[0] for code in blocks for line in code.replace("\\\n", " ").splitlines()]
     spans = re.findall(r"`([^`]+)`", " ".join(_prose(page).split()))
-    known = _options() | {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
+    sources = "".join(path.read_text() for path in SOURCES)
+    known = {"--help", *OPTIONS_OF_OTHERS, *re.findall(r'"(--[a-z][\w-]*)"', sources)}
+    known |= {f"--parallel-lce-{name}" for name in megatron_launcher._OPTIONS}
     for command in [*lines, *spans]:
         assert {option for option in OPTION.findall(command) if option.startswith("--parallel-lce-")} <= known, command
         if program := PROGRAM.search(command):
@@ -117,10 +91,10 @@ def test_options_settings_tests_and_variables_of_a_page_exist(page):
     sections = {section: values for section, values in config.items() if isinstance(values, dict)}
     settings = {f"{section}.{name}" for section, values in sections.items() for name in values}
     assert set(SETTING.findall("\n".join([*lines, *spans]))) <= settings
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
-    defined = set(re.findall(r"def (test_\w+)", "\n".join(tests.values())))
-    assert set(TEST.findall(page.read_text())) <= defined | {*tests} | {name.removesuffix(".py") for name in tests}
-    variables = set(re.findall(r"PARALLEL_LCE_\w*[A-Z]", page.read_text())) - {"PARALLEL_LCE_PYTHON"}
+    tests = {path.stem: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+    text, defined = page.read_text(), re.findall(r"def (test_\w+)", "\n".join(tests.values()))
+    assert set(re.findall(r"(?<![\w/])test_\w+", text)) <= {*defined, *tests}
+    variables = set(re.findall(r"PARALLEL_LCE_\w*[A-Z]", text)) - {"PARALLEL_LCE_PYTHON"}
     read = "\n".join([*tests.values(), *[path.read_text() for path in (ROOT / "parallel_lce").rglob("*.py")]])
     assert not {name for name in variables if f'"{name}"' not in read}
 
@@ -141,12 +115,11 @@ def test_every_page_is_linked_and_every_example_and_configuration_named():
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."]], ids=" ".join)
 def test_ruff_is_content(command):
-    done = python("-m", *command)
+    done = ran(sys.executable, "-m", *command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_file_is_long_and_none_imports_a_trainer():
-    """But torchtitan's own module."""
     files = [file for folder in ("parallel_lce", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 30 and not [file for file in files if len(file.read_text().splitlines()) > 700]
     line = re.compile(r"^\s*(from|import) (transformers|trl|accelerate|torchtitan|spmd_types)\b", re.M)
@@ -155,8 +128,8 @@ def test_no_file_is_long_and_none_imports_a_trainer():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory, request) -> Path:
-    """The folder of an unpacked wheel of what git would check out; with --all it is built from an sdist."""
+def site(tmp_path_factory) -> Path:
+    """The folder of an unpacked wheel of what git would check out, built from an sdist."""
     source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels", "benchmarks"):
@@ -167,8 +140,7 @@ def site(tmp_path_factory, request) -> Path:
     version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
     isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
     # Not from the repository: its build/ folder would hide the tool.
-    kind = [] if request.config.option.all else ["--wheel"]
-    done = python("-m", "build", *isolation, *kind, "--outdir", str(out), str(source), cwd=out)
+    done = ran(sys.executable, "-m", "build", *isolation, "--outdir", out, source, cwd=out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
@@ -182,8 +154,8 @@ def _modules(folder: Path) -> set[str]:
 USE = """
 import math, os, sys
 # Whatever else the extras install may be absent, and whatever the doors are for.
-EXTRAS = "megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"
-for name in (*EXTRAS, "torchtitan", "spmd_types", "transformers", "trl", "verl"):
+EXTRAS = "megatron triton numpy matplotlib rich pydantic tokenizers torchtitan spmd_types transformers trl verl"
+for name in EXTRAS.split():
     sys.modules[name] = None  # import raises ImportError
 import torch, torch.distributed as dist
 before = set(sys.modules)
@@ -235,6 +207,7 @@ for call, needed in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
 def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
     """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``. It needs torch
@@ -244,7 +217,7 @@ def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site,
     assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
     assert (site / "parallel_lce" / "py.typed").is_file()
     assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    done = python("-c", USE, path=site, cwd=tmp_path)
+    done = ran(sys.executable, "-c", USE, cwd=tmp_path, env={"PYTHONPATH": str(site)})
     assert done.returncode == 0, done.stderr
     file, version = done.stdout.split()
     assert Path(file) == site / "parallel_lce" / "__init__.py"

@@ -23,7 +23,6 @@ ENTRIES, ROWS = 37, (5, 3)
 
 
 def _inputs(member: Member, dtype: torch.dtype):
-    """This rank's shard of the logits, targets and upstream gradients."""
     ranks = member.ranks
     logits = normal(*ROWS, ranks * ENTRIES, seed=ranks) * 3
     target = torch.randint(ranks * ENTRIES, ROWS, generator=torch.Generator().manual_seed(ranks))
@@ -45,7 +44,7 @@ def _gradient(function, logits, target, upstream, *options) -> list[torch.Tensor
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.thinned
 @on_ranks()
-def test_logits_that_exist(member, dtype, smoothing):
+def test_losses_and_gradients_are_those_of_stock_megatron(member, dtype, smoothing):
     start(member, Model(ranks=member.ranks))
     inputs = _inputs(member, dtype)
     want, ours = (_gradient(f, *inputs, smoothing) for f in (stock, vocab_parallel_cross_entropy))
@@ -70,8 +69,7 @@ def test_the_given_group_is_used(member):
             vocab_parallel_cross_entropy(logits, target)
 
 
-def test_ranges_of_rows(monkeypatch):
-    """The torch backend computes in ranges of rows, with the same bits however few they have."""
+def test_ranges_of_rows_give_the_same_bits(monkeypatch):
     inputs = normal(33, 125).float(), torch.arange(33), normal(33).float()
     whole = _gradient(vocab_parallel_cross_entropy, *inputs, 0.1)
     monkeypatch.setattr("parallel_lce.backends.torch_logits._CPU_BLOCK", 4 * 4 * 125)

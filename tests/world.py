@@ -31,16 +31,13 @@ _SLOW_IMPORTS = ("torch", "torch._inductor.config", "megatron.core")
 
 @dataclass(frozen=True)
 class Member:
-    """What a test body knows of its process."""
-
     rank: int
     ranks: int
     device: torch.device
     group: dist.ProcessGroup
 
 
-# A job without an answer. It comes once all ranks have answered: a rank may still be connecting a group that another
-# rank is done with.
+# A job without an answer, once all ranks have answered: another rank may still be connecting a group.
 _TIDY_UP = "tidy up"
 
 
@@ -65,15 +62,14 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     while (job := jobs.get()) is not None:
         if job == _TIDY_UP:
             _destroy_subgroups()
-            # Models refer to themselves, and to their groups. A collection of what a test made is fast; one of
-            # everything that was ever imported takes a second.
+            # Models refer to themselves, and to their groups. What was imported is not looked at again.
             gc.collect()
             gc.freeze()
             continue
         body, arguments = job
         try:
             answer = True, body(member, *arguments)
-        except Exception:
+        except BaseException:  # pytest.raises fails with one that is no Exception
             answer = False, traceback.format_exc()
         results.put(answer)
     dist.destroy_process_group()
@@ -100,8 +96,7 @@ def _destroy_subgroups() -> None:
 
 
 def _forget_megatrons() -> None:
-    """Groups live on, with their threads, while megatron-core's globals and caches hold them. And what is replaced of
-    it, by :func:`parallel_lce.megatron.patch`."""
+    """megatron-core's globals and caches, which hold groups; and what :func:`parallel_lce.megatron.patch` replaces."""
     if switch := sys.modules.get("parallel_lce.megatron"):
         switch.unpatch()
     if state := sys.modules.get("megatron.core.parallel_state"):
@@ -116,10 +111,10 @@ def _forget_megatrons() -> None:
 
 def configure() -> None:
     """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows. The smallest slices are
-    filtered, too. Garbage is collected less often. And the plain mainloop on Hopper, if that is asked for."""
-    # New objects between two collections. Interpreted kernels make many, and few that refer to themselves.
-    gc.set_threshold(50_000)
-    _freeze()
+    filtered, too. And the plain mainloop on Hopper, if that is asked for."""
+    gc.set_threshold(50_000)  # interpreted kernels make many objects, and few that refer to themselves
+    gc.freeze()
+    gc.unfreeze = lambda: None  # a benchmark would
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if backends._triton_installed():
@@ -132,22 +127,15 @@ def configure() -> None:
         mainloop_choice._has_gluon = lambda: False
 
 
-def _freeze() -> None:
-    """No collection looks at what was imported before, not even after a benchmark, which unfreezes it."""
-    gc.freeze()
-    gc.unfreeze = lambda: None
-
-
 def forkserver():
-    """Processes that are forked from one that has imported what takes seconds."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
     return context
 
 
 def launched(ranks: int, program, *arguments, timeout: float = TIMEOUT, device: str = "cpu") -> str:
-    """What ``program(*arguments)`` prints on rank 0 of so many processes that find themselves started by torchrun,
-    which would import everything anew. Raises ``AssertionError`` with what a rank prints that fails."""
+    """What ``program(*arguments)`` prints on rank 0 of so many processes that find themselves started by torchrun.
+    Raises ``AssertionError`` with what a rank prints that fails."""
     context = forkserver() if device == "cpu" else mp.get_context("spawn")  # see World
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -172,7 +160,7 @@ def _launch(rank: int, ranks: int, port: int, file: str, program, arguments: tup
     variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
-    _freeze()
+    gc.freeze()
     with open(file, "w") as out, redirect_stdout(out), redirect_stderr(out):
         try:
             program(*arguments)
@@ -188,11 +176,8 @@ def forget(*packages: str) -> None:
 
 
 class World:
-    """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs. On fewer GPUs they share these,
-    over gloo.
-
-    ``path``: a folder, or several joined by ``os.pathsep``, that they import from before any other.
-    """
+    """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs. ``path``: a folder, or several
+    joined by ``os.pathsep``, that they import from before any other."""
 
     def __init__(self, ranks: int, device_type: str = "cpu", path: str | None = None) -> None:
         # A forked process can use neither CUDA nor another release of what it has imported.
@@ -204,24 +189,16 @@ class World:
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = [context.Queue() for _ in range(ranks)]
         store = os.path.join(self._folder.name, "store")
-        self._processes = [
-            context.Process(
-                target=_serve,
-                args=(r, ranks, device_type, store, path, _BACKEND, self._jobs[r], self._results[r]),
-                daemon=True,
-            )
-            for r in range(ranks)
-        ]
-        for process in self._processes:
-            process.start()
+        self._processes = []
+        for rank, queues in enumerate(zip(self._jobs, self._results)):
+            given = rank, ranks, device_type, store, path, _BACKEND, *queues
+            self._processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self._processes[-1].start()
         self._answered = False
 
     def run(self, body, *arguments, timeout: float = TIMEOUT) -> list:
-        """``body(member, *arguments)`` on every rank; the results in rank order.
-
-        Raises ``AssertionError`` with the traceback of the first rank that failed; a rank that does
-        not answer in time fails the test and ends the world. The first call also waits for the processes to start.
-        """
+        """``body(member, *arguments)`` on every rank; the results in rank order. Raises ``AssertionError`` with the
+        traceback of the first rank that failed. A rank that does not answer in time ends the world."""
         timeout += 0 if self._answered else _START
         for jobs in self._jobs:
             jobs.put((body, arguments))

@@ -28,7 +28,6 @@ def whole(value: Tensor) -> Tensor:
 
 
 def _summoned(model: nn.Module | None, **options):
-    """A context in which parameters of FSDP1's are whole."""
     fsdp1 = isinstance(model, FullyShardedDataParallel)
     return FullyShardedDataParallel.summon_full_params(model, **options) if fsdp1 else nullcontext()
 

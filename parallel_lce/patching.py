@@ -1,5 +1,4 @@
-"""How the doors change other projects' code: replace attributes and restore them, and warn.
-:func:`is_own` tells a project's own code from what a program has put in its place."""
+"""How the doors change other projects' code: replace attributes and restore them, and warn."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
-    """The attributes that a door has replaced, by owner (a module or a class) and name: ours, and the owner's own
-    before it, None if it had none of its own."""
+    """Replaced attributes, by owner (a module or a class) and name: ours, and the owner's own, None if it inherits."""
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by ``make(own)``, once."""

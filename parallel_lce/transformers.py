@@ -22,20 +22,20 @@ from parallel_lce.core import private
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
-from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.functional import linear_cross_entropy, token_loss
 from parallel_lce.heads import Derived, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import is_own, named_as, warn
+from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
-# Within a patched model's forward: whether FSDP's unit is around the output layer, whether there are labels, their
-# count, whether the loss got deferred logits, and the metrics.
+# Within a patched model's forward: its labels' count, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 # An output layer in whose call a loss is computed, and that loss.
-_within: ContextVar[tuple[nn.Module, Callable[[Tensor], tuple]] | None] = ContextVar("_within", default=None)
+_within: ContextVar[tuple[nn.Module, Callable[..., tuple]] | None] = ContextVar("_within", default=None)
 
 
 class LogitsWarning(UserWarning):
@@ -64,71 +64,63 @@ class _Door:
 
     @private.outside_graphs
     def loss(
-        self,
-        own: Callable[..., Tensor],
-        logits: Tensor,
-        labels: Any = None,
-        vocab_size: Any = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = NO_LABEL,
-        shift_labels: Any = None,
-        **others: Any,
+        self, own, logits, labels=None, vocab_size=None, num_items_in_batch=None, ignore_index=NO_LABEL, **others
     ) -> Tensor:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
-        others |= dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
         if type(logits) is not DeferredLogits:
-            return own(logits, labels, vocab_size, **others)
-        call, count, shifted, metrics = _running.get(), None, shift_labels is None, {}
-        if call is not None and ignore_index == NO_LABEL:
-            count = call.counted.of(labels if shifted else shift_labels, shifted)
-        target = as_int64(labels if shifted else shift_labels).to(logits.device)
+            return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
+        call, count, given = _running.get(), None, others.get("shift_labels")
+        shifted = given is None
+        given = labels if shifted else given
+        if call is not None:
+            call.deferred = True
+            count = call.counted.of(given, shifted) if ignore_index == NO_LABEL else None
+        target = as_int64(given).to(logits.device)
         if shifted:
             target = nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
         reason = logits.why_not_fused()
-        if vocab_size != logits.shape[-1] or target.numel() * vocab_size != logits.numel():
-            reason = f"its loss has {target.numel()} labels of {vocab_size}, its logits are {[*logits.shape]}"
+        if (*target.shape, vocab_size) != logits.shape:
+            reason = f"its loss has labels {[*target.shape]} of {vocab_size}, its logits are {[*logits.shape]}"
         elif not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
             reason = "torch.nn.functional.cross_entropy was replaced"
         if reason is None:
-            target = target.reshape(logits.shape[:-1])
             loss, metrics = self._fused(logits, target, ignore_index, num_items_in_batch, count)
-        else:
-            if logits.source.grad:
-                self.say(f"computes its own loss, of all logits: {reason}")
-            loss = own(logits.real(THE_LOSS), labels, vocab_size, **others)
-        if call is not None:
-            call.deferred, call.metrics = True, metrics
-        return loss
+            if call is not None:
+                call.metrics = metrics
+            return loss
+        if logits.source.grad:
+            self.say(f"computes its own loss, of all logits: {reason}")
+        return own(logits.real(THE_LOSS), labels, vocab_size, num_items_in_batch, ignore_index, **others)
 
     def _fused(self, logits: DeferredLogits, target: Tensor, ignore: int, items: Any, count: Any) -> tuple:
-        """The loss, and the metrics as fields of the output."""
-        source, metrics, counted = logits.source, dict[str, Tensor](), target != ignore
-        options: dict[str, Any] = {**self.options, **(logits.epilogue() or {}), "counted_tokens": count}
-        options["logits_budget"] = lean_budget(options["logits_budget"])
+        """The loss, and the metrics as fields of the output. ``items``: what the sum is divided by; None: the mean."""
+        metrics, counted = dict[str, Tensor](), target != ignore
+        options: dict[str, Any] = {**self.options, **(logits.epilogue() or {})}
+        options.update(reduction="mean" if items is None else "sum", ignore_index=ignore, counted_tokens=count)
+
+        def of_tokens(each: TokenStatistics) -> tuple[Tensor, dict[str, Any]]:
+            of_each = dict(log_probs=each.target_log_prob, entropies=each.entropy) if self.token_metrics else {}
+            return -cast(Tensor, each.target_log_prob), {"predicted_ids": each.argmax, **of_each}
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             options["linear_bias"] = bias
             if not (self.token_accuracy or self.token_metrics):
-                options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 loss = linear_cross_entropy(hidden, weight, target, **options)
             else:
-                options.update(mask=None if count is None else counted, argmax=True, entropy=self.token_metrics)
-                each: Any = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
+                options.update(argmax=True, entropy=self.token_metrics)
+                loss, found = token_loss(hidden, weight, target, of_tokens, **options)
                 if self.token_accuracy:
-                    metrics["token_accuracy"] = ((each.argmax == target) & counted).sum() / counted.sum().clamp(min=1)
+                    right = (found["predicted_ids"] == target) & counted
+                    metrics["token_accuracy"] = right.sum() / counted.sum().clamp(min=1)
                 if self.token_metrics:
-                    metrics["predicted_ids"] = each.argmax.masked_fill(~counted, -1)
-                    metrics["log_probs"] = each.target_log_prob.detach().masked_fill(~counted, 0.0)
-                    metrics["entropies"] = each.entropy.detach().masked_fill(~counted, 0.0)
-                loss = -each.target_log_prob.sum() / (1 if items is not None else counted.sum().clamp(min=1))
-            # The mean of no tokens is NaN, as transformers'.
-            return (loss if items is not None else loss.where(counted.any(), float("nan")),)
+                    metrics.update(found, predicted_ids=found["predicted_ids"].masked_fill(~counted, -1))
+            if items is not None:
+                return (loss / (items.to(loss.device) if isinstance(items, Tensor) else items),)
+            return (loss.where(counted.any(), float("nan")),)  # the mean of no tokens, as transformers'
 
         (loss,) = logits.run(loss_of)
-        if source.within is not None:
-            source.close_after(loss)
-        if items is not None:
-            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        if logits.source.within is not None:
+            logits.source.close_after(loss)
         return loss, metrics
 
 
@@ -145,13 +137,13 @@ class Linear(Derived, nn.Linear):
         return nn.Module.__call__(self, *arguments, **options)
 
     def forward(self, input: Tensor) -> Any:
-        if _door_of(self) is None:
-            return nn.Linear.forward(self, input)
-        layer, loss = _within.get() or (None, None)
-        if loss is not None and layer is self:
-            return loss(input)
-        logits = _deferred(self, input)
-        return nn.Linear.forward(self, input) if logits is None else logits
+        if _door_of(self) is not None:
+            layer, loss = _within.get() or (None, None)
+            if loss is not None and layer is self:
+                return loss(input, self.weight, self.bias)
+            if (logits := _deferred(self, input)) is not None:
+                return logits
+        return nn.Linear.forward(self, input)
 
 
 def _only_gathers(layer: nn.Module) -> bool:
@@ -164,13 +156,13 @@ def _only_gathers(layer: nn.Module) -> bool:
 def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tuple]) -> tuple:
     """``loss(hidden, weight, bias)``, a tuple of tensors, in a call of the layer in place of its logits. Collectives:
     those of the layer's hooks, and the loss's."""
-    made: list[tuple] = []
+    made: tuple = ()
 
-    def within(hidden: Tensor) -> tuple:
+    def within(*operands: Any) -> tuple:
+        nonlocal made
         # Copies of views: a change of one in place would drop the hook that FSDP2 puts on it.
-        found = loss(hidden, layer.weight, layer.bias)
-        made.append(tuple([t.clone() if isinstance(t, Tensor) and t._is_view() else t for t in found]))
-        return made[0]
+        made = tuple([value.clone() if value._is_view() else value for value in loss(*operands)])
+        return made
 
     token = _within.set((layer, within))
     try:
@@ -178,7 +170,7 @@ def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tu
     finally:
         _within.reset(token)
     # FSDP2's hooks are on these tensors. It casts its result by a policy for logits.
-    return made[0] if isinstance(layer, FSDPModule) else result
+    return made if isinstance(layer, FSDPModule) else result
 
 
 def _door_of(module: nn.Module) -> _Door | None:
@@ -205,13 +197,12 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     make, within, dtype = nn.functional.linear, None, None
     if in_a_call:
         within = functools.partial(_in_a_call, layer)
-        dtype = private.fsdp_output_dtype(layer) if isinstance(cast(object, layer), FSDPModule) else None
+        dtype = private.fsdp_output_dtype(layer) if isinstance(layer, FSDPModule) else None
 
-        def of_a_call(hidden: Tensor) -> Tensor:
-            (logits,) = _in_a_call(layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
+        def make(hidden: Tensor) -> Tensor:
+            (logits,) = within(hidden, lambda *operands: (nn.functional.linear(*operands),))
             return logits.to(dtype or hidden.dtype)
 
-        make = of_a_call
     operands = tuple(each for each in (weight, bias) if each is not None)
     parameter = private.parameters_of(layer).get("weight")
     source = Source(layer, hidden, weight, bias, make, door.say_use, operands, within, parameter)
@@ -330,7 +321,6 @@ def patch(
         RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
             the weight, an optimizer's step, or a write that raises a version.
     """
-    options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     if token_metrics and gradient_filter is not None:
         raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")
     LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # raises for invalid options
@@ -343,6 +333,7 @@ def patch(
     if (token_accuracy or token_metrics) and given is not None:
         raise ValueError(f"metrics need {kind.__name__}.forward, which was replaced: patch the model before that")
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
+    options = dict(logits_budget=lean_budget(logits_budget), gradient_filter=gradient_filter)
     door = _Door(kind.__name__, token_accuracy, token_metrics, eval_logits, options)
     owner.__class__, layer.__class__ = _patched(kind), fused_class(type(layer), Linear)
     vars(owner)[_DOOR] = vars(layer)[_DOOR] = door
@@ -363,15 +354,10 @@ def unpatch(model: _Model) -> _Model:
 
 
 def explain(model: nn.Module) -> str:
-    """ "fused"; or why training losses of ``model`` make logits, as far as it is known. Collectives: none."""
-    owner: Any = _owner(model)
-    layer, door, own = _output_layer(owner), vars(owner).get(_DOOR), owner.loss_function
+    """ "fused"; or why training losses of ``model`` make logits, as far as it was said. Collectives: none."""
+    door = vars(_owner(model)).get(_DOOR)
     if door is None:
         return "patch(model) was not called"
-    if not isinstance(layer, Linear) or _DOOR not in vars(layer):
-        return "its output layer was replaced: call patch(model) again"
-    if getattr(own, "func", None) != door.loss and not neighbours.is_causal_lm_loss(own):
-        return f"its loss_function is not transformers' ForCausalLMLoss, but {own!r}"
     return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
 
 

@@ -238,8 +238,10 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
     labels, target = named.get("labels"), named.get("shift_labels")
     counted = LabelCount(labels if target is None else target, shifted=target is None)
-    labelled = labels is not None
-    call = SimpleNamespace(in_a_unit=_in_a_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
+    call = SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, in_a_unit=False)
+    for module in model.get_output_embeddings().modules():
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)) and not isinstance(module, Linear):
+            call.in_a_unit = True
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)
@@ -251,12 +253,6 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     if call.metrics and isinstance(output, dict) and output.get("loss") is not None:
         return _with_fields(type(output), (*call.metrics,))(**output, **call.metrics)
     return output
-
-
-def _in_a_unit(model: Any) -> bool:
-    """Whether the output layer is whole in calls of a unit of FSDP around it alone."""
-    within = model.get_output_embeddings().modules()
-    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) and not isinstance(m, Linear) for m in within)
 
 
 @functools.cache
@@ -296,14 +292,14 @@ def patch(
 ) -> _Model:
     """Lets a causal language model of transformers compute its training loss without logits. Returns ``model``.
 
-    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``:
-    0-dimensional, fp32 (fp64 for fp64); NaN, as transformers', if no label counts. ``output.logits`` are made at their
-    first use. A :class:`LogitsWarning` says once what makes logits where gradients are enabled.
+    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``: a
+    0-dimensional tensor; NaN, as transformers', if no label counts. ``output.logits`` are made at their first use. A
+    :class:`LogitsWarning` says once what makes logits where gradients are enabled. Collectives: those of the model.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
-            transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
-            PEFT's models the base model is patched. A second call replaces the options.
+            transformers' ``ForCausalLMLoss``, also sharded, but not within another module other than PEFT's. A second
+            call replaces the options.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
@@ -313,11 +309,9 @@ def patch(
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
             environment's, else 128 MiB.
 
-    Collectives: those of the model.
-
     Raises:
-        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; an
-            option that the fused functions refuse; in a forward, as these do.
+        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; as the
+            fused functions, also in a forward.
         RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
             the weight, an optimizer's step, or a write that raises a version.
     """

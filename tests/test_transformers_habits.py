@@ -240,9 +240,6 @@ def patched(**options):
 def test_words_are_said_once_and_explain_says_them_again():
     model = patched()
     assert door.explain(model) == "fused" and "not called" in door.explain(door.unpatch(copy.deepcopy(model)))
-    model.loss_function = a_loss
-    assert "not transformers' ForCausalLMLoss, but <function a_loss" in door.explain(model)
-    model = patched()
     model.lm_head = ModulesToSave(model.lm_head)
     adapter = model.lm_head.modules_to_save["default"]
     assert door.explain(model) == "fused" and isinstance(adapter, door.Linear)
@@ -250,8 +247,6 @@ def test_words_are_said_once_and_explain_says_them_again():
     with warned() as said:
         model(**batch(1)), model(**batch(2))
     assert len(said) == 1 and door.explain(model) in said[0] and "'add'" in said[0]
-    model.lm_head = nn.Linear(32, V)
-    assert "call patch(model) again" in door.explain(model)
 
 
 def test_ligers_forward_is_said():

@@ -20,7 +20,7 @@ from parallel_lce.backends import torch_backend
 from parallel_lce.core.plan import BUDGET_VARIABLE
 from parallel_lce.transformers import explain, patch, unpatch
 from releases import ROOT
-from tools import alone, on_ranks
+from tools import alone
 from transformers_models import (
     KINDS,
     ONLY_RELEASED,
@@ -36,7 +36,7 @@ from transformers_models import (
     same,
     warned,
 )  # fmt: skip
-from transformers_standin import CausalLM, ModulesToSave, install_forward
+from transformers_standin import CausalLM, ModulesToSave
 from world import Member, mesh_of
 from wrappers import parameters
 from zero_standin import ZeRO3, installed
@@ -256,16 +256,6 @@ def test_zero3_gathers_the_output_layer_in_the_loss(kind, how):
             assert (found[-1] == stock[-1] or how == "a saved module") and len(said) == own_logits == (not was_fused), (
                 said
             )
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-@on_ranks(2)
-def test_under_a_tensor_parallel_plan_its_own_loss_runs(member, device):
-    model = model_of("stand-in", "plain").train()
-    own, given = copy.deepcopy(model), batch(1)
-    install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)))
-    with pytest.warns(door.LogitsWarning, match="its output layer did not defer the logits"):
-        near(patch(model)(**given)["loss"].detach(), own(**given)["loss"].detach())
 
 
 @pytest.mark.parametrize("eval_logits", [True, False])

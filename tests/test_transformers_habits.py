@@ -173,6 +173,12 @@ def replace_head(model):
     model.lm_head = nn.Linear(model.lm_head.in_features, V, bias=False)
 
 
+def with_a_forward(model, given, patch):
+    """On the output layer alone, as tensor-parallel plans put it there."""
+    model.lm_head.forward = model.lm_head.forward
+    return trained(patch(model), given)
+
+
 def derive_head(model, given, patch):
     """A soft-capping head of the user's, before the patch."""
     forward = lambda self, hidden: 5 * torch.tanh(super(Capped, self).forward(hidden) / 5)  # noqa: E731
@@ -199,6 +205,7 @@ HABITS = {
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
     "the logits in place": (after(in_place), BETWEEN),
     "a derived head": (derive_head, None),
+    "its own forward, as of a plan": (with_a_forward, "did not defer the logits"),
     "head replaced": (after(replace_head), "did not defer the logits: call patch(model) again"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
@@ -216,7 +223,6 @@ HABITS = {
     "compiled": (functools.partial(compiled, training=True), None),
     "compiled in eval": (functools.partial(compiled, training=False, fullgraph=True), None),
     "exported in eval": (exported, None),
-    "no_grad in training": (lambda model, given, patch: torch.no_grad()(patch(model))(**given)["loss"], None),
 }  # fmt: skip
 NO_LOSS_TO_FUSE = "compiled in eval", "exported in eval"
 

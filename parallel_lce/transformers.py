@@ -34,8 +34,6 @@ _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
 # Within a patched model's forward: its labels' count, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
-# An output layer in whose call a loss is computed, and that loss.
-_within: ContextVar[tuple[nn.Module, Callable[..., tuple]] | None] = ContextVar("_within", default=None)
 
 
 class LogitsWarning(UserWarning):
@@ -129,28 +127,27 @@ class Linear(Derived, nn.Linear):
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """A unit that only gathers its weight runs no hooks for deferred logits: they run with the loss."""
-        if _door_of(self) is not None and _within.get() is None and is_unit(self) and _only_gathers(self):
+        if _door_of(self) is not None and is_unit(self) and len(arguments) == 1 and _only_gathers(self):
             call = _running.get()
-            if call is not None and call.labelled and len(arguments) == 1 and not options:
+            if call is not None and call.labelled:
                 if (logits := _deferred(self, arguments[0], in_a_call=True)) is not None:
                     return logits
         return nn.Module.__call__(self, *arguments, **options)
 
-    def forward(self, input: Tensor) -> Any:
-        if _door_of(self) is not None:
-            layer, loss = _within.get() or (None, None)
-            if loss is not None and layer is self:
-                return loss(input, self.weight, self.bias)
-            if (logits := _deferred(self, input)) is not None:
-                return logits
-        return nn.Linear.forward(self, input)
+    def forward(self, input: Tensor, loss: Callable[[Tensor, Any, Any], tuple] | None = None) -> Any:
+        """Logits; or ``loss(input, weight, bias)`` where the weight is whole in a call of the layer alone."""
+        if loss is not None:
+            return loss(input, self.weight, self.bias)
+        logits = None if _door_of(self) is None else _deferred(self, input)
+        return nn.Linear.forward(self, input) if logits is None else logits
 
 
-def _only_gathers(layer: nn.Module) -> bool:
-    """Whether no hook of the layer does more than gather its weight."""
+def _only_gathers(layer: Any) -> bool:
+    """Whether a call of the layer is that of its weight's product, and its hooks do no more than gather the weight."""
     around = private.hooks(layer, "forward", "forward_pre")
     gathers = all(private.comes_from(hook, *private.FSDP_MODULES, *neighbours.ZERO_MODULES) for hook in around)
-    return gathers and not private.hooks(layer, "backward", "backward_pre")
+    is_plain = type(layer).forward is Linear.forward and "forward" not in vars(layer)
+    return gathers and is_plain and not private.hooks(layer, "backward", "backward_pre")
 
 
 def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tuple]) -> tuple:
@@ -164,11 +161,7 @@ def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tu
         made = tuple([value.clone() if value._is_view() else value for value in loss(*operands)])
         return made
 
-    token = _within.set((layer, within))
-    try:
-        result = nn.Module.__call__(layer, hidden)
-    finally:
-        _within.reset(token)
+    result = layer(hidden, within)
     # FSDP2's hooks are on these tensors. It casts its result by a policy for logits.
     return made if isinstance(layer, FSDPModule) else result
 
@@ -189,7 +182,8 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     if call is not None and call.in_a_unit:
         reason = "its output layer is in a unit of FSDP1, or of FSDP with more than the layer: fully_shard it alone"
     elif not in_a_call and is_unit(layer):
-        reason = "its output layer gathers its weight for itself, and has hooks, or the model's call has no labels"
+        others = "hooks or a forward of its own, or the model's call has no labels"
+        reason = f"its output layer gathers its weight for itself, and has {others}"
     if reason is not None:
         if torch.is_grad_enabled():
             door.say(f"makes its logits: {reason}")

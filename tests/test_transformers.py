@@ -170,6 +170,7 @@ UNITS = {  # the kind of the model, and what is around it or its output layer
     "FSDP2": ("plain", _of_fsdp2),
     "FSDP2, with the norm, as accelerate": ("plain", _as_accelerate),
     "FSDP2, with a hook and no more": ("plain", functools.partial(_of_fsdp2, wrap=_with_a_hook)),
+    "FSDP2, derived and no more": ("plain", _of_fsdp2),
 }
 
 
@@ -212,6 +213,9 @@ def test_units_of_the_output_layer(member, release, how, use):
     used until the backward. For another unit, and without labels, the model's own code runs, said once."""
     kind, wrap = UNITS[how]
     model = model_of(release, kind).train()
+    if "derived" in how:
+        half = lambda self, hidden: super(Half, self).forward(hidden) / 2  # noqa: E731
+        model.lm_head.__class__ = Half = type("Half", (torch.nn.Linear,), {"forward": half})
     stock, _ = two_steps(member, model, wrap, "", use)
     for patched in ("before", "after"):
         with warned() as said:
@@ -219,9 +223,8 @@ def test_units_of_the_output_layer(member, release, how, use):
         same(found, stock)
         assert use == "loss outside" or was_fused == ("more" not in how)
         assert len(said) == (use != "none" or "more" in how), said
-        words = (
-            "gathers its weight for itself, and has hooks" if "hook" in how else "in a unit of FSDP1, or of FSDP with"
-        )
+        own_call = "hook" in how or "derived" in how
+        words = "gathers its weight for itself, and has hooks" if own_call else "in a unit of FSDP1, or of FSDP with"
         assert "more" not in how or words in said[0]
 
 

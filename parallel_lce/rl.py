@@ -149,7 +149,7 @@ class FusedLinearLogprobTriton:
         rank's shard, which a mapping in front must sum. A target outside the vocabulary has 0, but, as in SkyRL, the
         gradient of ``-lse``. Results are fp32 (fp64 for fp64), identical on every rank.
 
-        Others, and errors: as in :func:`from_parallel_hidden_states_to_logprobs`. Collectives: those of
+        Others: as in :func:`from_parallel_hidden_states_to_logprobs`. Collectives: those of
         :func:`linear_cross_entropy`, but C = 3.
         """
         if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
@@ -165,8 +165,8 @@ class FusedLinearLogprobTriton:
 def _of_ids(
     options: Options, tensors: Tensors, start: Any, end: Any, group: Any, inference_only: Any, mask: Any, count: Any
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and which of them are outside of the vocabulary. The weight's rows are those of
-    the ids from ``start`` on; rows from ``end`` on are left out."""
+    """Log-probabilities of the targets, and which of them are outside of the vocabulary. Rows of the weight are those
+    of the ids from ``start`` on; those from ``end`` on are left out."""
     _, weight, target, bias, *_ = tensors
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ValueError(f"weight must be [V/P, D], got {described(weight)}")

@@ -1,6 +1,6 @@
 """What the doors use of their neighbours' private interfaces, each with the release in which it was seen.
 
-The doors' tests on the releases, and tests/test_neighbours.py, use each. PyTorch's are in core/private.py.
+The doors' tests on the releases use each. PyTorch's are in core/private.py.
 """
 
 from __future__ import annotations

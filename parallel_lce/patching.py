@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import sys
 import warnings
@@ -44,15 +42,6 @@ class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
                 warnings.warn(f"parallel_lce: {said}", RuntimeWarning, stacklevel=3)
                 continue
             del self[owner, name]
-
-
-def named_as(own: Callable[..., Any], forward: Any) -> Any:
-    """As ``functools.update_wrapper``, without the attribute by which accelerate finds what it takes for a wrapper's
-    function, and puts that into the model."""
-    functools.update_wrapper(forward, own)
-    del forward.__wrapped__
-    forward.__signature__ = inspect.signature(own)
-    return forward
 
 
 def is_own(function: Any, module: str, name: str | None = None) -> bool:

@@ -25,7 +25,7 @@ from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_loss
 from parallel_lce.heads import Derived, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.patching import is_own, named_as, warn
+from parallel_lce.patching import is_own, warn
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import LabelCount
 
@@ -257,11 +257,14 @@ def _patched(base: type) -> Any:
     class Patched(Derived, base):
         _made_by = _patched, base
 
-        @functools.partial(named_as, base.forward)
         def forward(self, *arguments, **named):
             if (door := _door_of(self)) is None:
                 return base.forward(self, *arguments, **named)
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
+
+        # Without __wrapped__, by which accelerate would find the forward that it puts into the model.
+        forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
+        forward.__doc__ = base.forward.__doc__
 
         def _loss_of(self):
             own, door = get(self), _door_of(self)

@@ -191,12 +191,13 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     make, within, dtype = nn.functional.linear, None, None
     if in_a_call:
         within = functools.partial(_in_a_call, layer)
-        dtype = private.fsdp_output_dtype(layer) if isinstance(layer, FSDPModule) else None
+        dtype = private.fsdp_output_dtype(layer) if isinstance(cast(object, layer), FSDPModule) else None
 
-        def make(hidden: Tensor) -> Tensor:
-            (logits,) = within(hidden, lambda *operands: (nn.functional.linear(*operands),))
+        def of_a_call(hidden: Tensor) -> Tensor:
+            (logits,) = _in_a_call(layer, hidden, lambda *operands: (nn.functional.linear(*operands),))
             return logits.to(dtype or hidden.dtype)
 
+        make = of_a_call
     operands = tuple(each for each in (weight, bias) if each is not None)
     parameter = private.parameters_of(layer).get("weight")
     source = Source(layer, hidden, weight, bias, make, door.say_use, operands, within, parameter)

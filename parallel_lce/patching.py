@@ -39,7 +39,7 @@ class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
                 delattr(owner, name) if own is None else setattr(owner, name, own)
             elif now is not own:
                 said = f"{owner.__name__}.{name} has been replaced since patch(), and stays"
-                warnings.warn(f"parallel_lce: {said}", RuntimeWarning, stacklevel=3)
+                warn(f"parallel_lce: {said}", RuntimeWarning)
                 continue
             del self[owner, name]
 

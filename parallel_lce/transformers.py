@@ -32,7 +32,8 @@ from parallel_lce.run.token_count import LabelCount
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
-# Within a patched model's forward: its labels' count, whether the loss got deferred logits, and the metrics.
+# Within a patched model's forward: its labels' count, whether its output layer is in a unit of FSDP with more than the
+# layer, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 
 

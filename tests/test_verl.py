@@ -288,7 +288,8 @@ def test_verls_modules_hold_its_functions_by_these_names(member):
     names = neighbours.VERL_KERNEL, *neighbours.VERL_USERS
     kernel, *others = [verls(name.removeprefix("verl.")) for name in names]
     assert kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply
-    assert all(module.linear_cross_entropy is kernel.linear_cross_entropy for module in others)
+    for module in others:  # other tests import them while the kernel's function is replaced
+        assert importlib.reload(module).linear_cross_entropy is kernel.linear_cross_entropy
     module, kind, name = neighbours.VERL_FSDP
     assert callable(getattr(getattr(verls(module.removeprefix("verl.")), kind), name))
 

@@ -50,7 +50,7 @@ def adapted(
 
 
 class DTensorAdapter:
-    """How a call's tokens and results are placed, from the placements of its tensors. By default it changes nothing."""
+    """How a call's tokens and results are placed, from the placements of its tensors; plain ones change nothing."""
 
     def __init__(
         self, options: Options, tensors: Tensors, group: dist.ProcessGroup | None, reduction: str | None
@@ -62,6 +62,7 @@ class DTensorAdapter:
         # The DTensors' mesh, and its dimension of tensor parallelism.
         self.mesh: Any = None
         self._tp: int | None = None
+        self._input_gradient: list = []
         # P if the sequence is sharded along the second dimension, else 1.
         self.parts = 1
 
@@ -76,8 +77,6 @@ class DTensorAdapter:
                 split = self._split()
                 sequence_parallel, sequence_dim = split is not None, split or 0
             self._place_tokens(group_given)
-        elif self._gives_dtensors:
-            self._check_mesh("input", self._input)
         self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
         hidden = self.hidden("input", self._input)
         if sequence_dim and sequence_parallel and self.group is not None and isinstance(hidden, Tensor):
@@ -87,12 +86,11 @@ class DTensorAdapter:
         if tensors.picked_offsets is not None and (self.mesh is not None or self.parts > 1):
             name = SPOKEN["picked"]
             raise ValueError(f"{name} must be ids [..., K], without offsets, for DTensors and sequence_dim=1")
-        others = {
-            name: self.per_token(SPOKEN.get(name, name), getattr(tensors, name), name == "picked")
-            for name in ("target", "token_weight", "logit_scale", "temperature", "picked")
-        }
-        weight, bias = self._weight, tensors.linear_bias
-        weight, bias = self.weight("linear_weight", weight), self.weight("linear_bias", bias, weight)
+        others = dict(picked=self.per_token(SPOKEN["picked"], tensors.picked, trailing=True))
+        for name in ("target", "token_weight", "logit_scale", "temperature"):
+            others[name] = self.per_token(name, getattr(tensors, name))
+        weight = self.weight("linear_weight", self._weight)
+        bias = self.weight("linear_bias", tensors.linear_bias, self._weight)
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
 
     # --- the placements ---
@@ -248,8 +246,6 @@ class DTensorAdapter:
 
     def loss(self, value: Tensor) -> Any:
         """A call's loss, as the user expects it."""
-        if self is _CHANGES_NOTHING:
-            return value
         if self._reduction == "none":
             return self.of_tokens(value)
         return self._as_dtensor(value, self._sums) if self._gives_dtensors else value

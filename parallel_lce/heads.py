@@ -13,8 +13,8 @@ from parallel_lce.core.private import parameters_of
 
 
 class Derived:
-    """The first base of such a class, so that objects can be copied and pickled. ``_made_by``: what makes the class,
-    and from which classes."""
+    """The first base of such a class, so that objects can be copied and pickled. ``_made_by``: a function that makes
+    the class, and its arguments."""
 
     _made_by: tuple
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,27 +17,13 @@ from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.run.token_count import TokenCount
 
 
-class _Held:
-    """A module's process group. Copies of the module share it. A pickle keeps only its number of ranks."""
-
-    def __init__(self, group: dist.ProcessGroup | None, lost_ranks: int = 0) -> None:
-        self.group, self.lost_ranks = group, lost_ranks
-
-    def __deepcopy__(self, memo: dict) -> _Held:
-        return self
-
-    def __reduce__(self) -> tuple:
-        return _Held, (None, self.lost_ranks if self.group is None else dist.get_world_size(self.group))
-
-
 class LinearCrossEntropy(nn.Module):
     """:func:`parallel_lce.linear_cross_entropy` with its options fixed. It owns no parameters.
 
-    ``logit_scale`` and ``temperature`` must be numbers. A copy has the same ``process_group``. A pickle has none: an
-    unpickled module refuses to run until :attr:`process_group` is set again.
+    ``logit_scale`` and ``temperature`` must be numbers. A copy has the same ``process_group``; PyTorch pickles none.
 
     Attributes:
-        options: the keyword arguments of each call, without ``process_group``.
+        process_group: as given. options: the other keyword arguments of each call.
 
     Raises:
         ValueError: at once, for an option that the function refuses for all tensors.
@@ -74,15 +61,14 @@ class LinearCrossEntropy(nn.Module):
         for feature in features_of(options, no_tensors):
             feature.check(options, no_tensors, None)
         self.options = {name: given[name] for name in Options._fields if name in given}
-        self.process_group = process_group
+        self.process_group = as_group(process_group)
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        return self._held.group
-
-    @process_group.setter
-    def process_group(self, group: dist.ProcessGroup | DeviceMesh | None) -> None:
-        self._held = _Held(as_group(group))
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearCrossEntropy:
+        memo[id(self.process_group)] = self.process_group  # shared, since PyTorch cannot copy it
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @public
     def forward(
@@ -94,11 +80,6 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         counted_tokens: int | TokenCount | None = None,
     ) -> Tensor:
-        if lost := self._held.lost_ranks:
-            raise ValueError(
-                f"this LinearCrossEntropy was pickled with a process_group of {lost} rank(s), which a pickle does not "
-                "hold: set its process_group"
-            )
         tokens = dict(linear_bias=linear_bias, token_weight=token_weight, counted_tokens=counted_tokens)
         options: dict[str, Any] = self.options | tokens
         return linear_cross_entropy(input, linear_weight, target, process_group=self.process_group, **options)

@@ -1,6 +1,6 @@
 """What the doors use of their neighbours' private interfaces, each with the release in which it was seen.
 
-tests/test_neighbours.py has a test of each use. PyTorch's private interfaces are in core/private.py.
+The doors' tests on the releases use each. PyTorch's are in core/private.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""How the doors change other projects' code: replace attributes and restore them, and warn.
-:func:`is_own` tells a project's own code from what a program has put in its place."""
+"""How the doors change other projects' code: replace attributes and restore them, and warn."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import sys
 import warnings
@@ -25,8 +22,7 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
-    """The attributes that a door has replaced, by owner (a module or a class) and name: ours, and the owner's own
-    before it, None if it had none of its own."""
+    """Replaced attributes, by owner (a module or a class) and name: ours, and the owner's own, None if it inherits."""
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by ``make(own)``, once."""
@@ -43,18 +39,9 @@ class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
                 delattr(owner, name) if own is None else setattr(owner, name, own)
             elif now is not own:
                 said = f"{owner.__name__}.{name} has been replaced since patch(), and stays"
-                warnings.warn(f"parallel_lce: {said}", RuntimeWarning, stacklevel=3)
+                warn(f"parallel_lce: {said}", RuntimeWarning)
                 continue
             del self[owner, name]
-
-
-def named_as(own: Callable[..., Any], forward: Any) -> Any:
-    """As ``functools.update_wrapper``, without the attribute by which accelerate finds what it takes for a wrapper's
-    function, and puts that into the model."""
-    functools.update_wrapper(forward, own)
-    del forward.__wrapped__
-    forward.__signature__ = inspect.signature(own)
-    return forward
 
 
 def is_own(function: Any, module: str, name: str | None = None) -> bool:

@@ -49,10 +49,10 @@ def linear_cross_entropy(
         weight, bias: this rank's vocabulary shard ``[V/P, D]`` and ``[V/P]``, of equal shards, in ``hidden``'s dtype.
         labels, mask: N of them in any shape.
         temperature: a number > 0, or N numbers; of the entropies, too. None is 1.
-        reduction: of the log-probabilities: 'none', 'sum' or 'mean', in upper or lower case. None is 'none'.
+        reduction: of the log-probabilities: 'none' (also None), 'sum' or 'mean', in upper or lower case.
 
-    Returns log-probabilities ``[N]``, or 0-dimensional, entropies ``[N]`` in nats, and the sums ``[N]``: fp32 (fp64 for
-    fp64), differentiable, identical on every rank.
+    Returns log-probabilities ``[N]`` or their reduction, entropies ``[N]`` in nats, and ``sum_p_squared [N]``: fp32
+    (fp64 for fp64), differentiable, identical on every rank.
 
     Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4, or 5 with
     ``sum_p_squared``; backward, none, or one all-reduce of N * D elements with ``reduce_hidden_grad``.
@@ -60,21 +60,16 @@ def linear_cross_entropy(
     name = "none" if reduction is None else str(reduction).lower()
     if name not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    _check_tensors(hidden=hidden, weight=weight, labels=labels)
-    if hidden.dim() < 1:
-        raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
-    each = 1.0 if temperature is None else _flat(temperature)
     options = Options(
         "token_statistics",
-        temperature=each,
+        temperature=1.0 if temperature is None else _flat(temperature),
         vocab_size=vocab_size,
         logits_budget=logits_budget,
         entropy=True,
         sum_p_squared=sum_p_squared,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    flat = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
-    tensors = Tensors(flat, weight, labels.reshape(-1), bias)
+    tensors = Tensors(_flat(hidden, trailing=1), weight, _flat(int64_ids("labels", labels)), bias)
     with renamed(process_group="dist_process_group", target="labels", **_NAMES):
         found: Any = statistics_of(options, tensors, dist_process_group, _flat(mask), counted_tokens)
     log_probs = found.target_log_prob if name == "none" else getattr(found.target_log_prob, name)()
@@ -106,8 +101,8 @@ def from_parallel_hidden_states_to_logprobs(
 
     Args:
         tensor_parallel_hidden_states: ``[S/P, B, D]``, split over ``tp_group`` along the sequence.
-        output_weight_layer, bias: this rank's vocabulary shard ``[V/P, D]`` and ``[V/P]``, whose first row is
-            ``vocab_start_index``. Rows from ``vocab_end_index`` on are padding, and left out.
+        output_weight_layer, bias: ``[V/P, D]`` and ``[V/P]``, of the ids from ``vocab_start_index`` on. Rows from
+            ``vocab_end_index`` on are padding, and left out.
         target: token ids ``[B, S]``. Position s is scored with the token at s + 1, if a ``mask [B, S]`` is true at s.
         cp_group: None or a group of one rank, as there. ``runtime_gather_output`` and ``chunk_size`` are not used.
 
@@ -154,11 +149,12 @@ class FusedLinearLogprobTriton:
         rank's shard, which a mapping in front must sum. A target outside the vocabulary has 0, but, as in SkyRL, the
         gradient of ``-lse``. Results are fp32 (fp64 for fp64), identical on every rank.
 
-        Others, and errors: as in :func:`from_parallel_hidden_states_to_logprobs`. Collectives: those of
+        Others: as in :func:`from_parallel_hidden_states_to_logprobs`. Collectives: those of
         :func:`linear_cross_entropy`, but C = 3.
         """
-        _check_tensors(hidden=hidden, weight=weight)
-        tensors = Tensors(hidden.to(weight.dtype), weight, int64_ids("target", target))
+        if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
+            hidden = hidden.to(weight.dtype)
+        tensors = Tensors(hidden, weight, int64_ids("target", target))
         options = Options("token_statistics", reduce_hidden_grad=False)
         log_probs, outside = _of_ids(
             options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens
@@ -169,18 +165,15 @@ class FusedLinearLogprobTriton:
 def _of_ids(
     options: Options, tensors: Tensors, start: Any, end: Any, group: Any, inference_only: Any, mask: Any, count: Any
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and which of them are outside of the vocabulary. The weight's rows are those of
-    the ids from ``start`` on; rows from ``end`` on are left out."""
-    hidden, weight, target, bias, *_ = tensors
-    _check_tensors(hidden=hidden, weight=weight)
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be [V/P, D], got {list(weight.shape)}")
+    """Log-probabilities of the targets, and which of them are outside of the vocabulary. Rows of the weight are those
+    of the ids from ``start`` on; those from ``end`` on are left out."""
+    _, weight, target, bias, *_ = tensors
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise ValueError(f"weight must be [V/P, D], got {described(weight)}")
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
         bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
         raise ValueError(f"weight has {len(weight)} rows, which do not fit the ids from {bounds}")
-    if isinstance(bias, Tensor):
-        if bias.shape != (len(weight),):
-            raise ValueError(f"bias must have shape [{len(weight)}], got {list(bias.shape)}")
+    if isinstance(bias, Tensor) and bias.shape == weight.shape[:1]:
         bias = bias[: end - start]
     check_flag("inference_only", inference_only)
     tensors = tensors._replace(linear_weight=weight[: end - start], linear_bias=bias)
@@ -190,12 +183,9 @@ def _of_ids(
     return found.target_log_prob, (target < 0) | (target >= found.vocab_size)
 
 
-def _flat(value: Any) -> Any:
-    return value.reshape(-1) if isinstance(value, Tensor) else value
-
-
-def _check_tensors(**named: object) -> None:
-    """Raise ``ValueError`` for arguments whose shapes cannot be read."""
-    for name, value in named.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got {described(value)}")
+def _flat(value: Any, trailing: int = 0) -> Any:
+    """A tensor with one dimension of tokens, and ``trailing`` others. What has none is left, for a refusal."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.dim() < trailing:
+        return value
+    tokens = value.dim() - trailing
+    return value.reshape(value.shape[:tokens].numel(), *value.shape[tokens:])

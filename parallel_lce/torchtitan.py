@@ -55,14 +55,14 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, and no metrics. As of
-        ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of the result itself
-        must follow. Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel
-        ranks. The loss is a DTensor if ``pred`` is one.
+        """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, a DTensor if ``pred`` is one; and
+        no metrics. As of ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of
+        the result itself must follow. Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all
+        tensor-parallel ranks.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
-        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: no
-        ``lm_head`` is set, its rows are no shard of torchtitan's, or as that function.
+        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: as that
+        function; no ``lm_head`` is set, or its rows are no shard of torchtitan's.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:

@@ -22,20 +22,19 @@ from parallel_lce.core import private
 from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
-from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.functional import linear_cross_entropy, token_loss
 from parallel_lce.heads import Derived, fused_class, is_unit, unfuse
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.patching import is_own, named_as, warn
+from parallel_lce.patching import is_own, warn
+from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import LabelCount
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
-# Within a patched model's forward: whether FSDP's unit is around the output layer, whether there are labels, their
-# count, whether the loss got deferred logits, and the metrics.
+# Within a patched model's forward: its labels' count, whether its output layer is in a unit of FSDP with more than the
+# layer, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
-# An output layer in whose call a loss is computed, and that loss.
-_within: ContextVar[tuple[nn.Module, Callable[[Tensor], tuple]] | None] = ContextVar("_within", default=None)
 
 
 class LogitsWarning(UserWarning):
@@ -64,71 +63,63 @@ class _Door:
 
     @private.outside_graphs
     def loss(
-        self,
-        own: Callable[..., Tensor],
-        logits: Tensor,
-        labels: Any = None,
-        vocab_size: Any = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = NO_LABEL,
-        shift_labels: Any = None,
-        **others: Any,
+        self, own, logits, labels=None, vocab_size=None, num_items_in_batch=None, ignore_index=NO_LABEL, **others
     ) -> Tensor:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
-        others |= dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
         if type(logits) is not DeferredLogits:
-            return own(logits, labels, vocab_size, **others)
-        call, count, shifted, metrics = _running.get(), None, shift_labels is None, {}
-        if call is not None and ignore_index == NO_LABEL:
-            count = call.counted.of(labels if shifted else shift_labels, shifted)
-        target = as_int64(labels if shifted else shift_labels).to(logits.device)
+            return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
+        call, count, given = _running.get(), None, others.get("shift_labels")
+        shifted = given is None
+        given = labels if shifted else given
+        if call is not None:
+            call.deferred = True
+            count = call.counted.of(given, shifted) if ignore_index == NO_LABEL else None
+        target = as_int64(given).to(logits.device)
         if shifted:
             target = nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
         reason = logits.why_not_fused()
-        if vocab_size != logits.shape[-1] or target.numel() * vocab_size != logits.numel():
-            reason = f"its loss has {target.numel()} labels of {vocab_size}, its logits are {[*logits.shape]}"
+        if (*target.shape, vocab_size) != logits.shape:
+            reason = f"its loss has labels {[*target.shape]} of {vocab_size}, its logits are {[*logits.shape]}"
         elif not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
             reason = "torch.nn.functional.cross_entropy was replaced"
         if reason is None:
-            target = target.reshape(logits.shape[:-1])
             loss, metrics = self._fused(logits, target, ignore_index, num_items_in_batch, count)
-        else:
-            if logits.source.grad:
-                self.say(f"computes its own loss, of all logits: {reason}")
-            loss = own(logits.real(THE_LOSS), labels, vocab_size, **others)
-        if call is not None:
-            call.deferred, call.metrics = True, metrics
-        return loss
+            if call is not None:
+                call.metrics = metrics
+            return loss
+        if logits.source.grad:
+            self.say(f"computes its own loss, of all logits: {reason}")
+        return own(logits.real(THE_LOSS), labels, vocab_size, num_items_in_batch, ignore_index, **others)
 
     def _fused(self, logits: DeferredLogits, target: Tensor, ignore: int, items: Any, count: Any) -> tuple:
-        """The loss, and the metrics as fields of the output."""
-        source, metrics, counted = logits.source, dict[str, Tensor](), target != ignore
-        options: dict[str, Any] = {**self.options, **(logits.epilogue() or {}), "counted_tokens": count}
-        options["logits_budget"] = lean_budget(options["logits_budget"])
+        """The loss, and the metrics as fields of the output. ``items``: what the sum is divided by; None: the mean."""
+        metrics, counted = dict[str, Tensor](), target != ignore
+        options: dict[str, Any] = {**self.options, **(logits.epilogue() or {})}
+        options.update(reduction="mean" if items is None else "sum", ignore_index=ignore, counted_tokens=count)
+
+        def of_tokens(each: TokenStatistics) -> tuple[Tensor, dict[str, Any]]:
+            of_each = dict(log_probs=each.target_log_prob, entropies=each.entropy) if self.token_metrics else {}
+            return -cast(Tensor, each.target_log_prob), {"predicted_ids": each.argmax, **of_each}
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             options["linear_bias"] = bias
             if not (self.token_accuracy or self.token_metrics):
-                options.update(reduction="mean" if items is None else "sum", ignore_index=ignore)
                 loss = linear_cross_entropy(hidden, weight, target, **options)
             else:
-                options.update(mask=None if count is None else counted, argmax=True, entropy=self.token_metrics)
-                each: Any = token_statistics(hidden, weight, target.masked_fill(~counted, NO_LABEL), **options)
+                options.update(argmax=True, entropy=self.token_metrics)
+                loss, found = token_loss(hidden, weight, target, of_tokens, **options)
                 if self.token_accuracy:
-                    metrics["token_accuracy"] = ((each.argmax == target) & counted).sum() / counted.sum().clamp(min=1)
+                    right = (found["predicted_ids"] == target) & counted
+                    metrics["token_accuracy"] = right.sum() / counted.sum().clamp(min=1)
                 if self.token_metrics:
-                    metrics["predicted_ids"] = each.argmax.masked_fill(~counted, -1)
-                    metrics["log_probs"] = each.target_log_prob.detach().masked_fill(~counted, 0.0)
-                    metrics["entropies"] = each.entropy.detach().masked_fill(~counted, 0.0)
-                loss = -each.target_log_prob.sum() / (1 if items is not None else counted.sum().clamp(min=1))
-            # The mean of no tokens is NaN, as transformers'.
-            return (loss if items is not None else loss.where(counted.any(), float("nan")),)
+                    metrics.update(found, predicted_ids=found["predicted_ids"].masked_fill(~counted, -1))
+            if items is not None:
+                return (loss / (items.to(loss.device) if isinstance(items, Tensor) else items),)
+            return (loss.where(counted.any(), float("nan")),)  # the mean of no tokens, as transformers'
 
         (loss,) = logits.run(loss_of)
-        if source.within is not None:
-            source.close_after(loss)
-        if items is not None:
-            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        if logits.source.within is not None:
+            logits.source.close_after(loss)
         return loss, metrics
 
 
@@ -137,48 +128,43 @@ class Linear(Derived, nn.Linear):
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """A unit that only gathers its weight runs no hooks for deferred logits: they run with the loss."""
-        if _door_of(self) is not None and _within.get() is None and is_unit(self) and _only_gathers(self):
+        if _door_of(self) is not None and is_unit(self) and len(arguments) == 1 and _only_gathers(self):
             call = _running.get()
-            if call is not None and call.labelled and len(arguments) == 1 and not options:
+            if call is not None and call.labelled:
                 if (logits := _deferred(self, arguments[0], in_a_call=True)) is not None:
                     return logits
         return nn.Module.__call__(self, *arguments, **options)
 
-    def forward(self, input: Tensor) -> Any:
-        if _door_of(self) is None:
-            return nn.Linear.forward(self, input)
-        layer, loss = _within.get() or (None, None)
-        if loss is not None and layer is self:
-            return loss(input)
-        logits = _deferred(self, input)
+    def forward(self, input: Tensor, loss: Callable[[Tensor, Any, Any], tuple] | None = None) -> Any:
+        """Logits; or ``loss(input, weight, bias)`` where the weight is whole in a call of the layer alone."""
+        if loss is not None:
+            return loss(input, self.weight, self.bias)
+        logits = None if _door_of(self) is None else _deferred(self, input)
         return nn.Linear.forward(self, input) if logits is None else logits
 
 
-def _only_gathers(layer: nn.Module) -> bool:
-    """Whether no hook of the layer does more than gather its weight."""
+def _only_gathers(layer: Any) -> bool:
+    """Whether a call of the layer is that of its weight's product, and its hooks do no more than gather the weight."""
     around = private.hooks(layer, "forward", "forward_pre")
     gathers = all(private.comes_from(hook, *private.FSDP_MODULES, *neighbours.ZERO_MODULES) for hook in around)
-    return gathers and not private.hooks(layer, "backward", "backward_pre")
+    is_plain = type(layer).forward is Linear.forward and "forward" not in vars(layer)
+    return gathers and is_plain and not private.hooks(layer, "backward", "backward_pre")
 
 
 def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tuple]) -> tuple:
     """``loss(hidden, weight, bias)``, a tuple of tensors, in a call of the layer in place of its logits. Collectives:
     those of the layer's hooks, and the loss's."""
-    made: list[tuple] = []
+    made: tuple = ()
 
-    def within(hidden: Tensor) -> tuple:
+    def within(*operands: Any) -> tuple:
+        nonlocal made
         # Copies of views: a change of one in place would drop the hook that FSDP2 puts on it.
-        found = loss(hidden, layer.weight, layer.bias)
-        made.append(tuple([t.clone() if isinstance(t, Tensor) and t._is_view() else t for t in found]))
-        return made[0]
+        made = tuple([value.clone() if value._is_view() else value for value in loss(*operands)])
+        return made
 
-    token = _within.set((layer, within))
-    try:
-        result = nn.Module.__call__(layer, hidden)
-    finally:
-        _within.reset(token)
+    result = layer(hidden, within)
     # FSDP2's hooks are on these tensors. It casts its result by a policy for logits.
-    return made[0] if isinstance(layer, FSDPModule) else result
+    return made if isinstance(layer, FSDPModule) else result
 
 
 def _door_of(module: nn.Module) -> _Door | None:
@@ -197,7 +183,8 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     if call is not None and call.in_a_unit:
         reason = "its output layer is in a unit of FSDP1, or of FSDP with more than the layer: fully_shard it alone"
     elif not in_a_call and is_unit(layer):
-        reason = "its output layer gathers its weight for itself, and has hooks, or the model's call has no labels"
+        others = "hooks or a forward of its own, or the model's call has no labels"
+        reason = f"its output layer gathers its weight for itself, and has {others}"
     if reason is not None:
         if torch.is_grad_enabled():
             door.say(f"makes its logits: {reason}")
@@ -247,8 +234,10 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
     labels, target = named.get("labels"), named.get("shift_labels")
     counted = LabelCount(labels if target is None else target, shifted=target is None)
-    labelled = labels is not None
-    call = SimpleNamespace(in_a_unit=_in_a_unit(model), labelled=labelled, counted=counted, deferred=False, metrics={})
+    call = SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, in_a_unit=False)
+    for module in model.get_output_embeddings().modules():
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)) and not isinstance(module, Linear):
+            call.in_a_unit = True
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)
@@ -262,12 +251,6 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     return output
 
 
-def _in_a_unit(model: Any) -> bool:
-    """Whether the output layer is whole in calls of a unit of FSDP around it alone."""
-    within = model.get_output_embeddings().modules()
-    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) and not isinstance(m, Linear) for m in within)
-
-
 @functools.cache
 def _patched(base: type) -> Any:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
@@ -276,11 +259,14 @@ def _patched(base: type) -> Any:
     class Patched(Derived, base):
         _made_by = _patched, base
 
-        @functools.partial(named_as, base.forward)
         def forward(self, *arguments, **named):
             if (door := _door_of(self)) is None:
                 return base.forward(self, *arguments, **named)
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
+
+        # Without __wrapped__, by which accelerate would find the forward that it puts into the model.
+        forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
+        forward.__doc__ = base.forward.__doc__
 
         def _loss_of(self):
             own, door = get(self), _door_of(self)
@@ -305,14 +291,14 @@ def patch(
 ) -> _Model:
     """Lets a causal language model of transformers compute its training loss without logits. Returns ``model``.
 
-    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``:
-    0-dimensional, fp32 (fp64 for fp64); NaN, as transformers', if no label counts. ``output.logits`` are made at their
-    first use. A :class:`LogitsWarning` says once what makes logits where gradients are enabled.
+    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``: a
+    0-dimensional tensor; NaN, as transformers', if no label counts. ``output.logits`` are made at their first use. A
+    :class:`LogitsWarning` says once what makes logits where gradients are enabled. Collectives: those of the model.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
-            transformers' ``ForCausalLMLoss``, before or after it is sharded, but not wrapped in another module. Of
-            PEFT's models the base model is patched. A second call replaces the options.
+            transformers' ``ForCausalLMLoss``, also sharded, but not within another module other than PEFT's. A second
+            call replaces the options.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
@@ -322,15 +308,12 @@ def patch(
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
             environment's, else 128 MiB.
 
-    Collectives: those of the model.
-
     Raises:
-        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; an
-            option that the fused functions refuse; in a forward, as these do.
+        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; as the
+            fused functions, also in a forward.
         RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
             the weight, an optimizer's step, or a write that raises a version.
     """
-    options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     if token_metrics and gradient_filter is not None:
         raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")
     LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # raises for invalid options
@@ -343,6 +326,7 @@ def patch(
     if (token_accuracy or token_metrics) and given is not None:
         raise ValueError(f"metrics need {kind.__name__}.forward, which was replaced: patch the model before that")
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
+    options = dict(logits_budget=lean_budget(logits_budget), gradient_filter=gradient_filter)
     door = _Door(kind.__name__, token_accuracy, token_metrics, eval_logits, options)
     owner.__class__, layer.__class__ = _patched(kind), fused_class(type(layer), Linear)
     vars(owner)[_DOOR] = vars(layer)[_DOOR] = door
@@ -363,15 +347,10 @@ def unpatch(model: _Model) -> _Model:
 
 
 def explain(model: nn.Module) -> str:
-    """ "fused"; or why training losses of ``model`` make logits, as far as it is known. Collectives: none."""
-    owner: Any = _owner(model)
-    layer, door, own = _output_layer(owner), vars(owner).get(_DOOR), owner.loss_function
+    """ "fused"; or why training losses of ``model`` make logits, as far as it was said. Collectives: none."""
+    door = vars(_owner(model)).get(_DOOR)
     if door is None:
         return "patch(model) was not called"
-    if not isinstance(layer, Linear) or _DOOR not in vars(layer):
-        return "its output layer was replaced: call patch(model) again"
-    if getattr(own, "func", None) != door.loss and not neighbours.is_causal_lm_loss(own):
-        return f"its loss_function is not transformers' ForCausalLMLoss, but {own!r}"
     return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
 
 

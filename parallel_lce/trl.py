@@ -30,7 +30,7 @@ class _Fused:
         self.own, self.logits_budget, self._said = own, logits_budget, set[str]()
 
     def apply(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """What TRL's own returns. What the fused function refuses is TRL's own to answer."""
+        """What the fused function refuses TRL's own computes."""
         try:
             if any(hasattr(each, "ds_id") for each in arguments):
                 raise ValueError("its weight is a parameter of ZeRO-3")
@@ -46,8 +46,8 @@ class _Fused:
         self, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=OUTPUTS
     ) -> tuple[Tensor | None, ...]:
         """``OUTPUTS`` of ``hidden [N, D]``, ``weight [V, D]``, ``bias [V]`` and ids ``targets [N]``: ``[N]`` each, None
-        if it is not among ``outputs``; the log-probabilities in any case. The first two have a gradient. Weight and
-        bias are cast to the dtype of the hidden states. A target outside the vocabulary has the logit 0."""
+        if not in ``outputs``, except the first. The first two have a gradient. As in TRL's function weight and bias are
+        cast to ``hidden``'s dtype, and a target outside the vocabulary has the logit 0."""
         targets = int64_ids("targets", targets)
         inside = (targets >= 0) & (targets < len(weight))
         found: Any = token_statistics(
@@ -64,11 +64,11 @@ class _Fused:
             mean_logit="mean_logits" in outputs,
             argmax="is_top1" in outputs,
         )
-        log_probs = found.target_log_prob.where(inside, -found.lse).float()
-        entropy = None if found.entropy is None else found.entropy.float()
-        squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log().float()
-        mean = None if found.mean_logit is None else found.mean_logit.detach().float()
-        return log_probs, entropy, squares, mean, None if found.argmax is None else found.argmax == targets
+        is_top1 = None if found.argmax is None else found.argmax == targets
+        squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log()
+        mean = None if found.mean_logit is None else found.mean_logit.detach()
+        results = found.target_log_prob.where(inside, -found.lse), found.entropy, squares, mean
+        return *(None if value is None else value.float() for value in results), is_top1
 
 
 _replacements = Replacements()
@@ -76,15 +76,12 @@ _replacements = Replacements()
 
 def patch(*, logits_budget: int | None = None) -> None:
     """Lets TRL compute its fused language-model head by :func:`parallel_lce.token_statistics`, for models and trainers
-    built before and after. The results are those of TRL's function, ``[N]`` each: ``is_top1`` in bool, the others in
-    fp32. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`, but by default the environment's, else
-    128 MiB; a second call replaces it.
+    built before and after. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`, but by default the
+    environment's, else 128 MiB; a second call replaces it.
 
     What ours refuses TRL's own computes, with one :class:`TRLWarning` for each reason: a parameter of ZeRO-3, a
     quantized weight, a tensor as temperature or scale, a soft-cap that is not positive. A function that somebody else
-    has replaced stays, with a warning.
-
-    Collectives: those by which TRL gathers a sharded weight.
+    has replaced stays, with a warning. Collectives: those by which TRL gathers a sharded weight.
 
     Raises:
         ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.

@@ -27,8 +27,8 @@ _replacements = Replacements()
 def _linear_cross_entropy(
     hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None, **named
 ) -> tuple[Tensor, ...]:
-    """:func:`parallel_lce.rl.linear_cross_entropy`, of the tokens that count if masked ones are skipped. Raises
-    ``RuntimeError`` if nothing sums the gradient of the hidden states over the ranks, and where none can be skipped."""
+    """Raises ``RuntimeError`` if nothing sums the gradient of the hidden states over the ranks, and where no tokens can
+    be skipped."""
     several = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
     trained = torch.is_grad_enabled() and hidden.requires_grad
     if several and trained and type(hidden.grad_fn).__name__ not in neighbours.VERL_SUMMED:
@@ -41,7 +41,9 @@ def _linear_cross_entropy(
         if dist_process_group is not None:
             said = "PARALLEL_LCE_SKIP_MASKED and skip_masked are for verl's FSDP engine: on Megatron leave them out"
             raise RuntimeError(f"parallel_lce.verl: {said}")
-        _wrap_engine()
+        module, kind, name = neighbours.VERL_FSDP  # what makes labels, in the engine that calls by now
+        if module in sys.modules:
+            _replacements.replace(getattr(sys.modules[module], kind), name, _preparing)
         named |= take_from(labels) or {}
     return rl.linear_cross_entropy(hidden, weight, labels, temperature, reduction, dist_process_group, **named)
 
@@ -75,17 +77,10 @@ def _mask_of(batch: Any) -> Tensor | None:
     return flat[:total] != 0
 
 
-def _wrap_engine() -> None:
-    """Wrap the function of the FSDP engine that makes labels, once it is imported."""
-    module, kind, name = neighbours.VERL_FSDP
-    if module in sys.modules:
-        _replacements.replace(getattr(sys.modules[module], kind), name, _preparing)
-
-
 def patch(*, skip_masked: bool | None = None) -> None:
-    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, whose docstring has
-    shapes, dtypes, collectives and errors. It also raises ``RuntimeError`` on Megatron with TP > 1 but without sequence
-    parallelism. A function of other code stays, and so does what was imported before: with a warning.
+    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, which raises
+    ``RuntimeError`` on Megatron with TP > 1 but without sequence parallelism. A function of other code stays, and so
+    does what was imported before: with a warning.
 
     ``skip_masked``: in the FSDP engine with ``use_remove_padding`` and without Ulysses, tokens that a batch's
     ``loss_mask`` leaves out of verl's losses cost nothing, from a process's second batch on; their log-probabilities

@@ -157,14 +157,16 @@ OF_LOGITS = [
 ]
 OF_VERL = [
     ("reduction", "must be 'none', 'sum' or 'mean', got 'all'", "all"),
-    ("hidden", "must be a dense tensor", "x", ZEROS.to_sparse()),
+    ("hidden", "must be a tensor, got str", "x"),
+    ("hidden", "must be a dense tensor", ZEROS.to_sparse()),
     ("hidden", r"must be \[..., D\], got \[\]", ZEROS[0]),
+    ("labels", "must be ids of an integer dtype, got", ZEROS),
     ("labels", r"must have shape \[6\]", IDS[1:]),
     ("temperature", "must be", 0, ZEROS[1:]),
     ("weight", "must be", ZEROS),
 ]
 OF_SKYRL = [
-    ("weight", "must be a dense tensor, got str", "x"),
+    ("weight", r"must be \[V/P, D\], got str", "x"),
     ("weight", r"must be \[V/P, D\]", ZEROS),
     ("weight", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("target", "must be ids of an integer dtype", ZEROS),
@@ -172,7 +174,7 @@ OF_SKYRL = [
 ]
 OF_NEMO = [
     ("target", "must be", "x", IDS),
-    ("bias", r"must have shape \[10\], got \[5\]", ZEROS[1:]),
+    ("bias", r"must have shape \[10\].*got \[5\]", ZEROS[1:]),
     ("output_weight_layer", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("", r"output_weight_layer .*\[V/P, D\]", dict(output_weight_layer=ZEROS)),
     ("", "ids from vocab_start_index=9 to vocab_end_index=8", dict(vocab_start_index=9, vocab_end_index=8)),

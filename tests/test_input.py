@@ -176,7 +176,7 @@ def test_integers_are_taken_for_floats(name, device):
 
 
 @on_ranks(2)
-def test_a_module_with_a_group_can_be_copied_and_pickled(member):
+def test_copies_of_a_module_share_its_group_which_pytorch_cannot_pickle(member):
     positional = good(member.device).values()
     module = parallel_lce.LinearCrossEntropy(process_group=member.group, z_loss=0.1)
     want = module(*positional)
@@ -184,14 +184,8 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(member):
     assert deep[0] is deep[1] and deep[0].options is not module.options and shallow.options is module.options
     for other in (deep[0], shallow):
         assert other is not module and other.process_group is member.group and torch.equal(other(*positional), want)
-    restored = pickle.loads(pickle.dumps(module))
-    for lost in (restored, pickle.loads(pickle.dumps(copy.deepcopy(restored)))):
-        with pytest.raises(ValueError, match=rf"pickled with a process_group of {member.ranks} rank"):
-            lost(*positional)
-        lost.process_group = member.group
-        assert torch.equal(lost(*positional), want)
-    with pytest.raises(ValueError, match="process_group must be a torch.distributed.ProcessGroup"):
-        module.process_group = "tp"
+    with pytest.raises(TypeError, match="cannot pickle .*ProcessGroup"):
+        pickle.dumps(module)
 
 
 def test_a_module_without_a_group_is_pickled_whole_and_shows_its_options(device):

@@ -2,9 +2,12 @@
 beside its own chunked loss."""
 
 import copy
+import importlib
 import re
 import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import field, make_dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,16 +21,37 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from blocks import counted_forwards
 from cases import normal
 from measures import assert_close
+from parallel_lce import neighbours
 from parallel_lce.backends import torch_backend
+from parallel_lce.patching import is_own
+from releases import ROOT, folder_of
 from tools import on_ranks, started
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, installed
-from torchtitan_training import BLOCKS, PAGE, release, released
 from world import mesh_of
 
+# Beside torch: all that its trainer imports.
+OTHERS = ("spmd_types==0.2.3", "tyro==1.0.17", "docstring_parser==0.18.0", "typeguard==4.6.1", "torchdata==0.11.0")
+PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
+BLOCKS = "".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))
 B, S, D, V, COUNT = 2, 5, 6, 11, 7
 # Where torchtitan cannot be imported, in 2.11, FSDP frees the weight of the norm before the norm's backward.
 NEWER = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torchtitan needs a newer PyTorch")
 KINDS = [("plain", 1), ("plain", 2), ("DTensor", 2), *(pytest.param(k, 2, marks=NEWER) for k in ("FSDP2", "FSDP2 own"))]
+
+
+def release() -> Path:
+    """The folder to import the release from."""
+    return folder_of("torchtitan", "0.3.0", others=OTHERS)
+
+
+@contextmanager
+def released(mesh=None, dtensors: bool = False):
+    """Yields parallel_lce.torchtitan, with the release's losses. ``mesh``: that of plain tensors, with a "tp"."""
+    regions = importlib.import_module("torchtitan.distributed.spmd_types")
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    utils.set_spmd_backend("full_dtensor" if dtensors else "spmd_types")
+    with regions.set_current_spmd_mesh(mesh) if mesh is not None else nullcontext():
+        yield importlib.import_module("parallel_lce.torchtitan")
 
 
 @pytest.fixture
@@ -230,3 +254,17 @@ def test_the_lines_of_the_page_name_the_override_and_the_loss(member):
             root = Root()
             apply_overrides(override, root)
             assert type(root.loss) is type(names["loss"]) is ours.LinearCrossEntropyLoss.Config
+
+
+@pytest.mark.slow
+@on_ranks(2, path_of=lambda given: str(release()))
+def test_torchtitans_forward_that_distributes_an_output_layer_is_known(member):
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.models.common.decoder_sharding import colwise_config
+    from torchtitan.models.common.linear import Linear
+
+    lm_head = Linear.Config(in_features=4, out_features=6, sharding_config=colwise_config()).build()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_dims, "device_type", "cpu")
+        lm_head.parallelize(parallel_dims.ParallelDims(1, 1, 1, 2, 1, 1, 2))  # sets a forward of the instance
+    assert is_own(vars(lm_head)["forward"], neighbours.TORCHTITAN_DISTRIBUTED)

@@ -20,7 +20,7 @@ from parallel_lce.backends import torch_backend
 from parallel_lce.core.plan import BUDGET_VARIABLE
 from parallel_lce.transformers import explain, patch, unpatch
 from releases import ROOT
-from tools import alone, on_ranks
+from tools import alone
 from transformers_models import (
     KINDS,
     ONLY_RELEASED,
@@ -36,7 +36,7 @@ from transformers_models import (
     same,
     warned,
 )  # fmt: skip
-from transformers_standin import CausalLM, ModulesToSave, install_forward
+from transformers_standin import CausalLM, ModulesToSave
 from world import Member, mesh_of
 from wrappers import parameters
 from zero_standin import ZeRO3, installed
@@ -170,6 +170,7 @@ UNITS = {  # the kind of the model, and what is around it or its output layer
     "FSDP2": ("plain", _of_fsdp2),
     "FSDP2, with the norm, as accelerate": ("plain", _as_accelerate),
     "FSDP2, with a hook and no more": ("plain", functools.partial(_of_fsdp2, wrap=_with_a_hook)),
+    "FSDP2, derived and no more": ("plain", _of_fsdp2),
 }
 
 
@@ -212,6 +213,9 @@ def test_units_of_the_output_layer(member, release, how, use):
     used until the backward. For another unit, and without labels, the model's own code runs, said once."""
     kind, wrap = UNITS[how]
     model = model_of(release, kind).train()
+    if "derived" in how:
+        half = lambda self, hidden: super(Half, self).forward(hidden) / 2  # noqa: E731
+        model.lm_head.__class__ = Half = type("Half", (torch.nn.Linear,), {"forward": half})
     stock, _ = two_steps(member, model, wrap, "", use)
     for patched in ("before", "after"):
         with warned() as said:
@@ -219,9 +223,8 @@ def test_units_of_the_output_layer(member, release, how, use):
         same(found, stock)
         assert use == "loss outside" or was_fused == ("more" not in how)
         assert len(said) == (use != "none" or "more" in how), said
-        words = (
-            "gathers its weight for itself, and has hooks" if "hook" in how else "in a unit of FSDP1, or of FSDP with"
-        )
+        own_call = "hook" in how or "derived" in how
+        words = "gathers its weight for itself, and has hooks" if own_call else "in a unit of FSDP1, or of FSDP with"
         assert "more" not in how or words in said[0]
 
 
@@ -256,16 +259,6 @@ def test_zero3_gathers_the_output_layer_in_the_loss(kind, how):
             assert (found[-1] == stock[-1] or how == "a saved module") and len(said) == own_logits == (not was_fused), (
                 said
             )
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-@on_ranks(2)
-def test_under_a_tensor_parallel_plan_its_own_loss_runs(member, device):
-    model = model_of("stand-in", "plain").train()
-    own, given = copy.deepcopy(model), batch(1)
-    install_forward(model.lm_head, mesh_of("cpu", (member.ranks,)))
-    with pytest.warns(door.LogitsWarning, match="its output layer did not defer the logits"):
-        near(patch(model)(**given)["loss"].detach(), own(**given)["loss"].detach())
 
 
 @pytest.mark.parametrize("eval_logits", [True, False])

@@ -5,7 +5,6 @@ from collections import OrderedDict
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
 
 from parallel_lce.neighbours import TRANSFORMERS
@@ -88,16 +87,3 @@ class ModulesToSave(nn.Module):
 
     def forward(self, *arguments, **options):
         return self.modules_to_save["default"](*arguments, **options)
-
-
-def install_forward(layer: nn.Module, mesh) -> None:
-    """transformers' style colwise_gather_output, on the layer alone."""
-    for name, parameter in [*layer.named_parameters()]:
-        setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)])))
-    original_forward = layer.forward
-
-    def tp_forward(hidden):
-        hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-        return original_forward(hidden).redistribute(placements=[Replicate()]).to_local()
-
-    layer.forward = tp_forward

@@ -43,21 +43,22 @@ class ZeRO3:
         self.whole = {parameter: parameter.data for parameter in model.parameters()}
         for parameter in self.whole:
             parameter.ds_id = id(parameter)
-            self._release(parameter)
+        self._release(*self.whole)
         for module in model.modules():
             object.__setattr__(module, "_parameters", Parameters(module._parameters))
             self._hook(module)
 
-    def _gather(self, parameter: Tensor) -> None:
-        self.gathered += 1
-        parameter.data = self.whole[parameter]
-
-    def _release(self, parameter: Tensor) -> None:
-        parameter.data = torch.empty(0)
+    def _release(self, *parameters: Tensor) -> None:
+        for parameter in parameters:
+            parameter.data = torch.empty(0)
 
     def _hook(self, module: nn.Module) -> None:
         own = [p for p in OrderedDict.values(module._parameters) if p is not None]
-        fetch, release = (lambda: [*map(self._gather, own)]), (lambda: [*map(self._release, own)])
+
+        def fetch() -> None:
+            for parameter in own:
+                parameter.data = self.whole[parameter]
+            self.gathered += len(own)
 
         class Around(torch.autograd.Function):
             @staticmethod
@@ -75,7 +76,7 @@ class ZeRO3:
             return tree_map_only(Tensor, lambda value: Around.apply(lambda: None, value), given)
 
         def after(module, given, output):
-            release()
+            self._release(*own)
             return tree_map_only(Tensor, lambda value: Around.apply(fetch, value), output)
 
         before.__module__ = after.__module__ = "deepspeed.runtime.zero.parameter_offload"
@@ -95,4 +96,4 @@ class ZeRO3:
             if parameter.grad is not None:
                 whole -= self.rate * parameter.grad
             parameter.grad = None
-            self._release(parameter)
+        self._release(*self.whole)

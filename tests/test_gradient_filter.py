@@ -24,10 +24,10 @@ EPS = 2**-7
 
 @pytest.fixture(autouse=True)
 def _chosen(kernels):
-    form.forget()
+    form.choice_for.cache_clear()
     with chosen_backend("triton"):
         yield
-    form.forget()
+    form.choice_for.cache_clear()
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_ranks(member, sequence_parallel):
     x, weight, target = given = wide_problem(N=256, V=768, device=member.device)
     t = part(Tensors(x, weight, target), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
-    form.forget()
+    form.choice_for.cache_clear()
     found = recomputed(t.x, t.weight, target, **options)
     alone = mock.Mock(**{"begin.return_value": (member.rank == 1, None)})
     with mock.patch.object(form, "choice_for", return_value=alone):

@@ -174,23 +174,11 @@ def test_all_entries_are_the_whole_divergence(tail, beta):
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("masked", ["one entry", "all of a token's", "all but one"])
-@on_ranks(2)
-def test_an_entry_that_the_student_masks_counts_in_every_layout(member, masked, tail):
-    """It is no padding, which only a rank without ``vocab_size`` could take it for."""
-    x, w, b = (v.detach().to(member.device) for v in student(dtype="fp64"))
-    given = {name: v.to(member.device) for name, v in teacher(tail, dtype="fp64").items()}
-    ids = given["teacher_ids"].long()
-    some = {"one entry": ids[0, :1], "all of a token's": ids[0], "all but one": torch.arange(1, V)}[masked]
-    b[some] = -torch.inf
-    at = [(0, 60), (60, V)][member.rank]
-    for beta in (0.0, 0.5, 1.0):
-        options = dict(beta=beta, reduction="none")
-        expected = loss(tail, (x, w, b), given, **options)
-        shards = dict(process_group=member.group, vocab_start=at[0])
-        for known in ({}, dict(vocab_size=V)):
-            found = loss(tail, (x, w[slice(*at)], b[slice(*at)]), given, **options, **shards, **known)
-            torch.testing.assert_close(found, expected, equal_nan=True)
+def test_autocast_casts_the_student(tail):
+    (x, *parameters), given = student(), teacher(tail)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss(tail, (x.bfloat16(), *parameters), given)
+    assert torch.equal(found, loss(tail, [v.bfloat16() for v in (x, *parameters)], given))
 
 
 # --- all kinds, and output layers ------------------------------------------------------------------

@@ -62,10 +62,8 @@ class _Divergences(torch.autograd.Function):
         ctx.gradients, numbers = _pass(ctx.task, inputs, student.needs, factor, True)
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses = numbers[DIVERGENCE]
-        if factor is None:
-            return losses.clone()  # the caller may overwrite it
         # An ignored token has loss 0, even if its logits are NaN.
-        return (losses * factor).masked_fill_(factor == 0, 0.0).sum()
+        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
 
     @staticmethod
     @first_order_only

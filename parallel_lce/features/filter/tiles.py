@@ -92,8 +92,8 @@ def lce_backward_scan(
             inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
             relative = tl.abs(g) * inverse[:, None]
             tops = tl.maximum(tops, relative)
-            # NaN reaches the sum, while a maximum may ignore it.
-            sums += relative
+            # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it. Larger ones could overflow.
+            sums += tl.where(relative > eps, 0.0, relative)
             if target is not None:
                 column = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
                 is_shared = tl.load(unshared + r, mask=r < rows, other=1) == 0

@@ -82,9 +82,9 @@ def main(arguments: list[str] | None = None) -> None:
         for path in options.files:
             for judge in judges(read_snapshot(path, Team(run.team.device)), run.team).values():
                 if options.device == "cuda":  # elsewhere nothing is filtered, and there may be no Triton
-                    from parallel_lce.features.filter.gradient import forget
+                    from parallel_lce.features.filter.gradient import choice_for
 
-                    forget()  # what another order's tiles were
+                    choice_for.cache_clear()  # what another order's tiles were
                 cells.append(measure_cell(peers(), judge, options.rounds))
                 show(cells[-1], run)
 

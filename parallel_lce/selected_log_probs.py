@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_lce.call.call import Call, flattened
+from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
@@ -25,6 +25,7 @@ from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.schedule import GradientSums
 
 
 @outside_graphs
@@ -96,14 +97,14 @@ class _LogProbs(torch.autograd.Function):
         assert picked is not None
         count = len(picked.ids)
         with device_without_autocast(weight):
-            x = _gathered(call, hidden)
-            # A row is a rank's logits, 0 for other ranks' ids, and its trailer.
-            packed = x.new_zeros(layout.ranks, count + TRAILER, dtype=call.dtype)
+            x = _gathered(call, flattened(hidden))
+            # A row is a rank's logits, -inf for other ranks' ids, and its trailer.
+            packed = x.new_full((layout.ranks, count + TRAILER), -torch.inf, dtype=call.dtype)
             local = picked._replace(ids=picked.ids - shard.start, logits=packed[layout.rank, :count])
             call.backend.picked_logits(call.projection(weight, bias), x, local)
             vocab_size, differing = gather_with_trailer(packed, shard, layout, picked[:3])
-            logits = packed[:, :count].sum(0)
-            log_probs = call.backend.log_softmax_of_sets(logits, picked, vocab_size)
+            logits = packed[:, :count].amax(0)
+            log_probs = call.backend.log_softmax_of_sets(logits, picked)
             for wrong in (differing, picked.invalid):
                 if wrong is not None:
                     log_probs.masked_fill_(wrong, torch.nan)
@@ -117,39 +118,33 @@ class _LogProbs(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors, log_probs, logits = saved
-        (call, _), needs = ctx.call.with_saved(tensors), ctx.needs_input_grad
-        backend, real, picked = call.backend, call.shard.real_rows, call.picked
+        call, _ = ctx.call.with_saved(tensors)
+        backend, real, picked, flat = call.backend, call.shard.real_rows, call.picked, flattened(hidden)
         assert picked is not None
-        dx = dweight = dbias = None
         with device_without_autocast(weight):
-            owner = picked.owner
+            owner, projection = picked.owner, call.projection(weight, bias)
             gradient = backend.gradient_of_sets(log_probs.contiguous(), in_memory(upstream).contiguous(), picked)
             gradient = call.logit_map.of_rows(owner).before(gradient, logits)
             local = picked._replace(ids=picked.ids - call.shard.start, gradient=gradient)
-            weight = call.projection(weight, bias).weight
-            if needs[0]:
-                flat = flattened(hidden)
-                reduction, whole = call.hidden_reduction(flat), Block(0, len(flat), 0)
-                total = reduction.open_block(whole)
-                backend.picked_rows(local, weight[:real], total)
-                reduction.start(whole, total)
-                dx = reduction.wait().view(hidden.shape)
-            if needs[1] or needs[2]:
-                x, tokens = _gathered(call, hidden), _tokens_of(local, owner, real)
-                if needs[1]:
-                    dweight = torch.empty_like(weight)
-                    dweight[real:].zero_()
-                    backend.picked_rows(tokens, x, dweight[:real])
-                if needs[2]:
-                    dbias = torch.zeros_like(bias)
-                    backend.picked_rows(tokens, x.new_ones(len(x), 1), dbias[:real].unsqueeze(1))
-        return dx, dweight, dbias, None
+            sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)
+            if sums.reduction is not None:
+                whole = Block(0, len(flat), 0)
+                dx = sums.reduction.open_block(whole)
+                backend.picked_rows(local, projection.weight[:real], dx)
+                sums.reduction.start(whole, dx)
+            if sums.dweight is not None or sums.dbias is not None:
+                x, tokens = _gathered(call, flat), _tokens_of(local, owner, real)
+                if sums.dweight is not None:
+                    backend.picked_rows(tokens, x, sums.dweight.open(0, real, whole=True)[0])
+                if sums.dbias is not None:
+                    dbias = sums.dbias.open(0, real, whole=True)[0]
+                    backend.picked_rows(tokens, x.new_ones(len(x), 1), dbias.unsqueeze(1))
+            return *sums.deliver(hidden.shape), None
 
 
 def _gathered(call: Call, hidden: Tensor) -> Tensor:
-    """The hidden states ``[N, D]``. Under sequence parallelism one all-gather."""
-    flat = flattened(hidden)
-    return gather_hidden(flat, Block(0, len(flat), 0), call.layout).wait().contiguous()
+    """All ``hidden [N/sp_size, D]`` states. Under sequence parallelism one all-gather."""
+    return gather_hidden(hidden, Block(0, len(hidden), 0), call.layout).wait().contiguous()
 
 
 def _tokens_of(picked: Picked, owner: Tensor, entries: int) -> Picked:

@@ -46,6 +46,10 @@ def _all(a) -> dict:
     return dict(mask=a["target"] >= 0, counted_tokens=N)
 
 
+def IGNORED(a) -> dict:
+    return dict(target=torch.full_like(a["teacher_ids"][:, 0], -100), teacher_ids=-torch.ones_like(a["teacher_ids"]))
+
+
 # What a message says of a tensor.
 DIGEST = r"\d+ values of digest \w+"
 # By the name of a call (calls.py) and what differs: changes of the last rank's arguments, what debug mode names, the
@@ -76,6 +80,7 @@ SILENT = {
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
+    "top_k, ignored": (_moved("target", 3), "counted tokens", DIGEST, DIGEST, IGNORED),
 }
 DIFFERENT = EXPOSED | SILENT
 

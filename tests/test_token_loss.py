@@ -265,7 +265,7 @@ def shrinking(statistics):
         (dict(loss=None), "loss must be a function of statistics and values per token, got NoneType"),
         (dict(reduction="none"), "reduction must be 'sum' or 'mean', got 'none'"),
         (dict(values=[3.0]), r"per_token\[0\] must be a tensor, got float"),
-        (dict(values=[torch.ones(N, 1)]), rf"per_token\[0\] must have target's shape \[{N}\] on cpu, got \[{N}, 1\]"),
+        (dict(values=[torch.ones(N, 1)]), rf"must have the shape of target, \[{N}\] on cpu, got \[{N}, 1\]"),
         (dict(values=[torch.ones(N, requires_grad=True)]), r"per_token\[0\] requires a gradient"),
         (dict(loss=lambda s: s.lse.sum()), rf"losses \[{N}\] on cpu, .* as 'losses' it returned \[\] of torch.float32"),
         (dict(loss=lambda s: s.argmax, argmax=True), "as 'losses' it returned .* of torch.int64"),

@@ -130,7 +130,7 @@ class ForwardTask(NamedTuple):
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
     # Picked entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
-    # written, or are 0.
+    # written, or are -inf.
     picked: Picked | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
     codes: bool = False
@@ -285,8 +285,8 @@ class Backend(Protocol):
     def picked_rows(self, picked: Picked, source: Tensor, out: Tensor) -> None:
         """Write ``out [R, D]``: of each row the sum of its entries' gradients times the rows ``ids`` of ``source``."""
 
-    def log_softmax_of_sets(self, logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
-        """Log-softmax ``[E]`` over each token's picked entries; -inf for ids outside ``[0, vocab_size)``."""
+    def log_softmax_of_sets(self, logits: Tensor, picked: Picked) -> Tensor:
+        """Log-softmax ``[E]`` over each token's picked entries; -inf where a logit is -inf."""
         ...
 
     def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:

@@ -113,9 +113,8 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def log_softmax_of_sets(logits: Tensor, picked: Picked, vocab_size: Tensor | int) -> Tensor:
+def log_softmax_of_sets(logits: Tensor, picked: Picked) -> Tensor:
     owner, lengths, lowest = picked.owner, picked.end - picked.begin, torch.finfo(logits.dtype).min
-    logits = logits.where(picked.inside(0, vocab_size), -torch.inf)
     # Of a token without a finite logit this is a number, too.
     maxima = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True, initial=lowest)
     shifted = logits - maxima[owner]

@@ -243,17 +243,24 @@ def check_values(loss: Any, values: Iterable[Any], reduction: Any, target: Any) 
         raise ValueError(f"loss must be a function of statistics and values per token, got {type(loss).__name__}")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction must be 'sum' or 'mean', got {shortened(reduction)}: return losses as a metric")
-    for number, value in enumerate(values := tuple(values)):
-        name = f"per_token[{number}]"
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}: put other values into loss")
-        check_kind(name, value)
-        if isinstance(target, Tensor) and (value.shape, value.device) != (target.shape, target.device):
-            expected, given = (f"{list(t.shape)} on {t.device}" for t in (target, value))
-            raise ValueError(f"{name} must have target's shape {expected}, got {given}")
-        check_no_gradient(name, value)
-        debug.compare_later({name: value})
-    return tuple([out_of_inference(in_memory(value.detach())) for value in values])
+    checked = []
+    for number, value in enumerate(values):
+        checked.append(check_value(f"per_token[{number}]", value, "target", target))
+        check_no_gradient(f"per_token[{number}]", value)
+    return tuple(checked)
+
+
+def check_value(name: str, value: Any, like_name: str, like: Any) -> Tensor:
+    """The ``value`` in memory, without its gradient. Debug mode will compare it. Raises ``ValueError`` unless it is a
+    plain tensor of the shape and on the device of ``like``, if that is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    check_kind(name, value)
+    if isinstance(like, Tensor) and (value.shape, value.device) != (like.shape, like.device):
+        expected, given = (f"{list(t.shape)} on {t.device}" for t in (like, value))
+        raise ValueError(f"{name} must have the shape of {like_name}, {expected}, got {given}")
+    debug.compare_later({name: value})
+    return out_of_inference(in_memory(value.detach()))
 
 
 def _check_picks(a: Tensors, tokens: torch.Size) -> None:

@@ -9,7 +9,6 @@ values.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -61,7 +60,6 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     needs: Needs | None = None,
     *,
-    extra_check: Callable[[torch.Size], object] | None = None,
     main_grad: MainGrad | None = None,
     planned: bool = True,
 ) -> tuple[Call, Inputs]:
@@ -74,7 +72,7 @@ def prepare(
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
     known = None if key is None else KNOWN.get(key)
     if known is None:
-        options, _, shape = check(options, tensors, group, extra_check, main_grad)
+        options, _, shape = check(options, tensors, group, main_grad)
         tensors = Tensors(*[in_memory(t) if isinstance(t, Tensor) else t for t in tensors])
         needs = needs_of(tensors) if needs is None else needs
         known = _planned(options, tensors, layout, shape, needs, main_grad, planned)
@@ -82,23 +80,16 @@ def prepare(
             if len(KNOWN) >= _MOST_KNOWN:
                 KNOWN.clear()
             KNOWN[key] = known
-    elif extra_check is not None:
-        extra_check(known.shape)
     result = _with_tensors(known, tensors, layout, main_grad)  # may refuse a target
     debug.state.awaited = False
     return result
 
 
 def check(
-    options: Options,
-    tensors: Tensors,
-    group: dist.ProcessGroup | None,
-    extra_check: Callable[[torch.Size], object] | None = None,
-    main_grad: MainGrad | None = None,
+    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None = None
 ) -> tuple[Options, Layout, torch.Size]:
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with floats for integers, the layout and
-    the tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
-    tokens' shape, to check further arguments."""
+    the tokens' shape. torch.compile traces this function."""
     layout = _ONE_RANK if group is None else _layout(options, group)
     options = with_floats(options)
     check_options(options)
@@ -108,8 +99,6 @@ def check(
             f"main_grad must have linear_weight's shape {list(tensors.linear_weight.shape)}, got "
             f"{list(main_grad.tensor.shape)}"
         )
-    if extra_check is not None:
-        extra_check(shape)
     backend_of(tensors.linear_weight)  # may refuse the environment's choice
     return options, layout, shape
 

@@ -27,7 +27,7 @@ class Feature:
     ``call`` is the :class:`parallel_lce.call.call.Call`. No hook starts a collective.
     """
 
-    # This rank's part of the message, [message_size], 0 at first. Only during a forward.
+    # This rank's part of the message, [message_size], -inf at first. Only during a forward.
     message: Any = None
     # What the forward keeps for the backward.
     saved: Tensor | None = None
@@ -51,8 +51,6 @@ class Feature:
         dtype of statistics."""
         return {}
 
-    # --- forward ---
-
     def message_size(self, call: Any) -> int:
         """Numbers, of the statistics' dtype, that each rank adds to the message of partials."""
         return 0
@@ -66,8 +64,6 @@ class Feature:
         ``statistics``: those that are no feature's, by name, and ``log_sum``, the logarithm of the sum of
         exponentials."""
         return {}
-
-    # --- backward ---
 
     def coefficients(
         self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients

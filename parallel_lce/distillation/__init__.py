@@ -6,7 +6,6 @@ The teacher is an output layer (:func:`divergence`), or its stored largest log-p
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import described, public, renamed
-from parallel_lce.call.prepare import check, prepare
+from parallel_lce.call.checks import check_value, described, int64_ids, public, renamed
+from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Shard
 from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
@@ -104,29 +103,29 @@ def divergence(
         softcap = None
     with renamed(**_STUDENT):
         options, given, group, adapter = _adapted_student("divergence", locals())
-        hidden = adapter.hidden("teacher_hidden", teacher_hidden)
-        weight = adapter.weight("teacher_weight", teacher_weight)
-        bias = adapter.weight("teacher_bias", teacher_bias, teacher_weight)
+        teacher_tensors = [
+            adapter.hidden("teacher_hidden", teacher_hidden),
+            adapter.weight("teacher_weight", teacher_weight),
+            adapter.weight("teacher_bias", teacher_bias, teacher_weight),
+        ]
         scale = adapter.per_token("teacher_logit_scale", scale)
         student, inputs = prepare(options, given, group, planned=False)
     debug.state.awaited = True  # the teacher's exchange is to come
     # No gradient flows to the teacher, whose tensors may be of inference mode: autograd could not save those.
-    hidden, weight, bias = [
-        out_of_inference(t.detach()) if isinstance(t, Tensor) else t for t in (hidden, weight, bias)
-    ]
+    hidden, weight, bias = [out_of_inference(t.detach()) if isinstance(t, Tensor) else t for t in teacher_tensors]
     one_scale, token_scale = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
-    tensors = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
-    its_options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
-    fits = partial(_check_pair, student, inputs, its_options, tensors)
+    options = options._replace(reduce_dtype=None, logit_scale=one_scale, logit_softcap=softcap)
     with renamed(**_TEACHER):
-        teacher, its_inputs = prepare(its_options, tensors, group, extra_check=fits, planned=False)
-    task = (student, teacher), inputs + its_inputs, float(beta)
-    counted = _counted(student.target, ignore_index, student.shape.numel(), inputs[0].device)
+        _check_pair(student, inputs, options, hidden, weight)
+        tensors = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
+        teacher, teacher_inputs = prepare(options, tensors, group, planned=False)
+    factors = _factors(student.target, ignore_index, reduction, student.shape.numel(), inputs[0])
+    task = (student, teacher), inputs + teacher_inputs, float(beta)
+    # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
     if reduction == "none" or inputs[0].dtype == torch.float16:
-        losses = divergences(*task)
-        losses = _reduced(losses.view(student.shape), counted.view(student.shape), reduction)
+        losses = _reduced(divergences(*task).view(student.shape), factors.view(student.shape), reduction)
     else:
-        losses = divergences(*task, counted.to(student.dtype) / _divisor(counted, reduction))
+        losses = divergences(*task, factors)
     return adapter.loss(losses)
 
 
@@ -179,21 +178,18 @@ def top_k_divergence(
     """
     if tail not in ("class", "renormalize"):
         raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
-    name, log_q = f"top_k_divergence of {tail=}", teacher_log_probs
+    teacher_ids = int64_ids("teacher_ids", teacher_ids)
     with renamed(**_STUDENT):
-        options, given, group, adapter = _adapted_student(name, locals(), teacher_ids)
-        log_q = adapter.per_token("teacher_log_probs", log_q, trailing=True)
-        check(options, given, group)
+        options, given, group, adapter = _adapted_student(f"top_k_divergence of {tail=}", locals(), teacher_ids)
+        log_q = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
+        check(options, autocasted(given), group)
         ids = given.picked
-        if not isinstance(ids, Tensor):
-            raise ValueError(f"teacher_ids must be a tensor, got {described(ids)}")
-        fits = isinstance(log_q, Tensor) and (log_q.shape, log_q.device) == (ids.shape, ids.device)
-        if not (fits and log_q.is_floating_point()):
-            expected = f"floating-point, of teacher_ids' shape {list(ids.shape)} on {ids.device}"
-            where = f" on {log_q.device}" if isinstance(log_q, Tensor) else ""
-            raise ValueError(f"teacher_log_probs must be {expected}, got {described(log_q)}{where}")
-        counted = _counted(given.target, ignore_index, ids.shape[:-1], ids.device)
-        debug.compare_later({"teacher_log_probs": log_q, "counted tokens": counted})
+        log_q = check_value("teacher_log_probs", log_q, "teacher_ids", ids)
+        if not log_q.is_floating_point():
+            raise ValueError(f"teacher_log_probs must be floating-point, got {log_q.dtype}")
+        factors = _factors(given.target, ignore_index, reduction, ids.shape[:-1], given.input)
+        counted = factors != 0
+        debug.compare_later({"counted tokens": counted})
         # Padding entries, and stored values of ignored tokens, must not reach a gradient.
         ids = ids.masked_fill((log_q == -torch.inf) | ~counted.unsqueeze(-1), -1)
         given = given._replace(target=None, picked=ids)
@@ -204,14 +200,13 @@ def top_k_divergence(
             log_p, size = statistics.selected_log_prob, statistics.vocab_size
     assert log_p is not None  # asked for
     # As the student's, which are -inf outside the vocabulary.
-    log_q = log_q.detach().to(log_p.dtype).masked_fill((ids < 0) | (ids >= size), -torch.inf)
+    log_q = log_q.to(log_p.dtype).masked_fill((ids < 0) | (ids >= size), -torch.inf)
     if tail == "class":
         log_p, log_q = _with_tail(log_p), _with_tail(log_q)
     else:
         total = log_q.logsumexp(-1, keepdim=True)
         log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
-    losses = _reduced(of_classes(log_p, log_q, float(beta)), counted, reduction)
-    return adapter.loss(losses)
+    return adapter.loss(_reduced(of_classes(log_p, log_q, float(beta)), factors, reduction))
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
@@ -220,21 +215,18 @@ def _with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
 
-def _counted(target: Tensor | None, ignore_index: int | None, shape: Any, device: torch.device) -> Tensor:
-    """Which tokens are not ignored."""
-    if target is None:
-        return torch.ones(shape, dtype=torch.bool, device=device)
-    return target != (NO_LABEL if ignore_index is None else ignore_index)
+def _factors(target: Tensor | None, ignore_index: int | None, reduction: str, shape: Any, hidden: Tensor) -> Tensor:
+    """Each token's factor in the result, in the statistics' dtype; 0 for an ignored one."""
+    factors = torch.ones(shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+    if target is not None:
+        factors.masked_fill_(target == (NO_LABEL if ignore_index is None else ignore_index), 0.0)
+    return factors / factors.sum().clamp(min=1) if reduction == "mean" else factors
 
 
-def _divisor(counted: Tensor, reduction: str) -> Tensor | int:
-    return counted.sum().clamp(min=1) if reduction == "mean" else 1
-
-
-def _reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
+def _reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
     # An ignored token has no loss and no gradient, even if its logits are NaN.
-    losses = torch.where(counted, losses, 0.0)
-    return losses if reduction == "none" else losses.sum() / _divisor(counted, reduction)
+    losses = torch.where(factors == 0, 0.0, losses) * factors
+    return losses if reduction == "none" else losses.sum()
 
 
 def _adapted_student(
@@ -256,20 +248,21 @@ def _adapted_student(
     return adapted(options, given, arguments["process_group"], reduction)
 
 
-def _check_pair(student: Call, inputs: Inputs, options: Options, teacher: Tensors, shape: torch.Size) -> None:
-    """Raise ``ValueError`` unless the teacher has the student's tokens, device, vocabulary entries and statistics'
-    dtype."""
-    own, x, weight = inputs[0], teacher.input, teacher.linear_weight
-    traits = [(t.shape[:-1], t.device, accumulation_dtype(t.dtype)) for t in (x, own)]
-    if traits[0] != traits[1]:
-        given = " and ".join(f"{described(t)} on {t.device}" for t in (x, own))
+def _check_pair(student: Call, inputs: Inputs, options: Options, hidden: Any, weight: Any) -> None:
+    """Raise ``ValueError`` unless the teacher's ``hidden`` states and ``weight``, with its ``options``, have the
+    student's tokens, device, vocabulary entries and statistics' dtype."""
+    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor) and weight.dim()):
+        return  # refused with the teacher's other arguments
+    pair = inputs[0], hidden
+    if len({(t.shape[:-1], t.device, accumulation_dtype(t.dtype)) for t in pair}) > 1:
+        of_student, given = (f"{described(t)} on {t.device}" for t in pair)
         expected = "the tokens and the device of student_hidden, and both or none must be float64"
-        raise ValueError(f"teacher_hidden must have {expected}, got {given}")
+        raise ValueError(f"teacher_hidden must have {expected}, got {given} and {of_student}")
     of_teacher = Shard.of(weight.shape[0], student.layout, options.vocab_start, options.vocab_size)
-    shards = of_teacher, student.shard
+    shards = student.shard, of_teacher
     # An empty shard may have any start.
-    entries = [(shard.start if shard.real_rows else 0, shard.real_rows) for shard in shards]
-    if entries[0] != entries[1]:
-        given, expected = (f"has the vocabulary entries [{start}, {start + rows})" for start, rows in entries)
+    ranges = [(shard.start if shard.real_rows else 0, shard.real_rows) for shard in shards]
+    if ranges[0] != ranges[1]:
+        of_student, given = (f"has the vocabulary entries [{start}, {start + rows})" for start, rows in ranges)
         shapes = list(weight.shape), list(inputs[1].shape)
-        raise ValueError(f"teacher_weight {shapes[0]} {given} and student_weight {shapes[1]} {expected}")
+        raise ValueError(f"teacher_weight {shapes[0]} {given} and student_weight {shapes[1]} {of_student}")

@@ -44,12 +44,12 @@ _LARGEST_LOG_RATIO = 64.0
 def divergences(calls: tuple[Call, Call], inputs: tuple, beta: float, factor: Tensor | None = None) -> Tensor:
     """Divergences ``[N]`` of student and teacher, with three ``inputs`` each, differentiable by the student's. With
     ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in this call."""
-    student, hidden = calls[0], inputs[0]
-    options, layout = student.options, student.layout
+    student, sp_size = calls[0], calls[0].layout.sp_size
+    options = student.options
     # The largest blocks whose logits and gradient fit in the budget.
-    entries = shared_shard_rows(student.shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
-    row_bytes = layout.sp_size * entries * (2 * student.dtype.itemsize + hidden.dtype.itemsize)
-    rows, fewest = student.shape.numel() // layout.sp_size, -(-_FEWEST_TOKENS // layout.sp_size)
+    entries = shared_shard_rows(student.shard.rows, student.layout.ranks, options.vocab_start, options.vocab_size)
+    row_bytes = sp_size * entries * (2 * student.dtype.itemsize + inputs[0].dtype.itemsize)
+    rows, fewest = student.shape.numel() // sp_size, -(-_FEWEST_TOKENS // sp_size)
     blocks = blocks_within(options.logits_budget or 0, rows, row_bytes, fewest)
     return _Divergences.apply(*inputs, (*calls, beta, blocks), factor)
 
@@ -62,10 +62,8 @@ class _Divergences(torch.autograd.Function):
         ctx.gradients, numbers = _pass(ctx.task, inputs, student.needs, factor, True)
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses = numbers[DIVERGENCE]
-        if factor is None:
-            return losses.clone()  # the caller may overwrite it
         # An ignored token has loss 0, even if its logits are NaN.
-        return (losses * factor).masked_fill_(factor == 0, 0.0).sum()
+        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
 
     @staticmethod
     @first_order_only
@@ -100,16 +98,10 @@ def _pass(
     projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
-    forms = factor is not None and any(needs)
     times = fp16_unscale = None
-    if factor is not None and forms:
-        times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
-        # An ignored token has no gradient, whatever its scale is.
-        times.masked_fill_(factor == 0, 0.0)
-        if gradient_dtype == torch.float16 and len(times):
-            # A mean's gradients, 1 / N each, would underflow.
-            fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
-            times, fp16_unscale = times * fp16_scale, 1 / fp16_scale
+    if factor is not None and any(needs):
+        times, fp16_unscale = _gradient_factors(factor, beta, projection, gradient_dtype)
+    forms = times is not None
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     needs = needs if forms else Needs(False, False, False)
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if summed else None)
@@ -140,6 +132,21 @@ def _pass(
                 _add(sums, block, x, gradient, fp16_unscale)
             del gradient
         return sums.deliver(inputs[0].shape), numbers
+
+
+def _gradient_factors(
+    factor: Tensor, beta: float, projection: Projection, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The factors ``[N]`` of the gradient of the student's output, which is stored in this ``dtype``; and what its
+    products must be multiplied by, 0-dimensional, or None for 1."""
+    times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
+    # An ignored token has no gradient, whatever its scale is.
+    times.masked_fill_(factor == 0, 0.0)
+    if dtype != torch.float16 or len(times) == 0:
+        return times, None
+    # A mean's gradients, 1 / N each, would underflow.
+    fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
+    return times * fp16_scale, 1 / fp16_scale
 
 
 def _logits(call: Call, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:

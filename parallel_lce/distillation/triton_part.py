@@ -35,7 +35,6 @@ def lce_backward_divergence(
     logit_map,
     sums,
     gradient,
-    rows,
     entries,
     stride,
     beta,
@@ -45,7 +44,7 @@ def lce_backward_divergence(
 ):
     """``stride``: of the rows of both logits and of the gradient. ``TEACHER``, ``STUDENT``: whether the divergence
     contains the sum over the teacher's, or the student's, probabilities."""
-    row = tl.program_id(0).to(tl.int64)
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     of_row = numbers + row
     top, teacher_top = tl.load(of_row), tl.load(of_row + rows)
     log_sum, teacher_log_sum = tl.load(of_row + 2 * rows), tl.load(of_row + 3 * rows)
@@ -103,22 +102,9 @@ def lce_backward_divergence(
 def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradient) -> None:
     """As that of :mod:`parallel_lce.distillation.torch_part`. Rows of all three matrices have one stride."""
     rows, entries = student.shape
+    tensors = student, teacher, numbers, factor, logit_map, sums, gradient
+    terms = dict(TEACHER=beta < 1, STUDENT=beta > 0)
     if rows:
         lce_backward_divergence.launch(
-            (rows,),
-            student,
-            teacher,
-            numbers,
-            factor,
-            logit_map,
-            sums,
-            gradient,
-            rows,
-            entries,
-            student.stride(0),
-            beta,
-            1 - beta,
-            TEACHER=beta < 1,
-            STUDENT=beta > 0,
-            num_warps=8,
+            (rows,), *tensors, entries, student.stride(0), beta, 1 - beta, **terms, num_warps=8
         )

@@ -1,6 +1,6 @@
 """Log-probabilities of selected entries: the argument ``selected`` of :func:`parallel_lce.token_statistics`.
 
-Each rank sends the logits of the picked entries that lie in its shard, and 0 for the others. With z_k the logit of a
+Each rank sends the logits of the picked entries that lie in its shard, and -inf for the others. With z_k the logit of a
 selected entry, M the maximum and s the sum of exponentials,
 
     selected_log_prob = (z_k - M) - log s                d/dz_j = [j = k] - p_j
@@ -34,7 +34,7 @@ def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
 
 
 class Selected(Feature):
-    """``saved``: the logits of the selected entries ``[E]``, 0 for an id outside the vocabulary."""
+    """``saved``: the logits of the selected entries ``[E]``, -inf for an id outside the vocabulary."""
 
     # [E]: terms of the gradient of the projection's output. Known in a backward with an upstream gradient.
     _gradient: Tensor | None = None
@@ -56,14 +56,12 @@ class Selected(Feature):
         return task._replace(picked=picked._replace(logits=self.message))
 
     def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:
-        """-inf for an id outside the vocabulary, NaN if the given offsets are invalid."""
-        picked, logits = call.picked, messages.sum(0)
-        self.saved, owner, shape = logits, picked.owner, picked.shape
+        picked, owner = call.picked, call.picked.owner
+        # Of an id in no shard, -inf.
+        self.saved = logits = messages.amax(0)
         # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
-        shifted = logits.view(shape) - merged.partial[MAX][owner].view(shape)
-        log_probs = shifted - statistics["log_sum"][owner].view(shape)
-        # A token whose statistics are NaN has no log-probability.
-        log_probs = log_probs.where(picked.inside(0, merged.vocab_size).view(shape) | log_probs.isnan(), -torch.inf)
+        shifted = logits.view(picked.shape) - merged.partial[MAX][owner].view(picked.shape)
+        log_probs = shifted - statistics["log_sum"][owner].view(picked.shape)
         if picked.invalid is not None:
             log_probs.masked_fill_(picked.invalid, torch.nan)
         return {"selected_log_prob": log_probs}
@@ -77,17 +75,14 @@ class Selected(Feature):
             return coefficients
         owner = picked.owner
         given = given.reshape(-1).where(picked.inside(0, merged.vocab_size), 0.0)
-        coefficients = coefficients._replace(alpha=coefficients.alpha - picked.sums(given))
-        if call.target is not None and coefficients.beta is not None:
+        alpha, beta, excess = coefficients.alpha - picked.sums(given), coefficients.beta, coefficients.excess
+        if call.target is not None and beta is not None:
             of_target = picked.ids == call.target[owner]
-            beta = coefficients.beta - picked.sums(given.where(of_target, 0.0))
+            beta = beta - picked.sums(given.where(of_target, 0.0))
             given = given.masked_fill(of_target, 0.0)
-            excess = coefficients.excess
-            if excess is not None:
-                excess = excess - picked.sums(given)
-            coefficients = coefficients._replace(beta=beta, excess=excess)
+            excess = excess if excess is None else excess - picked.sums(given)
         self._gradient = call.logit_map.of_rows(owner).before(given, self.saved)
-        return coefficients
+        return coefficients._replace(alpha=alpha, beta=beta, excess=excess)
 
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         if self._gradient is None:

@@ -79,7 +79,7 @@ def largest_of_block(task: ForwardTask, k: int, backend: Any) -> tuple[Tensor, T
     logits = torch.empty_like(values)
     picked = Picked.of(ids - projection.start, None, len(x))._replace(logits=logits.view(-1))
     backend.picked_logits(projection, x, picked)
-    return largest(logits.masked_fill(ids == NO_ENTRY, -torch.inf), ids, k)
+    return largest(logits, ids, k)
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

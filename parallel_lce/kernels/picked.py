@@ -79,7 +79,7 @@ def lce_forward_picked_logits(
             top = tl.load(maxima + here, mask=hit, other=0.0)
             sum_exp = tl.load(sums + here, mask=hit, other=0.0) / largest_of(top)
             logit = exact_logit(logit, top, sum_exp.to(tl.float32))
-        tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
+        tl.store(logits + e, tl.where(hit, logit, -float("inf")), mask=e < stop)
 
 
 @Relaunched
@@ -164,55 +164,48 @@ def _one_minus_exp(x):
 
 
 @triton.jit
-def _logits_of(logits, ids, e, stop, size):
-    """Logits of the entries e; -inf outside the vocabulary, and from ``stop`` on."""
-    hit = _columns(ids, e, stop, 0, size) >= 0
-    return tl.load(logits + e, mask=hit, other=-float("inf"))
+def _load(values, e, stop):
+    """Numbers of the entries e; -inf from ``stop`` on."""
+    return tl.load(values + e, mask=e < stop, other=-float("inf"))
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["known_size"])
-def lce_forward_log_softmax_of_sets(logits, picked, log_probs, known_size, vocab_size):
-    """``vocab_size``: V in memory; None: V is ``known_size``."""
+@triton.jit
+def lce_forward_log_softmax_of_sets(logits, begin, end, log_probs):
     token = tl.program_id(0)
-    ids, begin, end = picked
     start, stop = tl.load(begin + token), tl.load(end + token)
-    size = known_size.to(tl.int64)
-    if vocab_size is not None:
-        size = tl.load(vocab_size)
     maximum = -float("inf")
     for first in range(start, stop, _STEP):
-        z = _logits_of(logits, ids, first + tl.arange(0, _STEP), stop, size)
+        z = _load(logits, first + tl.arange(0, _STEP), stop)
         maximum = tl.maximum(maximum, tl.max(z, 0))
     base = finite_base(maximum)
     # The sum without one largest exponential, which is 1: adding that 1 would round away a confident token's 1 - p.
     others, largest = 0.0, 0.0
     for first in range(start, stop, _STEP):
-        z = _logits_of(logits, ids, first + tl.arange(0, _STEP), stop, size)
+        z = _load(logits, first + tl.arange(0, _STEP), stop)
         others += tl.sum(tl.where(z == maximum, 0.0, tl.exp(z - base)), 0)
         largest += tl.sum(tl.where(z == maximum, 1.0, 0.0), 0)
     log_sum = _log_1_plus(others + tl.maximum(largest - 1.0, 0.0))
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
-        z = _logits_of(logits, ids, e, stop, size)
+        z = _load(logits, e, stop)
         tl.store(log_probs + e, tl.where(z == -float("inf"), z, z - base - log_sum), mask=e < stop)
 
 
 @Relaunched
 @triton.jit
-def lce_backward_log_softmax_of_sets(log_probs, upstream, picked, gradient):
+def lce_backward_log_softmax_of_sets(log_probs, upstream, begin, end, gradient):
     token = tl.program_id(0)
-    ids, begin, end = picked
     start, stop = tl.load(begin + token), tl.load(end + token)
     total = 0.0
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
-        log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+        log_p = _load(log_probs, e, stop)
         total += tl.sum(tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0), 0)
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
-        log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
+        log_p = _load(log_probs, e, stop)
         u = tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0)
         # u - p * total, without cancellation where p is near 1.
         tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
@@ -224,7 +217,7 @@ def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
 
 
 def picked_logits(product: Product, picked: Picked, windows: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-    """Write :attr:`Picked.logits`, fp32; 0 for ids of other shards.
+    """Write :attr:`Picked.logits`, fp32; -inf for ids of other shards.
 
     The logits are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``:
     the projection's maxima and sums of exponentials, ``[windows, R]`` each. A logit that can only be its window's
@@ -260,18 +253,16 @@ def picked_rows(picked: Picked, source: torch.Tensor, out: torch.Tensor) -> None
         lce_backward_picked_rows.launch(grid, picked[:3], picked.gradient, source, out, *sizes, *strides, **tile)
 
 
-def log_softmax_of_sets(logits: torch.Tensor, picked: Picked, vocab_size: torch.Tensor | int) -> torch.Tensor:
-    log_probs = torch.empty_like(logits)
-    size = (vocab_size, None) if isinstance(vocab_size, int) else (0, vocab_size)
-    if len(picked.begin):
-        arguments = logits, picked[:3], log_probs, *size
-        lce_forward_log_softmax_of_sets.launch((len(picked.begin),), *arguments, num_warps=1)
+def log_softmax_of_sets(logits: torch.Tensor, picked: Picked) -> torch.Tensor:
+    log_probs, (_, begin, end, *_) = torch.empty_like(logits), picked
+    if len(begin):
+        lce_forward_log_softmax_of_sets.launch((len(begin),), logits, begin, end, log_probs, num_warps=1)
     return log_probs
 
 
 def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, picked: Picked) -> torch.Tensor:
+    _, begin, end, *_ = picked
     gradient = torch.full_like(log_probs, torch.nan)  # for entries without a token
-    if len(picked.begin):
-        arguments = log_probs, upstream, picked[:3], gradient
-        lce_backward_log_softmax_of_sets.launch((len(picked.begin),), *arguments, num_warps=1)
+    if len(begin):
+        lce_backward_log_softmax_of_sets.launch((len(begin),), log_probs, upstream, begin, end, gradient, num_warps=1)
     return gradient

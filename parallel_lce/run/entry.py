@@ -109,7 +109,7 @@ def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None,
     call."""
     if torch.compiler.is_compiling():
         tensors = autocasted(tensors)
-        options, layout, shape = check(options, tensors, group, None, main_grad)
+        options, layout, shape = check(options, tensors, group, main_grad)
         return ops.call(options, tensors, layout, main_grad), shape
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     return function_of(call).apply(*inputs, call), call.shape

@@ -55,7 +55,7 @@ def forward(
         sizes = [feature.message_size(call) for feature in features]
         partials = PartialsGather(hidden, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
-            feature.message = message.zero_()
+            feature.message = message.fill_(-torch.inf)
         gathered: Tensor | None = None
         saved: Saved | tuple[()] = ()
         found: Any = None

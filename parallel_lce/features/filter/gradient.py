@@ -61,10 +61,6 @@ def choice_for(*kind: Any) -> Choice:
     return Choice()
 
 
-forget = choice_for.cache_clear
-"""Begins to count anew."""
-
-
 class CallFilter:
     """The :attr:`parallel_lce.backends.interface.BackwardTask.filter` of one call's backwards."""
 

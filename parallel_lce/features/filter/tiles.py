@@ -92,7 +92,7 @@ def lce_backward_scan(
             inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
             relative = tl.abs(g) * inverse[:, None]
             tops = tl.maximum(tops, relative)
-            # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it.
+            # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it. Larger ones could overflow.
             sums += tl.where(relative > eps, 0.0, relative)
             if target is not None:
                 column = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
@@ -134,6 +134,7 @@ def lce_backward_active_tile_lists(largest, lists, eps, stride, step, capacity, 
 @Relaunched
 @triton.jit
 def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weight_stride):
+    """Each tile's mean row of the weight, weighted by the shares."""
     tile = tl.program_id(0)
     h = tl.program_id(1) * _HIDDEN + tl.arange(0, _HIDDEN)
     total = tl.zeros((_HIDDEN,), tl.float32)
@@ -215,15 +216,6 @@ def active_tile_lists(largest: Tensor, eps: float) -> TileLists:
     return lists
 
 
-def centroids(weight: Tensor, shares: Tensor) -> Tensor:
-    """``c [tiles, D]``: each tile's mean row of ``weight [C, D]``, weighted by ``shares [tiles * 128]``."""
-    (entries, hidden_size), tiles = weight.shape, len(shares) // TILE
-    result = weight.new_empty(tiles, hidden_size)
-    grid = tiles, -(-hidden_size // _HIDDEN.value)
-    lce_backward_centroids.launch(grid, weight, shares, result, entries, hidden_size, weight.stride(0), num_warps=2)
-    return result
-
-
 def multiplies(gradient: Tensor, *others: Tensor) -> bool:
     """Whether :func:`sparse_product` takes these operands: of 16 bits, which TMA can address, so from Hopper on. With
     hidden sizes that are no multiple of 16 the result's mask takes a predicate per element: registers spill."""
@@ -249,26 +241,12 @@ def sparse_product(
     """
     (rows, hidden_size), (blocks, capacity) = total.shape, lists.numbers.shape
     of_gradient = (_STEP, TILE) if transposed else (TILE, _STEP)
-    lce_backward_sparse_product.launch(
-        (blocks * -(-hidden_size // _WIDTH),),
-        descriptor(gradient, *of_gradient),
-        descriptor(other, _STEP, _WIDTH),
-        total,
-        (*lists, lists.counts.argsort(descending=True)),
-        rank_one or (None, None),
-        rows,
-        hidden_size,
-        blocks,
-        capacity,
-        total.stride(0),
-        TRANSPOSED=transposed,
-        ADD=add,
-        TILE=TILE,
-        WIDTH=_WIDTH,
-        STEP=_STEP,
-        num_warps=8,
-        num_stages=3,
-    )
+    operands = descriptor(gradient, *of_gradient), descriptor(other, _STEP, _WIDTH)
+    ordered = *lists, lists.counts.argsort(descending=True)
+    sizes = rows, hidden_size, blocks, capacity, total.stride(0)
+    kind = dict(TRANSPOSED=transposed, ADD=add, TILE=TILE, WIDTH=_WIDTH, STEP=_STEP, num_warps=8, num_stages=3)
+    grid = (blocks * -(-hidden_size // _WIDTH),)
+    lce_backward_sparse_product.launch(grid, *operands, total, ordered, rank_one or (None, None), *sizes, **kind)
 
 
 class FilteredGradient:
@@ -288,24 +266,11 @@ class FilteredGradient:
         column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
         # [tiles, R], rows 16 bytes aligned: m, 0 where the tile is active
         self._masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
-        lce_backward_scan.launch(
-            (tiles, -(-row_blocks // _SCANNED.value)),
-            gradient,
-            inverse_units,
-            largest,
-            self._masses,
-            column_sums,
-            targets or (None, None, None),
-            float(eps),
-            rows,
-            entries,
-            gradient.stride(0),
-            self._masses.stride(0),
-            row_blocks,
-            first,
-            MASKED=entries % TILE != 0,
-            num_warps=_WARPS,
-        )
+        results = largest, self._masses, column_sums
+        sizes = rows, entries, gradient.stride(0), self._masses.stride(0), row_blocks, first
+        given = gradient, inverse_units, *results, targets or (None, None, None), float(eps), *sizes
+        grid = tiles, -(-row_blocks // _SCANNED.value)
+        lce_backward_scan.launch(grid, *given, MASKED=entries % TILE != 0, num_warps=_WARPS)
         shares = column_sums.sum(0).view(tiles, TILE)
         # [tiles * 128] fp32: q
         self._shares = torch.nn.functional.normalize(shares, p=1.0, dim=1, eps=_TINY).flatten()
@@ -315,7 +280,11 @@ class FilteredGradient:
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """``rows`` begin at a multiple of 128."""
-        accumulate(total, self._masses.t()[rows], centroids(weight, self._shares), overwrite=overwrite)
+        (tiles, _), (entries, hidden_size) = self._masses.shape, weight.shape
+        centroids, grid = weight.new_empty(tiles, hidden_size), (tiles, -(-hidden_size // _HIDDEN.value))
+        sizes = entries, hidden_size, weight.stride(0)
+        lce_backward_centroids.launch(grid, weight, self._shares, centroids, *sizes, num_warps=2)
+        accumulate(total, self._masses.t()[rows], centroids, overwrite=overwrite)
         sparse_product(total, self._gradient[rows], weight, self.of_rows.of_blocks(rows), transposed=False, add=True)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:

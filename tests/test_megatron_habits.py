@@ -211,7 +211,7 @@ CHANGES = {
     "adapter": (_around(_Adapter), "'mul' of the output layer's result"),
     "parametrization": (_double_weight, "no parameter named weight"),
     "pruning": (lambda model: prune.l1_unstructured(model.output_layer, "weight", 0.3), "no parameter named weight"),
-    "forward": (_replace_forward, "the loss gets real logits: give the model labels, and fuse(model) again if"),
+    "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "soft-cap": (_soft_cap, None),
     "hook": (_hook(lambda module, inputs, output: (output[0] * 0.5, output[1])), None),

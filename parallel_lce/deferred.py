@@ -9,7 +9,7 @@ import numbers
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,7 @@ class _State:
     real: Tensor | None = None
     version: int = 0
     node: Any = None
-    # Whether a program put a hook on them, and the hooks of FSDP and DeepSpeed.
+    # Whether a program put a hook on them; and those that FSDP and DeepSpeed put.
     hooked: bool = False
     output_hooks: list[Callable] = dataclasses.field(default_factory=list)
 
@@ -162,9 +162,8 @@ class _State:
     def is_touched(self) -> bool:
         """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
         real = self.real
-        if real is None:
-            return False
-        return self.hooked or version(real) != self.version or real.requires_grad != self.tracked
+        changed = real is not None and (version(real) != self.version or real.requires_grad != self.tracked)
+        return self.hooked or changed
 
 
 class _Edge(torch.autograd.Function):
@@ -242,14 +241,10 @@ class DeferredLogits(Tensor):
 
     def run(self, loss: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
         """``loss(hidden, weight, bias)`` in the modes of the layer's call. Only where :meth:`why_not_fused` is None."""
-        source, rows = self.source, self.state.rows
+        source, rows = self.source, cast(Tensor, self.state.rows)
         source.check()
-        assert rows is not None
         with nullcontext() if self.state.tracked else torch.no_grad(), source.modes():
-            if source.within is not None:
-                result = source.within(rows, loss)
-            else:
-                result = loss(rows, source.weight, source.bias)
+            result = source.within(rows, loss) if source.within else loss(rows, source.weight, source.bias)
         source.has_loss = True
         return result
 
@@ -294,11 +289,10 @@ class DeferredLogits(Tensor):
         source, state, weight = self.source, self.state, self.source.weight
         if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(state.sizes) - 1) or self.why_not_fused():
             return None
-        captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or source.event() or type(weight) not in (Tensor, nn.Parameter):
+        if source.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        if weight.shape[0] != state.sizes[-1]:  # gathered over the ranks
-            return None
+        if source.event() or type(weight) not in (Tensor, nn.Parameter) or weight.shape[0] != state.sizes[-1]:
+            return None  # the last: logits that are gathered over the ranks
         rows: Any = state.rows if source.whole is None else source.whole(source.hidden)
         with source.modes():
             options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))

@@ -61,16 +61,13 @@ def token_log_probs(
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
-        input_ids, position_ids, attention_mask: as in the model's forward.
-        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
-            parallelism these are this rank's labels, and with packed sequences ``[1, tokens]``. The label -100 has the
-            log-probability 0, without a gradient; another one outside the vocabulary, to which padding rows belong, has
-            NaN, and on a CPU it is refused. May be None on pipeline stages other than the last.
-        temperature: divides the logits: a number > 0; or a floating-point tensor of the labels' shape, the same on all
-            tensor-parallel ranks, without a gradient, whose values are not checked.
+        input_ids, position_ids, attention_mask, forward_arguments: as in the model's forward. ``loss_mask`` masks only
+            the losses of multi-token prediction, whose gradients any backward through the result includes.
+        labels: ``[b, s]``, already shifted: this rank's under context parallelism, ``[1, tokens]`` of packed sequences.
+            Targets as in :func:`parallel_lce.token_statistics`; padding rows belong to the vocabulary unless the
+            setting ``vocab_size`` excludes them. May be None on pipeline stages other than the last.
+        temperature: divides the logits: a number > 0, or one per token ``[b, s]``, as in that function.
         entropy: whether to return the entropy of the divided logits, too.
-        forward_arguments: further keyword arguments of the model's forward. ``loss_mask`` masks only the losses of
-            multi-token prediction, whose gradients any backward through the result includes, once per call.
 
     Returns:
         On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output.

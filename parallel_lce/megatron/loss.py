@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
 from parallel_lce.megatron.settings import MARK, Fusion, counted, running
@@ -44,41 +47,50 @@ def token_metrics(model: nn.Module) -> TokenMetrics:
     raise ValueError("model has no token metrics: call patch(token_metrics=True), then the model with labels")
 
 
-def model_loss(
-    model: Any, fusion: Fusion, own: Callable, labels: Tensor, logits: Any, *others: Any, **named: Any
-) -> Any:
-    """A fused model's ``compute_language_model_loss(labels [b, s], logits)``: losses fp32 ``[b, s]``; the scores of the
-    labels that are scored.
+def with_fused_loss(own: Any) -> Any:
+    """``compute_language_model_loss(labels [b, s], logits)`` of ``LanguageModule``, with this package's loss of fused
+    models: fp32 ``[b, s]``, or the scores of labels that are scored.
 
     Deferred logits get the fused loss, real ones Megatron's ``own``; if that does not take the model's group,
     :func:`parallel_lce.vocab_parallel_cross_entropy`. Raises ``RuntimeError`` if a setting changes the loss, and it
     cannot be fused.
     """
-    scoring, chosen, deferred = running.get(), fusion.settings, isinstance(logits, DeferredLogits)
-    scores = scoring is not None and labels is scoring.labels
-    if scoring and not (scores or model.training or torch.is_grad_enabled()):
-        return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
-    by_choice = chosen.cross_entropy == "logits" and not scores
-    if not by_choice:
-        reason = logits.why_not_fused() if deferred else _REAL
-        if reason is None:
-            found = scoring.of(logits) if scores else (_fused(model, chosen, logits, labels),)
-            logits.source.close_after(*found)
-            return found if scores else found[0]
-        if scores:
-            raise scoring.refused(reason)
-        if changes := chosen.changes():
-            raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
-        if deferred or not fusion.said:  # else the output layer has said why
-            fusion.say(model.training, reason)
-    if deferred:
-        logits = logits.real(THE_LOSS)
-    group = model_group(model)
-    if by_choice or not (model.config.cross_entropy_loss_fusion or is_global_group(group)):
-        losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
-    else:
-        losses = own(model, labels, logits, *others, **named)
-    return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
+    if not inspect.isfunction(own):
+        return own
+
+    @outside_graphs
+    @functools.wraps(own)
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
+        fusion: Fusion | None = vars(self).get(MARK)
+        if fusion is None or fusion.reason is not None:
+            return own(self, labels, logits, *others, **named)
+        scoring, chosen, deferred = running.get(), fusion.settings, isinstance(logits, DeferredLogits)
+        scores = scoring is not None and labels is scoring.labels
+        if scoring and not (scores or self.training or torch.is_grad_enabled()):
+            return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
+        by_choice = chosen.cross_entropy == "logits" and not scores
+        if not by_choice:
+            reason = logits.why_not_fused() if deferred else _REAL
+            if reason is None:
+                found = scoring.of(logits) if scores else (_fused(self, chosen, logits, labels),)
+                logits.source.close_after(*found)
+                return found if scores else found[0]
+            if scores:
+                raise scoring.refused(reason)
+            if changes := chosen.changes():
+                raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
+            if deferred or not fusion.said:  # else the output layer has said why
+                fusion.say(self.training, reason)
+        if deferred:
+            logits = logits.real(THE_LOSS)
+        group = model_group(self)
+        if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(group)):
+            losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
+        else:
+            losses = own(self, labels, logits, *others, **named)
+        return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
+
+    return compute_language_model_loss
 
 
 def model_group(model: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, as_int64
-from parallel_lce.core.private import hooks, outside_graphs
+from parallel_lce.core.private import hooks
 from parallel_lce.megatron import settings
-from parallel_lce.megatron.loss import model_loss
+from parallel_lce.megatron.loss import with_fused_loss
 from parallel_lce.megatron.settings import MARK, Fusion, counted, running
 from parallel_lce.patching import Replacements
 from parallel_lce.run.token_count import LabelCount
@@ -42,9 +41,8 @@ def patch(
     package's loss, of models that are built from now on. Other models say once that they are not fused.
 
     A later call changes the given settings of all models that it fused, from their next loss on, and keeps the others;
-    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, in
-    which such a configuration becomes that of Megatron's unfused loss; ``setup_embeddings_and_output_layer``; and
-    ``compute_language_model_loss``.
+    None gives a setting its default. Replaced are ``__init__``, ``setup_embeddings_and_output_layer`` and
+    ``compute_language_model_loss`` of Megatron's ``LanguageModule``.
 
     Args:
         logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
@@ -65,7 +63,11 @@ def patch(
     resolved = settings.resolve(settings.current, {n: value for n, value in locals().items() if value is not KEPT})
     language_module = _language_module()
     settings.current = resolved
-    for name, make in ("__init__", _consuming), ("setup_embeddings_and_output_layer", _fusing), (_LOSS, _loss):
+    for name, make in (
+        ("__init__", _consuming),
+        ("setup_embeddings_and_output_layer", _fusing),
+        (_LOSS, with_fused_loss),
+    ):
         _replacements.replace(language_module, name, make)
 
 
@@ -86,13 +88,11 @@ def fuse(model: Any, **given: Any) -> list[str]:
     layer becomes a subclass of the same name, with the same parameters and state dict. Where the loss cannot be fused,
     Megatron's own runs, and :class:`LogitsWarning` says why.
 
-    Returns for each chunk "fused", or the reason why not. Collectives: none.
-
-    Raises:
-        ImportError, ValueError: as :func:`patch`; or a chunk is no language model of Megatron's.
+    Returns for each chunk "fused", or the reason why not. Collectives: none. Raises as :func:`patch`, and
+    ``ValueError`` for a chunk that is no language model of Megatron's.
     """
     chunks, own = _chunks(model), settings.resolve(settings.Settings(), given) if given else None
-    _replacements.replace(_language_module(), _LOSS, _loss)
+    _replacements.replace(_language_module(), _LOSS, with_fused_loss)
     return [_fuse_one(chunk, own) or "fused" for chunk in chunks]
 
 
@@ -199,24 +199,9 @@ def _fusing(own: Callable) -> Callable:
     return setup_embeddings_and_output_layer
 
 
-def _loss(own: Any) -> Any:
-    if not inspect.isfunction(own):
-        return own
-
-    @outside_graphs
-    @functools.wraps(own)
-    def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
-        fusion = vars(self).get(MARK)
-        if fusion is None or fusion.reason is not None:
-            return own(self, labels, logits, *others, **named)
-        return model_loss(self, fusion, own, labels, logits, *others, **named)
-
-    return compute_language_model_loss
-
-
 def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Before a fused model's forward: learns whether its caller wants losses or logits; and with ``skip_masked`` makes
-    the labels of masked tokens -100, and begins to count the others."""
+    """Before a fused model's forward: whether its caller wants losses; and with ``skip_masked`` the labels of masked
+    tokens become -100, and the count of the others begins."""
     fusion: Fusion = vars(model)[MARK]
     arguments = {**dict(zip(fusion.parameters, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")

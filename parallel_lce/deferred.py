@@ -431,6 +431,8 @@ def _name(function: Any) -> str:
 
 def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options: dict) -> Tensor | None:
     """The view, of logits whose strides count rows; None if its last dimension is not the vocabulary."""
+    if any(isinstance(argument, torch.dtype) for argument in (*arguments, *options.values())):
+        return None
     view = function(torch.empty((*sizes[:-1], 1), device="meta").expand(sizes), *arguments, **options)
     if not isinstance(view, Tensor) or view.shape[-1:] != sizes[-1:] or view.numel() == 0:
         return None

@@ -73,6 +73,7 @@ PATCHES = {
     "its function": (tensor_parallel, "vocab_parallel_cross_entropy", _smoothed),
     "a z-loss": (*LOSS, _with_z_loss),
     "a keyword": (*LOSS, lambda own: lambda self, labels, logits, weight=3.0: weight * own(self, labels, logits)),
+    "views": (*LOSS, lambda own: lambda self, labels, logits: own(self, labels, logits.view(-1, *logits.shape[1:]))),
     "a partialmethod": (*LOSS, _partial),
     "a loss of before": (*LOSS, lambda own: lambda self, labels, logits: 2 * STOCK(self, labels, logits)),
     "a loss of its own": (*LOSS, _of_functions),

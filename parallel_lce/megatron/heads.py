@@ -37,8 +37,12 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         if not (wants_loss or running.get()):
             return real(input_)
         if (reason := _why_real(self, own, used)) is not None:
-            self._say(reason)
+            fusion.say(self.training, reason)
             return real(input_)
+
+        def say(_: Source, use: str) -> None:
+            fusion.say(self.training, f"{use!r} of the output layer's result wants them")
+
         group: Any = self.tp_group
         whole: Any = None
         ranks = 1 if group is None else group.size()
@@ -46,22 +50,12 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         if self.sequence_parallel and ranks > 1:
             first, whole = ranks * first, functools.partial(gather_from_sequence_parallel_region, group=group)
         bias = None if self.skip_bias_add else self.bias
-        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], self._say_use, whole=whole)
+        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole)
         call.shared = weight is not None  # for the loss
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
         logits = DeferredLogits.of(call, (first, *others, entries), getattr(self, "output_dtype", None))
         return logits, self.bias if self.skip_bias_add else None
-
-    def _say(self, reason: str) -> None:
-        if (scoring := running.get()) is not None:
-            raise scoring.refused(reason)
-        fusion: Fusion = vars(self)[MARK]
-        changes = fusion.settings.changes()
-        fusion.say(self.training, f"{reason}; a program's own loss of them has no {changes}" if changes else reason)
-
-    def _say_use(self, _: Source, use: str) -> None:
-        self._say(f"{use!r} of the output layer's result wants them")
 
 
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:

@@ -65,18 +65,18 @@ def with_fused_loss(own: Any) -> Any:
         if fusion is None or fusion.reason is not None:
             return own(self, labels, logits, *others, **named)
         scoring, chosen, deferred = running.get(), fusion.settings, isinstance(logits, DeferredLogits)
-        scores = scoring is not None and labels is scoring.labels
+        scores = scoring if scoring and labels is scoring.labels else None
         if scoring and not (scores or self.training or torch.is_grad_enabled()):
             return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
         by_choice = chosen.cross_entropy == "logits" and not scores
         if not by_choice:
             reason = logits.why_not_fused() if deferred else _REAL
             if reason is None:
-                found = scoring.of(logits) if scores else (_fused(self, chosen, logits, labels),)
+                found = scores.of(logits) if scores else (_fused(self, chosen, logits, labels),)
                 logits.source.close_after(*found)
                 return found if scores else found[0]
             if scores:
-                raise scoring.refused(reason)
+                raise scores.refused(reason)
             if changes := chosen.changes():
                 raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
             if deferred or not fusion.said:  # else the output layer has said why

@@ -98,10 +98,15 @@ class Fusion:
         return self.own or current
 
     def say(self, training: bool, reason: str) -> None:
-        """Warn, once for a reason, that training makes logits: on one of the ranks that have the output layer."""
+        """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a
+        reason, on one of the ranks that have the output layer."""
+        if (scoring := running.get()) is not None:
+            raise scoring.refused(reason)
         if training and torch.is_grad_enabled() and reason not in self.said:
             self.said.add(reason)
-            say(f"training makes the whole logits, which need not exist: {reason}")
+            changes = self.settings.changes()
+            others = f"; a program's own loss of them has no {changes}" if changes else ""
+            say(f"training makes the whole logits, which need not exist: {reason}{others}")
 
 
 def say(words: str) -> None:

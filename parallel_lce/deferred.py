@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import numbers
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,45 +43,40 @@ THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
 
 
+@dataclasses.dataclass(eq=False)
 class Source:
-    """One call of an output layer: the operands of its logits, and the modes in which it was called.
+    """One call of an output layer: the operands of its logits, and the modes in which it was called."""
 
-    Args:
-        layer, hidden, weight, bias: those of the call. ``weight`` and ``bias`` are None where they are whole only
-            within a call of the layer, and then ``within(hidden, loss)`` is ``loss(hidden, weight, bias)`` in such a
-            call; ``parameter`` is the layer's own weight.
-        make: ``make(hidden, *operands)`` computes the real logits by the layer's own forward.
-        operands: the tensors beside ``hidden`` whose gradient goes through the deferred logits. The layer's own forward
-            delivers those of other parameters.
-        say: ``say(source, use)`` is called when a use other than ``THE_LOSS`` makes real logits.
-        whole: None, or what makes the hidden states of all rows of the rows of this rank.
-    """
+    layer: Any
+    hidden: Tensor
+    # These two are None where they are whole only within a call of the layer.
+    weight: Any
+    bias: Tensor | None
+    # make(hidden, *operands): the real logits, by the layer's own forward.
+    make: Callable[..., Tensor]
+    # say(source, use): called when a use other than THE_LOSS makes real logits.
+    say: Callable[[Source, str], None]
+    # Tensors beside `hidden` whose gradient goes through the deferred logits. The layer's own forward delivers others'.
+    operands: tuple[Tensor, ...] = ()
+    # within(hidden, loss): loss(hidden, weight, bias) in a call of the layer. None: these are whole outside of it.
+    within: Callable[..., Any] | None = None
+    # The layer's own weight, by default `weight`.
+    parameter: Tensor | None = None
+    # Makes the hidden states of all rows of those of this rank. None: it has all.
+    whole: Callable[[Tensor], Tensor] | None = None
+    has_loss: bool = False
+    # What makes real logits too late.
+    events: list[str] = dataclasses.field(default_factory=list)
 
-    def __init__(
-        self,
-        layer: Any,
-        hidden: Tensor,
-        weight: Any,
-        bias: Tensor | None,
-        make: Callable[..., Tensor],
-        say: Callable[[Source, str], None],
-        operands: tuple[Tensor, ...] = (),
-        within: Callable[..., Any] | None = None,
-        parameter: Tensor | None = None,
-        whole: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.layer, self.hidden, self.weight, self.bias, self.within = layer, hidden, weight, bias, within
-        self.make, self.say, self.operands, self.whole = make, say, operands, whole
-        self.parameter = weight if parameter is None else parameter
-        self.device, self.grad = hidden.device, torch.is_grad_enabled()
+    def __post_init__(self) -> None:
+        if self.parameter is None:
+            self.parameter = self.weight
+        self.device, self.grad = self.hidden.device, torch.is_grad_enabled()
         self.autocast_dtype = _autocast_dtype(self.device.type)
-        given = hidden, self.parameter, bias, *operands
+        given = self.hidden, self.parameter, self.bias, *self.operands
         self.is_trainable = self.grad and any(t is not None and t.requires_grad for t in given)
-        named = ("hidden states", hidden), ("weight", weight), ("bias", bias)
+        named = ("hidden states", self.hidden), ("weight", self.weight), ("bias", self.bias)
         self.versions = [(name, tensor, version(tensor)) for name, tensor in named if tensor is not None]
-        self.events: list[str] = []
-        """What makes real logits too late."""
-        self.has_loss = False
         _watch_optimizers()
         _alive.add(weakref.ref(self, _alive.discard))
 
@@ -93,25 +89,25 @@ class Source:
 
     def event(self) -> str | None:
         """What happened since the layer's call, by which the operands may be others."""
-        event, weight = next(iter(self.events), None), self.weight
         for name, tensor, before in self.versions:
             if version(tensor) != before:
-                event = f"the output layer's {name} changed in place"
-        if type(weight) in (Tensor, nn.Parameter):
-            if weight.numel() == 0 or weight.untyped_storage().size() == 0:
-                event = "FSDP or ZeRO has taken back the output layer's weight"
-        return event
+                return f"the output layer's {name} changed in place"
+        weight = self.weight
+        if type(weight) in (Tensor, nn.Parameter) and not (weight.numel() and weight.untyped_storage().size()):
+            return "FSDP or ZeRO has taken back the output layer's weight"
+        return self.events[0] if self.events else None
 
     def check(self) -> None:
         """Raise ``RuntimeError`` after such an event."""
         if (event := self.event()) is not None:
             raise RuntimeError(f"parallel_lce: logits, or their loss, are wanted after {event}: use them before")
 
-    def close_after(self, loss: Tensor) -> None:
-        """From the backward of ``loss`` on no real logits can be made."""
+    def close_after(self, *losses: Tensor) -> None:
+        """From the backward of one of them on no real logits can be made."""
         events = self.events  # alone: a graph must not hold its source
-        if loss.grad_fn is not None:
-            loss.grad_fn.register_prehook(lambda _: events.append("the backward of their loss"))
+        for loss in losses:
+            if loss.grad_fn is not None:
+                loss.grad_fn.register_prehook(lambda _: events.append("the backward of their loss"))
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -137,40 +133,62 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             source.events.append("an optimizer's step, which may have changed the output layer's weight")
 
 
+@dataclasses.dataclass(eq=False)
 class _State:
-    """What becomes of a deferred tensor. ``real``: its real logits once they are made, and their ``version`` and
-    ``node`` (``grad_fn``) then. ``hooked``: whether a program put a hook on them; ``output_hooks`` are FSDP's and
-    DeepSpeed's."""
+    """What is known of a deferred tensor, and what becomes of it."""
 
-    def __init__(self) -> None:
-        self.real: Tensor | None = None
-        self.node: Any = None
-        self.version, self.hooked = 0, False
-        self.output_hooks: list[Callable] = []
+    source: Source
+    # shape and dtype, which are read often
+    sizes: tuple[int, ...]
+    kind: torch.dtype
+    # The hidden states of these logits; None if this rank has not all of them.
+    rows: Tensor | None
+    parent: DeferredLogits | None = None
+    # Function, arguments and options of each step from the layer's result to this tensor, the last one from its parent.
+    steps: tuple[tuple[Callable, tuple, dict], ...] = ()
+    # Whether it requires a gradient.
+    tracked: bool = False
+    # The real logits once they are made, and their version and grad_fn then.
+    real: Tensor | None = None
+    version: int = 0
+    node: Any = None
+    # Whether a program put a hook on them; and those that FSDP and DeepSpeed put.
+    hooked: bool = False
+    output_hooks: list[Callable] = dataclasses.field(default_factory=list)
+
+    def keep(self, real: Tensor) -> None:
+        self.real, self.version, self.node = real, version(real), real.grad_fn
+
+    def is_touched(self) -> bool:
+        """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
+        real = self.real
+        changed = real is not None and (version(real) != self.version or real.requires_grad != self.tracked)
+        return self.hooked or changed
 
 
 class _Edge(torch.autograd.Function):
     """The place of deferred logits in the autograd graph, for other Functions that take them."""
 
     @staticmethod
-    def forward(ctx: Any, fields: dict[str, Any], *operands: Tensor) -> Any:
-        ctx.state, ctx.source, ctx.steps, ctx.operands = fields["state"], fields["source"], fields["steps"], operands
+    def forward(ctx: Any, state: _State, *operands: Tensor) -> Any:
+        ctx.state, ctx.operands = state, operands
         ctx.set_materialize_grads(False)
-        return DeferredLogits._new(fields)
+        return DeferredLogits.without_graph(state)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """By a backward within the backward, as of a reentrant checkpoint."""
         if gradient is None:
             return None, *(None for _ in ctx.operands)
+        state: _State = ctx.state
         # Functions may change their inputs themselves, as Megatron's cross-entropy does, which leaves the node.
-        if (real := ctx.state.real) is not None and (ctx.state.hooked or real.grad_fn is not ctx.state.node):
+        if state.real is not None and (state.hooked or state.real.grad_fn is not state.node):
             said = "logits were changed in place or got a hook, and then used by a torch.autograd.Function"
             raise RuntimeError(f"parallel_lce: {said}: give it a changed copy")
-        ctx.source.check()
+        state.source.check()
         leaves = [operand.detach().requires_grad_(operand.requires_grad) for operand in ctx.operands]
-        with torch.enable_grad(), ctx.source.modes():
-            logits = _after(ctx.source.make(*leaves), ctx.steps)
+        with torch.enable_grad(), state.source.modes():
+            logits = _after(state.source.make(*leaves), state.steps)
         torch.autograd.backward(logits, gradient)
         return None, *(leaf.grad for leaf in leaves)
 
@@ -191,109 +209,97 @@ class DeferredLogits(Tensor):
     by then: by its version, by a step of an optimizer that holds the weight, or after an event of the door.
     """
 
-    source: Source
     state: _State
-    # shape, dtype and requires_grad, which are read often
-    sizes: tuple[int, ...]
-    kind: torch.dtype
-    tracked: bool
-    parent: DeferredLogits | None
-    steps: tuple[tuple[Callable, tuple, dict], ...]
-    rows: Tensor | None
-    """The hidden states of these logits; None if this rank has not all of them."""
 
     @staticmethod
     def of(source: Source, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> DeferredLogits:
         """``dtype``: of the layer's result; by default autocast's, else the hidden states'."""
         dtype = dtype or source.autocast_dtype or source.hidden.dtype
-        fields = dict(source=source, parent=None, steps=(), rows=source.hidden, sizes=shape, kind=dtype)
-        return DeferredLogits._attached(fields)
+        return DeferredLogits._in_graph(_State(source, shape, dtype, source.hidden))
 
     @staticmethod
-    def _attached(fields: dict[str, Any], gradient: bool = True) -> DeferredLogits:
-        source, fields["state"] = fields["source"], _State()
-        fields["tracked"] = gradient and source.is_trainable and torch.is_grad_enabled()
-        if not fields["tracked"]:
-            return DeferredLogits._new(fields)
+    def _in_graph(state: _State, gradient: bool = True) -> DeferredLogits:
+        source = state.source
+        state.tracked = gradient and source.is_trainable and torch.is_grad_enabled()
+        if not state.tracked:
+            return DeferredLogits.without_graph(state)
         # Without an operand that requires a gradient the result would have no place in the graph.
         hidden = source.hidden if source.hidden.requires_grad else source.hidden.detach().requires_grad_()
-        return _Edge.apply(fields, hidden, *source.operands)
+        return _Edge.apply(state, hidden, *source.operands)
 
     @staticmethod
-    def _new(fields: dict[str, Any]) -> DeferredLogits:
-        device = fields["source"].device
-        tensor = wrapper_subclass(DeferredLogits, fields["sizes"], dtype=fields["kind"], device=device)
-        vars(tensor).update(fields)
+    def without_graph(state: _State) -> DeferredLogits:
+        tensor = wrapper_subclass(DeferredLogits, state.sizes, dtype=state.kind, device=state.source.device)
+        tensor.state = state
         return tensor
+
+    @property
+    def source(self) -> Source:
+        return self.state.source
 
     # --- the loss ---
 
     def run(self, loss: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
         """``loss(hidden, weight, bias)`` in the modes of the layer's call. Only where :meth:`why_not_fused` is None."""
-        source, rows = self.source, self.rows
+        source, rows = self.source, cast(Tensor, self.state.rows)
         source.check()
-        assert rows is not None
-        with nullcontext() if self.tracked else torch.no_grad(), source.modes():
-            if source.within is not None:
-                result = source.within(rows, loss)
-            else:
-                result = loss(rows, source.weight, source.bias)
+        with nullcontext() if self.state.tracked else torch.no_grad(), source.modes():
+            result = source.within(rows, loss) if source.within else loss(rows, source.weight, source.bias)
         source.has_loss = True
         return result
 
     def why_not_fused(self) -> str | None:
         """Why the loss must take real logits; None if it need not. A use beside the loss is no reason: ranks may differ
         in that."""
-        tensor: DeferredLogits | None = self
+        state, tensor = self.state, self
         while tensor is not None:
-            if tensor._is_touched() or tensor._is_moved():
+            if tensor.state.is_touched() or tensor._is_moved():
                 return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
-            tensor = tensor.parent
-        if self.rows is None:
+            tensor = tensor.state.parent
+        if state.rows is None:
             return "rows of the logits are selected, and under sequence parallelism this rank has not all rows"
-        if self.epilogue() is None or self.kind == torch.float64 != self.source.hidden.dtype:
-            return f"it takes more than a scale, a soft-cap and a cast of them: {[_name(f) for f, *_ in self.steps]}"
+        if self.epilogue() is None or state.kind == torch.float64 != self.source.hidden.dtype:
+            return f"it takes more than a scale, a soft-cap and a cast of them: {[_name(f) for f, *_ in state.steps]}"
         return None
 
-    def epilogue(self) -> dict[str, Any] | None:
+    def epilogue(self) -> dict[str, float] | None:
         """The steps as the fused functions' ``logit_scale`` and ``logit_softcap``; None if they cannot express them."""
-        inner, outer, capped = 1.0, 1.0, False
-        for function, arguments, _ in self.steps:
+        scale, cap = 1.0, None
+        for function, arguments, _ in self.state.steps:
             name = _name(function)
-            if name == "tanh" and capped:
-                return None
             if name in _PRODUCTS | _QUOTIENTS:
                 factor = arguments[0] if name in _PRODUCTS else 1.0 / arguments[0]
-                inner, outer = (inner, outer * factor) if capped else (inner * factor, outer)
-            capped = capped or name == "tanh"
-        if not (math.isfinite(inner) and math.isfinite(outer)):
+                if cap is None:
+                    scale *= factor
+                else:
+                    cap *= factor
+            elif name == "tanh":
+                if cap is not None:
+                    return None
+                cap = 1.0
+        if not math.isfinite(scale) or (cap is not None and not 0 < cap < math.inf):
             return None
-        if not capped:
-            return {"logit_scale": float(inner)}
-        # outer * tanh(inner * u), and softcap(s * u) = cap * tanh(s * u / cap)
-        return {"logit_scale": float(inner * outer), "logit_softcap": float(outer)} if outer > 0 else None
+        # cap * tanh(scale * u), and softcap(s * u) = cap * tanh(s * u / cap)
+        return {"logit_scale": scale} if cap is None else {"logit_scale": scale * cap, "logit_softcap": cap}
 
     @torch.no_grad()
     def _largest(self, name: str, over: list) -> Any:
         """The result of ``argmax(-1)`` or, without gradients, of ``max(-1)``, by a fused projection; None where that
         needs real logits. Waits for the device: a token with a NaN needs them."""
-        source, weight = self.source, self.source.weight
-        rows: Any = self.rows
-        if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(self.sizes) - 1) or self.why_not_fused():
+        source, state, weight = self.source, self.state, self.source.weight
+        if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(state.sizes) - 1) or self.why_not_fused():
             return None
-        captured = source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or source.event() or type(weight) not in (Tensor, nn.Parameter):
+        if source.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        if weight.shape[0] != self.sizes[-1]:  # gathered over the ranks
-            return None
-        if source.whole is not None:
-            rows = source.whole(source.hidden)
+        if source.event() or type(weight) not in (Tensor, nn.Parameter) or weight.shape[0] != state.sizes[-1]:
+            return None  # the last: logits that are gathered over the ranks
+        rows: Any = state.rows if source.whole is None else source.whole(source.hidden)
         with source.modes():
             options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
             found: Any = token_statistics(rows, weight, None, **options)
         if (found.argmax < 0).any():
             return None
-        top = found.max_logit.to(self.kind), found.argmax
+        top = found.max_logit.to(state.kind), found.argmax
         return top[1] if name == "argmax" else torch.return_types.max(top)
 
     # --- real logits ---
@@ -301,45 +307,35 @@ class DeferredLogits(Tensor):
     @outside_graphs
     def real(self, use: str) -> Tensor:
         """The real logits. Collectives: if this is the first use, those of the layer's forward."""
-        state = self.state
+        state, parent = self.state, self.state.parent
         if state.real is None:
-            self._set(self._made(use))
+            state.keep(self._made(use))
             if self._is_moved():  # a copy at this tensor's place in the graph
                 with torch.enable_grad(), DisableTorchFunctionSubclass():
-                    self._set(self.clone())
-            state.hooked = self.parent is not None and self.parent._is_touched()
+                    state.keep(self.clone())
+            state.hooked = parent is not None and parent.state.is_touched()
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():
                 real.register_hook(hook)
         assert state.real is not None
         return state.real
 
-    def _set(self, real: Tensor) -> None:
-        self.state.real, self.state.version, self.state.node = real, version(real), real.grad_fn
-
     def _made(self, use: str) -> Tensor:
-        source, before = self.source, None
-        if self.parent is not None:
-            before, name = self.parent.real(use), _name(self.steps[-1][0])
-            if version(before) != self.parent.state.version and name not in _VIEWS | {"detach"}:
+        state, source, parent, before = self.state, self.source, self.state.parent, None
+        if parent is not None:
+            before, name = parent.real(use), _name(state.steps[-1][0])
+            if version(before) != parent.state.version and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
         # Tensors of inference mode do not count their changes.
-        with saving_without_hooks(), torch.inference_mode(False), torch.set_grad_enabled(self.tracked):
+        with saving_without_hooks(), torch.inference_mode(False), torch.set_grad_enabled(state.tracked):
             if before is not None:
-                return _after(before, self.steps[-1:])
+                return _after(before, state.steps[-1:])
             source.check()
             if use != THE_LOSS:
                 source.say(source, use)
             with source.modes():
                 return source.make(source.hidden, *source.operands)
-
-    def _is_touched(self) -> bool:
-        """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
-        state, real = self.state, self.state.real
-        return real is not None and (
-            state.hooked or version(real) != state.version or real.requires_grad != self.tracked
-        )
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
@@ -357,7 +353,7 @@ class DeferredLogits(Tensor):
         if is_deferred and name in _HOOKS:
             return first._hooked(function, name, *args[1:])
         # Also beside real logits, so that a look of one rank alone leaves the loss what it is on the others.
-        if is_deferred and not first._is_touched():
+        if is_deferred and not first.state.is_touched():
             if name in _PLAIN and first.state.real is None:
                 with DisableTorchFunctionSubclass():
                     return function(*args, **kwargs)
@@ -396,7 +392,8 @@ class DeferredLogits(Tensor):
     @outside_graphs
     def _recorded(self, function: Callable, name: str, arguments: tuple, options: dict) -> DeferredLogits | None:
         """The result of a step; None for another use."""
-        sizes, kind, rows = self.sizes, self.kind, self.rows
+        state, source = self.state, self.source
+        sizes, kind, rows = state.sizes, state.kind, state.rows
         if name in _PRODUCTS | _QUOTIENTS:
             number = len(arguments) == 1 and not options and isinstance(arguments[0], numbers.Real)
             if not number or (name in _QUOTIENTS and arguments[0] == 0):
@@ -404,22 +401,22 @@ class DeferredLogits(Tensor):
         elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((arguments, options))):
             return None
         elif name in _CASTS:
-            cast = function(torch.empty(0, dtype=kind, device=self.source.device), *arguments, **options)
-            if cast.device != self.source.device or not cast.is_floating_point():
+            cast = function(torch.empty(0, dtype=kind, device=source.device), *arguments, **options)
+            if cast.device != source.device or not cast.is_floating_point():
                 return None
             kind = cast.dtype
         elif name in _VIEWS:
             if (view := _view(function, sizes, arguments, options)) is None:
                 return None
             sizes = view.shape
-            rows = None if rows is None or self.source.whole is not None else _same_rows(rows, view)
+            rows = None if rows is None or source.whole is not None else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
         if name == "detach":
             rows = None if rows is None else rows.detach()
-        steps = (*self.steps, (function, arguments, options))
-        fields = dict(source=self.source, parent=self, steps=steps, rows=rows, sizes=sizes, kind=kind)
-        return self._attached(fields, self.tracked and name != "detach")
+        steps = (*state.steps, (function, arguments, options))
+        step = _State(source, sizes, kind, rows, self, steps)
+        return self._in_graph(step, state.tracked and name != "detach")
 
 
 def _real(arguments: Any, use: str) -> Any:
@@ -433,18 +430,17 @@ def _name(function: Any) -> str:
 
 
 def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options: dict) -> Tensor | None:
-    """The view on the meta device; None if its last dimension is not the vocabulary."""
-    like, entries = torch.empty(sizes, device="meta"), sizes[-1]
-    view = function(like, *arguments, **options)
-    if not isinstance(view, Tensor) or view.dim() == 0 or view.numel() == 0 or view.shape[-1] != entries:
+    """The view, of logits whose strides count rows; None if its last dimension is not the vocabulary."""
+    if any(isinstance(argument, torch.dtype) for argument in (*arguments, *options.values())):
         return None
-    of_rows = view._base is like and view.stride(-1) == 1 and view.storage_offset() % entries == 0
-    return view if of_rows and all(stride % entries == 0 for stride in view.stride()[:-1]) else None
+    view = function(torch.empty((*sizes[:-1], 1), device="meta").expand(sizes), *arguments, **options)
+    if not isinstance(view, Tensor) or view.shape[-1:] != sizes[-1:] or view.numel() == 0:
+        return None
+    return view if view.stride(-1) == 0 else None
 
 
 def _same_rows(hidden: Tensor, view: Tensor) -> Tensor:
-    """Of hidden states ``[..., D]`` the rows that a view of logits ``[..., V]`` shows."""
-    entries, width = view.shape[-1], hidden.shape[-1]
-    strides = [stride // entries * width for stride in view.stride()[:-1]]
-    offset = int(view.storage_offset()) // entries * width
-    return hidden.contiguous().as_strided((*view.shape[:-1], width), (*strides, 1), offset)
+    """Of hidden states ``[..., D]`` the rows that a view of their logits shows."""
+    width = hidden.shape[-1]
+    strides = [width * rows for rows in view.stride()[:-1]]
+    return hidden.contiguous().as_strided((*view.shape[:-1], width), (*strides, 1), width * int(view.storage_offset()))

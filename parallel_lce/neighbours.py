@@ -32,14 +32,6 @@ def is_global_group(group: Any) -> bool:
     return group is None or group is ranks.get_tensor_model_parallel_group(check_initialized=False)
 
 
-def linear_cross_entropy_module() -> Any:
-    """An output layer of the development branch; None in releases."""
-    try:
-        return importlib.import_module("megatron.core.transformer.linear_cross_entropy").LinearCrossEntropyModule
-    except ImportError:
-        return None
-
-
 # --- DeepSpeed, 0.19: its package, of the hooks on a model's outputs; the modules of the hooks of ZeRO-3 ---
 DEEPSPEED = "deepspeed."
 ZERO_MODULES = "deepspeed.runtime.zero", "deepspeed.utils.nvtx"

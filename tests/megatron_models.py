@@ -75,6 +75,7 @@ class Model:
     fusion: bool = False  # gradient_accumulation_fusion, by a stand-in for Apex
     per_token: bool = False  # calculate_per_token_loss
     frozen: bool = False
+    masked: bool = False  # half of the tokens do not count, and skip_masked
     dtype: torch.dtype = torch.float32
     budget: int | None = None
     steps: int = 2
@@ -264,7 +265,8 @@ def losses_of(model: torch.nn.Module, spec: Model, batch: Batch) -> torch.Tensor
     if spec.family == "t5":
         masks = everything, everything | batch.mask, everything
         return model(batch.tokens, batch.tokens, *masks, lm_labels=batch.labels)
-    return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+    masks = {"loss_mask": batch.counted} if spec.masked and spec.family == "gpt" else {}
+    return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels, **masks)
 
 
 @dataclass
@@ -273,6 +275,7 @@ class Batch:
     labels: torch.Tensor  # [b, s]
     positions: torch.Tensor  # [b, s]
     mask: torch.Tensor  # [1, 1, s, s]
+    counted: torch.Tensor  # [b, s], 0 or 1
 
 
 def batch(number: int, spec: Model, device: torch.device) -> Batch:
@@ -289,5 +292,11 @@ def batch(number: int, spec: Model, device: torch.device) -> Batch:
         part = torch.cat([pieces[rank], pieces[2 * spec.context - 1 - rank]])
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)[:, part]
     mask = (positions[0][:, None] < positions[0])[None, None]
-    tensors = text[:, :-1][:, part], labels[:, part], positions, mask
+    labels = labels[:, part]
+    counted = (labels >= 0).float()
+    if spec.masked:
+        counted[:, : labels.shape[1] // 2] = 0
+        if spec.family != "gpt":  # whose forwards take no mask
+            labels = labels.masked_fill(counted == 0, -100)
+    tensors = text[:, :-1][:, part], labels, positions, mask, counted
     return Batch(*(t.contiguous().to(device) for t in tensors))

@@ -5,14 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from blocks import counted_forwards
 from examples.megatron_cpu import pass_as_cuda
 from measures import assert_close, largest_error
 from megatron_models import BATCH, SEQUENCE, Model, batch, build, build_chunks, losses_of
+from parallel_lce.backends import backend_of
 from parallel_lce.megatron import patch
 from world import Member
 
@@ -27,11 +30,8 @@ class Trained:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(member: Member, spec: Model, loss_options: dict, forward_step: Callable | None = None) -> Trained:
-    """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism.
-
-    ``forward_step(spec, device, done, numbers, model)``: the schedule's, by default of the model's own loss.
-    """
+def train(member: Member, spec: Model, loss_options: dict) -> Trained:
+    """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism."""
     models = build_chunks(member, spec, loss_options)
     config, trained = models[0].config, models
     if spec.ddp:
@@ -56,7 +56,7 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
         numbers = range(step * spec.microbatches, (step + 1) * spec.microbatches)
         iterators = [iter(numbers) for _ in models]
         get_forward_backward_func()(
-            forward_step_func=partial(forward_step or _forward_step, spec, member.device, done),
+            forward_step_func=partial(_forward_step, spec, member.device, done),
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=trained,
             num_microbatches=spec.microbatches,
@@ -92,9 +92,8 @@ def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, mod
     output = losses_of(model, spec, data)
 
     def loss_function(losses: torch.Tensor):
-        done.losses.append(losses.detach().float().cpu())
-        counts = (data.labels >= 0).float()
-        total, tokens = (losses * counts).sum(), counts.sum().int()
+        done.losses.append((losses.detach() * (data.counted if spec.masked else 1)).float().cpu())
+        total, tokens = (losses * data.counted).sum(), data.counted.sum().int()
         return total, tokens, {"loss": total.detach()}
 
     return output, loss_function
@@ -130,20 +129,23 @@ def _step_downhill(models: list[torch.nn.Module], spec: Model) -> None:
 def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
     """Install the switch; the options of a TransformerConfig that ask for it."""
     patch(logits_budget=spec.budget, cross_entropy=cross_entropy)
+    if spec.masked:
+        patch(skip_masked=True)
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 
-def compare(
-    member: Member, spec: Model, cross_entropy: str = "output_layer", forward_step: Callable | None = None
-) -> None:
+def compare(member: Member, spec: Model, cross_entropy: str = "output_layer") -> None:
     """Training with the switch equals stock's. Errors of losses are absolute, those of gradients and parameters
-    relative to their norm."""
+    relative to their norm. Masked tokens are not projected."""
     # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
     drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
-    stock = train(member, replace(spec, fusion=False) if drops else spec, {}, forward_step)
+    stock = train(member, replace(spec, fusion=False) if drops else spec, {})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="parallel_lce")  # no real logits may appear
-        ours, tolerance = train(member, spec, switched(spec, cross_entropy), forward_step), tolerance_of(spec)
+        with counted_forwards(backend_of(torch.zeros(1, 1, device=member.device))) as rows:
+            ours, tolerance = train(member, spec, switched(spec, cross_entropy)), tolerance_of(spec)
+    if spec.masked:
+        _check_rows(sum(rows), member, spec)
     for a, b in zip(ours.losses, stock.losses, strict=True):
         assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
     for found, truth in zip([*ours.gradients, ours.parameters], [*stock.gradients, stock.parameters], strict=True):
@@ -152,6 +154,14 @@ def compare(
             assert (tensor is None) == (truth[name] is None), name
             if tensor is not None:
                 assert_close(tensor, truth[name], tolerance, 1e-12 * tolerance, name)
+
+
+def _check_rows(rows: int, member: Member, spec: Model) -> None:
+    """Half of the tokens do not count. MTP has other labels, and from 0.19 on the largest logits of all tokens."""
+    heads, new = spec.mtp or 0, tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
+    tokens = BATCH * SEQUENCE // spec.context * spec.steps * spec.microbatches
+    last = member.rank >= member.ranks - member.ranks // spec.pipeline
+    assert bool(rows) == last and rows <= tokens * (0.5 + heads * (1 + new)), rows
 
 
 def tolerance_of(spec: Model) -> float:

@@ -109,6 +109,8 @@ USES = {
     "a soft-cap in fp32": (lambda z: 30 * torch.tanh(z.to(torch.float32) / 30), True),
     "a view": (lambda z: z.view(-1, V), True),
     "transposed": (lambda z: z.transpose(0, 1).contiguous().transpose(0, 1), True),
+    "reshaped": (lambda z: z.transpose(0, 1).reshape(-1, V), True),
+    "copied by indices": (lambda z: z[[1, 0]], False),
     "indexed": (lambda z: z[:, :, None][..., 0, :], True),
     "a use beside it, then a step": (lambda z: _looked_at(z) * 2, True),
     "a use beside it": (_looked_at, True),
@@ -186,8 +188,9 @@ def test_programs_see_a_tensor():
         for other in (pickle.loads(pickle.dumps(z)), copy.deepcopy(z), z + 0):
             assert type(other) is torch.Tensor
             assert_close(other, nn.functional.linear(z.source.hidden, z.source.weight, z.source.bias), 1e-12)
-        for kind in (torch.int64, "meta"):
-            assert type(z.source.layer(z.source.hidden).to(kind)) is torch.Tensor
+        z = z.source.layer(z.source.hidden)
+        for other in (z.to(torch.int64), z.to("meta"), z.view(torch.int64)):
+            assert type(other) is torch.Tensor and (other.is_meta or other.dtype == torch.int64)
     z = z.source.layer(z.source.hidden)
     z.retain_grad()
     loss_of(z)[0].backward()

@@ -2,14 +2,13 @@
 is fully sharded. patch(), fuse() and explain(), refusals, and ``python -m parallel_lce.megatron SCRIPT``, by which
 unedited scripts get the loss by their own arguments."""
 
-import importlib
 import inspect
 import os
 import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,13 +21,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import megatron.core
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import gpt_model
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from measures import assert_close
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.megatron import __main__ as launcher
-from parallel_lce.megatron import explain, fuse, heads, loss, patch, token_log_probs, unpatch
+from parallel_lce.megatron import explain, fuse, loss, patch, token_log_probs, unpatch
 from tools import arguments_to, on_ranks
 from world import Member, forget, launched
 
@@ -210,27 +208,26 @@ def test_a_loss_that_is_chosen_in_the_constructor(member):
         unpatch()
 
 
-@pytest.mark.parametrize("real", [False, True])
 @on_ranks(2)
-def test_an_output_layer_that_returns_losses(member, real):
-    """As of Megatron's development branch."""
-    module = ModuleType("megatron.core.transformer.linear_cross_entropy")
-    module.LinearCrossEntropyModule = type("LinearCrossEntropyModule", (ColumnParallelLinear,), {})
+def test_an_output_layer_that_can_return_losses(member):
+    """As of Megatron's development branch: it is fused as one that returns logits, in models that want these."""
+
+    class LinearCrossEntropyModule(ColumnParallelLinear):
+        def forward(self, input_, weight=None, runtime_gather_output=None, output_cross_entropy_loss=False, **named):
+            return super().forward(input_, weight, runtime_gather_output)
+
+    def results(model, data, ours):
+        assert type(model.output_layer).__name__ == "LinearCrossEntropyModule"
+        losses = losses_of(model, spec, data)
+        model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "linear"
+        assert not ours or "returns losses of Megatron's own" in fuse(model)[0]
+        return [losses, *torch.autograd.grad(losses.mean(), [*model.parameters()])]
+
     spec = Model(ranks=member.ranks, sequence_parallel=True)
-    options = switched(spec)
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
-        importlib.reload(heads)
-        with mock.patch.object(gpt_model.tensor_parallel, "ColumnParallelLinear", module.LinearCrossEntropyModule):
-            layer = build(member, spec, options).output_layer
-        layer.disable_grad_reduce, data = real, batch(0, spec, member.device)
-        hidden = torch.randn(SEQUENCE // member.ranks, BATCH, HIDDEN).to(member.device)
-        logits = gather_from_tensor_model_parallel_region(layer(hidden)[0]).transpose(0, 1).flatten(0, 1)
-        labels = data.labels.flatten()
-        for reduction in ("none", "sum", "mean"):
-            found = layer(hidden, output_cross_entropy_loss=True, labels=data.labels, reduction=reduction)
-            truth = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
-            assert_close(found.flatten(), truth.flatten(), 1e-5)
-    importlib.reload(heads)
+    with mock.patch.object(gpt_model.tensor_parallel, "ColumnParallelLinear", LinearCrossEntropyModule):
+        with mock.patch.object(loss, "run", wraps=loss.run) as fused:
+            side_by_side(member, spec, results)
+    assert fused.call_count == 1
 
 
 # --- the launcher -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Megatron's output layers, as subclasses that return deferred logits."""
+"""Megatron's output layer, as a subclass that returns deferred logits."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import importlib
 from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.private import outside_graphs, parameters_of
-from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
+from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.heads import Derived, fused_class, is_unit
-from parallel_lce.megatron.loss import losses_of, swapped
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
 from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion, running
-from parallel_lce.neighbours import MEGATRON, linear_cross_entropy_module
-from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+from parallel_lce.neighbours import MEGATRON
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -27,21 +25,23 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Any, Tensor | None]:
-        own, fusion = parameters_of(self).get("weight"), vars(self).get(MARK)
-        used: Any = own if weight is None else weight
-        wants_losses = fusion is not None and fusion.has_labels and fusion.settings.cross_entropy == "output_layer"
-        reason = ""  # the caller wants logits
-        if wants_losses or running.get() is not None:
-            reason = _why_real(self, own, used)
-        if reason is not None:
-            self._say(reason)
-            keep_autograd_gradient(used)
-            return super().forward(input_, weight, runtime_gather_output)
-        stock = super().forward
+        fusion: Fusion = vars(self)[MARK]
+        own = parameters_of(self).get("weight")
+        used, stock = own if weight is None else weight, super().forward
 
-        def make(hidden: Tensor) -> Tensor:
+        def real(hidden: Tensor) -> Any:
             keep_autograd_gradient(used)
-            return stock(hidden, weight, runtime_gather_output)[0]
+            return stock(hidden, weight, runtime_gather_output)
+
+        wants_loss = fusion.has_labels and fusion.settings.cross_entropy == "output_layer"
+        if not (wants_loss or running.get()):
+            return real(input_)
+        if (reason := _why_real(self, own, used)) is not None:
+            fusion.say(self.training, reason)
+            return real(input_)
+
+        def say(_: Source, use: str) -> None:
+            fusion.say(self.training, f"{use!r} of the output layer's result wants them")
 
         group: Any = self.tp_group
         whole: Any = None
@@ -50,24 +50,12 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         if self.sequence_parallel and ranks > 1:
             first, whole = ranks * first, functools.partial(gather_from_sequence_parallel_region, group=group)
         bias = None if self.skip_bias_add else self.bias
-        call: Any = Source(self, input_, used, bias, make, self._say_use, whole=whole)
+        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole)
         call.shared = weight is not None  # for the loss
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
         logits = DeferredLogits.of(call, (first, *others, entries), getattr(self, "output_dtype", None))
         return logits, self.bias if self.skip_bias_add else None
-
-    def _say(self, use: str) -> None:
-        if not use:
-            return
-        if (scoring := running.get()) is not None:
-            raise scoring.refused(use)
-        fusion: Fusion = vars(self)[MARK]
-        changes = fusion.settings.changes()
-        fusion.say(self.training, f"{use}; a program's own loss of them has no {changes}" if changes else use)
-
-    def _say_use(self, _: Source, use: str) -> None:
-        self._say(f"{use!r} of the output layer's result wants them")
 
 
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
@@ -100,80 +88,40 @@ def is_megatrons(function: Any) -> bool:
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
 
 
-_known: list[Any] = []
-"""The functions of ``MEGATRON`` that were found to be Megatron's. A program may replace one later: each call
-compares."""
-
-
 @functools.cache
-def _owners() -> list[tuple[dict, str, str]]:
-    """Of each function in ``MEGATRON`` the attributes that hold it, its name there, and its place."""
+def _places() -> list[tuple[str, dict, str]]:
+    """Of each function in ``MEGATRON`` its place, the attributes that hold it, and its name there."""
     found = []
     for place, names in MEGATRON.items():
         module, _, kind = place.partition(":")
         owner: Any = importlib.import_module(module)
         owner = getattr(owner, kind) if kind else owner
-        found += [(vars(owner), name, f"{kind or module}.{name}") for name in names.split()]
+        found += [(f"{kind or module}.{name}", vars(owner), name) for name in names.split()]
     return found
+
+
+_known: dict[str, Any] = {}  # by place, the functions that were found to be Megatron's
 
 
 def _replaced() -> str | None:
     """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
-    The fused loss stands for Megatron's own alone."""
-    owners = _owners()
-    functions = [attributes.get(name) for attributes, name, _ in owners]
-    if functions == _known:
-        return None
-    for function, (_, _, place) in zip(functions, owners):
-        if function is not None and not is_megatrons(function):
-            return f"{place} is not Megatron's own; leave Megatron's in place"
-    _known[:] = functions
+    The fused loss stands for Megatron's own alone. A program may replace one later: each call looks."""
+    for place, attributes, name in _places():
+        function = attributes.get(name)
+        if function is not _known.get(place):
+            if not is_megatrons(function):
+                return f"{place} is not Megatron's own; leave Megatron's in place"
+            _known[place] = function
     return None
 
 
-_module = linear_cross_entropy_module()
-
-
-class LinearCrossEntropyModule(ColumnParallelLinear, _module or layers.ColumnParallelLinear):  # pyright: ignore[reportGeneralTypeIssues]
-    """The output layer of Megatron's development branch, which may return losses."""
-
-    @outside_graphs
-    def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        output_cross_entropy_loss: bool = False,
-        labels: Tensor | None = None,
-        reduction: str = "none",
-        ignore_index: int = -100,
-    ) -> Any:
-        """Logits; or with ``output_cross_entropy_loss`` the losses of ``labels [b, s]``, 0 where they are
-        ``ignore_index``. ``reduction="sum"`` adds them up on this rank; ``"mean"`` divides by their number."""
-        if not output_cross_entropy_loss:
-            return super().forward(input_, weight, runtime_gather_output)
-        logits, bias = super().forward(input_, weight, False)
-        assert labels is not None
-        logits, target = logits if bias is None else logits + bias, labels.transpose(0, 1)
-        if isinstance(logits, DeferredLogits) and logits.why_not_fused() is None:
-            losses = losses_of(logits, labels, ignore_index)
-        else:
-            real = logits.real(THE_LOSS) if isinstance(logits, DeferredLogits) else logits
-            group: Any = self.tp_group
-            losses = vocab_parallel_cross_entropy(real, target, tp_group=group)
-            losses = losses.masked_fill(target == ignore_index, 0.0)
-        total = swapped(losses) if reduction == "none" else losses.sum()
-        return total / (target != ignore_index).sum() if reduction == "mean" else total
-
-
-def fuse_head(layer: nn.Module | None, fusion: Fusion) -> str | None:
+def fuse_head(layer: Any, fusion: Fusion) -> str | None:
     """Give the output layer a class that returns deferred logits. Returns why not, None if it has one."""
     if layer is None:
         return NO_HEAD
     if not isinstance(layer, layers.ColumnParallelLinear):
         kind = type(layer).__name__
         return f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"
-    of_losses = _module is not None and isinstance(layer, _module)
-    layer.__class__ = fused_class(type(layer), LinearCrossEntropyModule if of_losses else ColumnParallelLinear)
+    layer.__class__ = fused_class(type(layer), ColumnParallelLinear)
     vars(layer)[MARK] = fusion
     return None

@@ -15,11 +15,11 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import NO_LABEL, check_flag
+from parallel_lce.core.options import NO_LABEL
 from parallel_lce.deferred import DeferredLogits
 from parallel_lce.megatron.loss import model_group, run, statistics, swapped
 from parallel_lce.megatron.settings import Fusion, running
-from parallel_lce.megatron.switch import explain, fuse, language_model, replace_loss
+from parallel_lce.megatron.switch import explain, fuse, language_model
 from parallel_lce.run.entry import fused_token_loss
 
 
@@ -31,22 +31,12 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor | None = None
 
 
-class Scoring:
+class Scoring(NamedTuple):
     """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits)``, a tuple of tensors."""
 
-    def __init__(self, function: str, labels: Tensor, of: Callable[[DeferredLogits], tuple]) -> None:
-        self.function, self.labels, self._of = function, labels, of
-
-    def score(self, logits: Any) -> tuple[Tensor, ...]:
-        if not isinstance(logits, DeferredLogits):
-            kind = type(logits).__name__
-            raise self.refused(f"something has replaced the output layer's result, by one of type {kind}")
-        if (reason := logits.why_not_fused()) is not None:
-            raise self.refused(reason)
-        found = self._of(logits)
-        for value in found:
-            logits.source.close_after(value)
-        return found
+    function: str
+    labels: Tensor
+    of: Callable[[DeferredLogits], tuple]
 
     def refused(self, reason: str) -> RuntimeError:
         return RuntimeError(f"{self.function} makes no logits: {reason}")
@@ -71,16 +61,13 @@ def token_log_probs(
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
-        input_ids, position_ids, attention_mask: as in the model's forward.
-        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
-            parallelism these are this rank's labels, and with packed sequences ``[1, tokens]``. The label -100 has the
-            log-probability 0, without a gradient; another one outside the vocabulary, to which padding rows belong, has
-            NaN, and on a CPU it is refused. May be None on pipeline stages other than the last.
-        temperature: divides the logits: a number > 0; or a floating-point tensor of the labels' shape, the same on all
-            tensor-parallel ranks, without a gradient, whose values are not checked.
+        input_ids, position_ids, attention_mask, forward_arguments: as in the model's forward. ``loss_mask`` masks only
+            the losses of multi-token prediction, whose gradients any backward through the result includes.
+        labels: ``[b, s]``, already shifted: this rank's under context parallelism, ``[1, tokens]`` of packed sequences.
+            Targets as in :func:`parallel_lce.token_statistics`; padding rows belong to the vocabulary unless the
+            setting ``vocab_size`` excludes them. May be None on pipeline stages other than the last.
+        temperature: divides the logits: a number > 0, or one per token ``[b, s]``, as in that function.
         entropy: whether to return the entropy of the divided logits, too.
-        forward_arguments: further keyword arguments of the model's forward. ``loss_mask`` masks only the losses of
-            multi-token prediction, whose gradients any backward through the result includes, once per call.
 
     Returns:
         On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output.
@@ -95,7 +82,6 @@ def token_log_probs(
         RuntimeError: something in the model's forward makes real logits.
     """
     inner = _scored_model(model)
-    check_flag("entropy", entropy)
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
@@ -103,8 +89,7 @@ def token_log_probs(
         return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
-    output, last = _scored("token_log_probs", inner, call, labels, of)
-    return TokenLogProbs(*output) if last else output
+    return _scored("token_log_probs", inner, call, labels, of, lambda scores: TokenLogProbs(*scores))
 
 
 @public
@@ -138,25 +123,27 @@ def token_loss(
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
         named = dict(loss=loss, values=tuple(map(swapped, values)))
-        total, metrics = run(logits, labels, fused_token_loss, options, temperature, **named)
+        total, metrics = run(logits, labels, fused_token_loss, temperature, named, **options)
         names.extend(metrics)
         return total, *map(swapped, metrics.values())
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
-    output, last = _scored("token_loss", inner, call, labels, of)
-    return (output[0], dict(zip(names, output[1:]))) if last else output
+    return _scored("token_loss", inner, call, labels, of, lambda scores: (scores[0], dict(zip(names, scores[1:]))))
 
 
 def _scored(
-    function: str, inner: Any, call: Callable[[], Any], labels: Tensor | None, of: Callable[[DeferredLogits], tuple]
-) -> tuple[Any, bool]:
-    """The output of a ``call`` of the model, whose loss is ``of(logits)``; and whether it is of the last pipeline
-    stage."""
+    function: str,
+    inner: Any,
+    call: Callable[[], Any],
+    labels: Tensor | None,
+    of: Callable[[DeferredLogits], tuple],
+    result: Callable[[tuple], Any],
+) -> Any:
+    """The output of a ``call`` of the model, ``result(of(logits))`` on the last pipeline stage."""
     scoring = None
     if getattr(inner, "post_process", True):
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
-        replace_loss()
         if explain(inner) != ["fused"] and (reason := fuse(inner)[0]) != "fused":
             raise ValueError(f"{function} makes no logits: {reason}")
         scoring = Scoring(function, labels, of)
@@ -169,12 +156,14 @@ def _scored(
         output = call()
     finally:
         running.reset(token)
-    if scoring is not None and not isinstance(output, tuple):
+    if scoring is None:
+        return output
+    if not isinstance(output, tuple):
         raise RuntimeError(
             f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
             f"it is given, and returned {type(output).__name__}"
         )
-    return output, scoring is not None
+    return result(output)
 
 
 def _scored_model(model: Any) -> Any:

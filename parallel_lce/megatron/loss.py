@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,16 +12,17 @@ from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import MARK, Chosen, Fusion, counted, running
+from parallel_lce.megatron.settings import MARK, Fusion, counted, running
 from parallel_lce.neighbours import is_global_group
 from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.results import TokenStatistics
-from parallel_lce.run.token_count import TokenCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
+_REAL = "the loss gets real logits: leave the output layer's forward in place, fuse(model) if it is new"
 
 
 class TokenMetrics(NamedTuple):
@@ -44,37 +47,50 @@ def token_metrics(model: nn.Module) -> TokenMetrics:
     raise ValueError("model has no token metrics: call patch(token_metrics=True), then the model with labels")
 
 
-def model_loss(
-    model: Any, fusion: Fusion, own: Callable, labels: Tensor, logits: Any, *others: Any, **named: Any
-) -> Any:
-    """A fused model's ``compute_language_model_loss(labels [b, s], logits)``: losses fp32 ``[b, s]``.
+def with_fused_loss(own: Any) -> Any:
+    """``compute_language_model_loss(labels [b, s], logits)`` of ``LanguageModule``, with this package's loss of fused
+    models: fp32 ``[b, s]``, or the scores of labels that are scored.
 
     Deferred logits get the fused loss, real ones Megatron's ``own``; if that does not take the model's group,
     :func:`parallel_lce.vocab_parallel_cross_entropy`. Raises ``RuntimeError`` if a setting changes the loss, and it
     cannot be fused.
     """
-    chosen = fusion.settings
-    by_choice, deferred = chosen.cross_entropy == "logits", isinstance(logits, DeferredLogits)
-    if not by_choice:
-        reason = "the loss gets real logits: give the model labels, and fuse(model) again if its output layer is new"
+    if not inspect.isfunction(own):
+        return own
+
+    @outside_graphs
+    @functools.wraps(own)
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
+        fusion: Fusion | None = vars(self).get(MARK)
+        if fusion is None or fusion.reason is not None:
+            return own(self, labels, logits, *others, **named)
+        scoring, chosen, deferred = running.get(), fusion.settings, isinstance(logits, DeferredLogits)
+        scores = scoring if scoring and labels is scoring.labels else None
+        if scoring and not (scores or self.training or torch.is_grad_enabled()):
+            return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
+        by_choice = chosen.cross_entropy == "logits" and not scores
+        if not by_choice:
+            reason = logits.why_not_fused() if deferred else _REAL
+            if reason is None:
+                found = scores.of(logits) if scores else (_fused(self, chosen, logits, labels),)
+                logits.source.close_after(*found)
+                return found if scores else found[0]
+            if scores:
+                raise scores.refused(reason)
+            if changes := chosen.changes():
+                raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
+            if deferred or not fusion.said:  # else the output layer has said why
+                fusion.say(self.training, reason)
         if deferred:
-            reason = logits.why_not_fused()
-        if reason is None:
-            losses = _fused(model, fusion, logits, labels)
-            logits.source.close_after(losses)
-            return swapped(losses)
-        if changes := chosen.changes():
-            raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
-        if deferred or not fusion.said:  # else the output layer has said why
-            fusion.say(model.training, reason)
-    if deferred:
-        logits = logits.real(THE_LOSS)
-    group = model_group(model)
-    if by_choice or (isinstance(model.config.cross_entropy_fusion_impl, Chosen) and not is_global_group(group)):
-        losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
-    else:
-        losses = own(model, labels, logits, *others, **named)
-    return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
+            logits = logits.real(THE_LOSS)
+        group = model_group(self)
+        if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(group)):
+            losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
+        else:
+            losses = own(self, labels, logits, *others, **named)
+        return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
+
+    return compute_language_model_loss
 
 
 def model_group(model: Any) -> Any:
@@ -88,19 +104,12 @@ def swapped(tokens: Tensor) -> Tensor:
     return tokens.transpose(0, 1).contiguous()
 
 
-def _count_of(labels: Tensor) -> TokenCount | None:
-    """How many of the labels count, if they are those of the model's call. None if no labels are skipped."""
-    of_call = counted.get()
-    return None if of_call is None else of_call.of(labels)
-
-
-def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
-    """Losses ``[s, b]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
+def _fused(model: Any, chosen: Any, logits: DeferredLogits, labels: Tensor) -> Tensor:
+    """Losses ``[b, s]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
-    chosen = fusion.settings
     ignored = NO_LABEL if chosen.skip_masked else None
-    if not chosen.token_metrics or running.get() is not None:
-        return losses_of(logits, labels, ignored, _count_of(labels))
+    if not chosen.token_metrics or running.get():
+        return swapped(run(logits, labels, fused_loss, reduction="none", ignore_index=ignored, outside_is_nan=False))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     target = as_int64(labels.transpose(0, 1))
@@ -116,37 +125,33 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
         losses, *metrics = (value.masked_fill(target == ignored, 0) for value in (losses, *metrics))
     # Copies: the losses may be changed in place, and Megatron's schedules free their memory.
     vars(model)[_METRICS] = TokenMetrics(*[swapped(value.detach()).clone() for value in metrics])
-    return losses
-
-
-def losses_of(
-    logits: DeferredLogits, labels: Tensor, ignore_index: int | None, count: TokenCount | None = None
-) -> Tensor:
-    """Losses ``[s, b]`` of ``labels [b, s]``. A token with the label ``ignore_index`` has loss 0 and no gradient; it
-    costs nothing if the others were counted."""
-    options = dict(reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return run(logits, labels, fused_loss, options, counted_tokens=count)
+    return swapped(losses)
 
 
 def statistics(
     logits: DeferredLogits, labels: Tensor, temperature: float | Tensor = 1.0, **options: Any
 ) -> TokenStatistics:
     """``[s, b]`` each, of ``labels [b, s]``; of those that are not -100 alone, if these were counted."""
-    count = _count_of(labels)
-    mask = None if count is None else as_int64(labels.transpose(0, 1)) != NO_LABEL
-    return run(logits, labels, fused_statistics, options, temperature, mask=mask, counted_tokens=count)
+    mask = None if _count_of(labels) is None else as_int64(labels.transpose(0, 1)) != NO_LABEL
+    return run(logits, labels, fused_statistics, temperature, dict(mask=mask), **options)
+
+
+def _count_of(labels: Tensor) -> Any:
+    """How many of the labels count, if they are those of the model's call. None if no labels are skipped."""
+    of_call = counted.get()
+    return None if of_call is None else of_call.of(labels)
 
 
 def run(
     logits: DeferredLogits,
     labels: Tensor,
     entry: Callable[..., Any],
-    given: dict[str, Any],
     temperature: float | Tensor = 1.0,
-    **named: Any,
+    named: dict[str, Any] | None = None,
+    **given: Any,
 ) -> Any:
-    """``entry``, of :mod:`parallel_lce.run.entry`, with the ``given`` options, the model's settings and the ``named``
-    arguments. ``labels [b, s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
+    """``entry``, of :mod:`parallel_lce.run.entry`, with the ``named`` arguments, the ``given`` options and the model's
+    settings. ``labels [b, s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
@@ -166,7 +171,7 @@ def run(
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, labels.transpose(0, 1), bias, temperature=each)
-        of_call = Options("Megatron's output layer", **options)
-        return entry(of_call, tensors, layer.tp_group, main_grad=main_grad, **named)
+        of_call, count = Options("Megatron's output layer", **options), _count_of(labels)
+        return entry(of_call, tensors, layer.tp_group, main_grad=main_grad, counted_tokens=count, **(named or {}))
 
     return logits.run(loss)

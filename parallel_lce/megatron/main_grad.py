@@ -13,10 +13,10 @@ from parallel_lce.core.private import accumulates, has_hooks
 
 def keep_autograd_gradient(weight: Tensor | None) -> None:
     """Make DDP add autograd's gradient of ``weight`` to its main_grad. It drops that otherwise, with the gradient of
-    real logits: the fused loss, which adds its dW itself, sets ``grad_added_to_main_grad``. The gradient of a weight
-    that Megatron shards once more may be anything."""
-    sharded_once_more = getattr(weight, "is_gtp_weight_remat", False)
-    if weight is not None and torch.is_grad_enabled() and weight.requires_grad and not sharded_once_more:
+    real logits: the fused loss, which adds its dW itself, sets ``grad_added_to_main_grad``."""
+    if weight is None or getattr(weight, "is_gtp_weight_remat", False):  # the gradient of the latter may be anything
+        return
+    if torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 

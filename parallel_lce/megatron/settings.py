@@ -79,17 +79,12 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
     return settings
 
 
-class Chosen(str):
-    """ "native", in the configuration of a model that chose this package: Megatron's own code knows that name. There
-    ``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
-
-
 class Fusion:
     """What a fused model and its output layer share: settings, and what was said. ``reason``: why a model is not
-    fused."""
+    fused. ``own``: its settings; None: those of ``patch``."""
 
-    def __init__(self, model: Any, settings: Settings | None = None, reason: str | None = None) -> None:
-        self.own_settings, self.reason = settings, reason  # None: those of patch()
+    def __init__(self, model: Any, own: Settings | None = None, reason: str | None = None) -> None:
+        self.own, self.reason = own, reason
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         self.parameters = [*inspect.signature(model.forward).parameters]
@@ -100,13 +95,18 @@ class Fusion:
 
     @property
     def settings(self) -> Settings:
-        return current if self.own_settings is None else self.own_settings
+        return self.own or current
 
     def say(self, training: bool, reason: str) -> None:
-        """Warn, once for a reason, that training makes logits: on one of the ranks that have the output layer."""
+        """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a
+        reason, on one of the ranks that have the output layer."""
+        if (scoring := running.get()) is not None:
+            raise scoring.refused(reason)
         if training and torch.is_grad_enabled() and reason not in self.said:
             self.said.add(reason)
-            say(f"training makes the whole logits, which need not exist: {reason}")
+            changes = self.settings.changes()
+            others = f"; a program's own loss of them has no {changes}" if changes else ""
+            say(f"training makes the whole logits, which need not exist: {reason}{others}")
 
 
 def say(words: str) -> None:

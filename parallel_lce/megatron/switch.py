@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, as_int64
-from parallel_lce.core.private import hooks, outside_graphs
+from parallel_lce.core.private import hooks
 from parallel_lce.megatron import settings
-from parallel_lce.megatron.loss import model_loss
-from parallel_lce.megatron.settings import MARK, Chosen, Fusion, counted, running
+from parallel_lce.megatron.loss import with_fused_loss
+from parallel_lce.megatron.settings import MARK, Fusion, counted, running
 from parallel_lce.patching import Replacements
 from parallel_lce.run.token_count import LabelCount
 
 IMPLEMENTATION = "parallel_lce"
-KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()
-"""Default of a setting: that of an earlier call, else its own."""
+KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()  # a setting is that of an earlier call, else its own
 _LOSS = "compute_language_model_loss"
 _replacements = Replacements()
 fuses_native = False
@@ -43,9 +41,8 @@ def patch(
     package's loss, of models that are built from now on. Other models say once that they are not fused.
 
     A later call changes the given settings of all models that it fused, from their next loss on, and keeps the others;
-    None gives a setting its default. Three methods of Megatron's ``LanguageModule`` are replaced: ``__init__``, in
-    which such a configuration becomes that of Megatron's unfused loss; ``setup_embeddings_and_output_layer``; and
-    ``compute_language_model_loss``.
+    None gives a setting its default. Replaced are ``__init__``, ``setup_embeddings_and_output_layer`` and
+    ``compute_language_model_loss`` of Megatron's ``LanguageModule``.
 
     Args:
         logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
@@ -66,9 +63,12 @@ def patch(
     resolved = settings.resolve(settings.current, {n: value for n, value in locals().items() if value is not KEPT})
     language_module = _language_module()
     settings.current = resolved
-    _replacements.replace(language_module, "__init__", _consuming)
-    _replacements.replace(language_module, "setup_embeddings_and_output_layer", _fusing)
-    replace_loss()
+    for name, make in (
+        ("__init__", _consuming),
+        ("setup_embeddings_and_output_layer", _fusing),
+        (_LOSS, with_fused_loss),
+    ):
+        _replacements.replace(language_module, name, make)
 
 
 def unpatch() -> None:
@@ -88,19 +88,12 @@ def fuse(model: Any, **given: Any) -> list[str]:
     layer becomes a subclass of the same name, with the same parameters and state dict. Where the loss cannot be fused,
     Megatron's own runs, and :class:`LogitsWarning` says why.
 
-    Returns for each chunk "fused", or the reason why not. Collectives: none.
-
-    Raises:
-        ImportError, ValueError: as :func:`patch`; or a chunk is no language model of Megatron's.
+    Returns for each chunk "fused", or the reason why not. Collectives: none. Raises as :func:`patch`, and
+    ``ValueError`` for a chunk that is no language model of Megatron's.
     """
     chunks, own = _chunks(model), settings.resolve(settings.Settings(), given) if given else None
-    replace_loss()
-    return [_fuse_one(chunk, own).reason or "fused" for chunk in chunks]
-
-
-def replace_loss() -> None:
-    """Let fused models use this package's loss."""
-    _replacements.replace(_language_module(), _LOSS, _loss)
+    _replacements.replace(_language_module(), _LOSS, with_fused_loss)
+    return [_fuse_one(chunk, own) or "fused" for chunk in chunks]
 
 
 def explain(model: Any) -> list[str]:
@@ -125,7 +118,8 @@ def _explained(model: Any) -> str:
     return fusion.reason or "fused"
 
 
-def _fuse_one(model: Any, own: settings.Settings | None) -> Fusion:
+def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
+    """Returns why the model is not fused; None if it is."""
     from parallel_lce.megatron.heads import fuse_head, is_megatrons
 
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
@@ -133,12 +127,14 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> Fusion:
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
     elif model.config.defer_embedding_wgrad_compute:
         fusion.reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
+    elif model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "linear":
+        fusion.reason = "its output layer returns losses of Megatron's own (of its development branch)"
     else:
         fusion.reason = fuse_head(getattr(model, "output_layer", None), fusion)
     if _begin_call not in hooks(model, "forward_pre"):
         model.register_forward_pre_hook(_begin_call, with_kwargs=True)
     vars(model)[MARK] = fusion
-    return fusion
+    return fusion.reason
 
 
 def language_model(model: Any) -> Any:
@@ -167,6 +163,11 @@ def _language_module() -> Any:
     return LanguageModule
 
 
+class _Chosen(str):
+    """ "native", in the configuration of a model that chose this package: Megatron's own code knows that name. There
+    ``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
+
+
 def _consuming(own: Callable) -> Callable:
     @functools.wraps(own)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
@@ -175,7 +176,7 @@ def _consuming(own: Callable) -> Callable:
         chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
         if chosen and config.cross_entropy_loss_fusion:
             # Megatron 0.20 raises for names that it does not know.
-            config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = Chosen("native"), False
+            config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _Chosen("native"), False
         own(self, *given, **named)
 
     return __init__
@@ -186,8 +187,8 @@ def _fusing(own: Callable) -> Callable:
     def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
         name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
-        if isinstance(name, Chosen):
-            reason = _fuse_one(self, None).reason
+        if isinstance(name, _Chosen):
+            reason = _fuse_one(self, None)
         else:
             found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"
             reason = f"its configuration has {found}, not True and 'parallel_lce'"
@@ -198,29 +199,9 @@ def _fusing(own: Callable) -> Callable:
     return setup_embeddings_and_output_layer
 
 
-def _loss(own: Any) -> Any:
-    if not inspect.isfunction(own):
-        return own
-
-    @outside_graphs
-    @functools.wraps(own)
-    def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
-        fusion = vars(self).get(MARK)
-        if fusion is None or fusion.reason is not None:
-            return own(self, labels, logits, *others, **named)
-        if (scoring := running.get()) is not None:
-            if labels is scoring.labels:
-                return scoring.score(logits)
-            if not (self.training or torch.is_grad_enabled()):  # the loss of a head that nobody reads
-                return torch.zeros(labels.shape, device=labels.device)
-        return model_loss(self, fusion, own, labels, logits, *others, **named)
-
-    return compute_language_model_loss
-
-
 def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Before a fused model's forward: learns whether its caller wants losses or logits; and with ``skip_masked`` makes
-    the labels of masked tokens -100, and begins to count the others."""
+    """Before a fused model's forward: whether its caller wants losses; and with ``skip_masked`` the labels of masked
+    tokens become -100, and the count of the others begins."""
     fusion: Fusion = vars(model)[MARK]
     arguments = {**dict(zip(fusion.parameters, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")

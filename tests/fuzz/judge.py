@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cases import DTYPES
-from fuzz.draw import Configuration
+from fuzz.draw import GROUPED, Configuration
 from fuzz.run import assemble, require
 from fuzz.truth import Rounding, bounds, dense, half_spacing, of_product
 from fuzz.values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
@@ -183,7 +183,7 @@ def _of_groups(
     groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
     if not c.sure:
         groups = {"flat": counts & (truth["log_p"].amax(1) - truth["log_p"].amin(1) < _FLAT)}
-    if c.edge in ("cap", "flat", "mean", "window"):
+    if c.edge in GROUPED:
         groups = {"all": counts}
     for name, value in found.items():
         base = name.removesuffix(" again")
@@ -210,7 +210,7 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
     """How far roundings may move a result though torch has none."""
     u, exact = Rounding(c).u, truth[base].abs()
     if base == "dtoken_weight":
-        return half_spacing(getattr(torch, c.weight_dtype)) * exact + _ROUNDINGS * u
+        return half_spacing(torch.float32) * exact + _ROUNDINGS * u
     if not base.startswith("d"):
         # A log-probability is the difference of two rounded numbers, which may be as large as a soft-cap.
         return _ROUNDINGS * u * (exact + 1)

@@ -386,10 +386,9 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
     parts = {name: value.split([_SAMPLES, _SPLIT]) for name, value in moved.items()}
     found = {name: torch.maximum(_FURTHER * each.amax(0), split.amax(0)) for name, (each, split) in parts.items()}
     for name in ("dinput", "dweight", "dbias"):
-        n, other = (c.V, "weight") if name == "dinput" else (c.N, "input")
+        n = c.V if name == "dinput" else c.N
         (size, rounded), (terms, _) = (of_product(c, o, truth, name, part) for part in ("G", "terms"))
-        # Roundings of equal terms all go the same way.
-        found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded
+        found[name] += r.u * _sum_of(n) * size + rounded
         found[name] += sum(of_product(c, o, truth, name, part)[0] for part in ("underflow", "coded")) + r.tiny * n
         if c.kind == "divergence" and c.reduction != "none":
             # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
@@ -399,11 +398,6 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
             found[name] += r.low * size
         if r.any_fp16:
             found[name] = (found[name] + _FP16_SMALLEST).masked_fill(terms > _FP16_REACH, torch.inf)
-    if c.token_weight:
-        size = truth["dtoken_weight"].abs()
-        if c.weight_learns:
-            found["dtoken_weight"] += half_spacing(getattr(torch, c.weight_dtype)) * size
-        if c.weight_dtype == "float16":
-            found["dtoken_weight"] += _FP16_SMALLEST
-            found["dtoken_weight"] = found["dtoken_weight"].masked_fill(size > _FP16_REACH, torch.inf)
+    if c.weight_learns:
+        found["dtoken_weight"] += half_spacing(torch.float32) * truth["dtoken_weight"].abs()
     return found

@@ -359,7 +359,8 @@ def _targets(random: Random, d: dict) -> dict:
     return _each(
         random,
         target_dtype=("int64", "int64", "int32"),
-        targets=("inside", "outside") if statistics else ("inside",) * 9 + ("outside",),
+        # A loss of a target outside is NaN.
+        targets=("inside", "outside") if statistics else ("inside",) * 9 + ("outside",) * (d["kind"] != "loss"),
         no_target=(False,) * 6 + (without,),
         ignored=("none",) * 3 + ("some",) * 8 + ("all",),
         ignore_index=(None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1),
@@ -379,9 +380,6 @@ def _loss(random: Random, d: dict) -> dict:
     if d["bias"] == "masked" and d["softcap"] is None and smoothing and weight:
         # Infinite losses times 0 mean nothing.
         found["bias"] = "plain"
-    if found["reduction"] != "none" or d["debug"]:
-        # With targets outside all is NaN then, or refused.
-        found["targets"] = "inside"
     found["weight_learns"] = weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3
     return found | {"filtered": not smoothing and random.random() < 0.3}
 

@@ -80,19 +80,17 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     verdicts = _of_ids(c, o, found, truth)
     for name, value in found.items():
         base = name.removesuffix(" again")
-        if base in _OF_IDS or (base in _SUMMED and o.outside.any()):
+        if base in _OF_IDS:
             continue
         exact, yard = truth[base], yardstick[base]
         found[name] = value = value.double().reshape(exact.shape)
-        if base not in _SUMMED and exact.dim() > (base == "loss" and c.reduction != "none"):
-            # What is not a matter of precision.
-            nan = o.nowhere if base in OF_TARGET else o.outside
-            for tokens, right in ((nan, value.isnan()), (o.quiet, value == 0)):
-                rows = per_result(base, tokens, o.entries)
-                if rows.any():
-                    require(right[rows].all(), f"{name} of a token that does not count or has no loss")
-                    of_rows = rows.nonzero()[:, 0]
-                    value, exact, yard = (v.index_fill(0, of_rows, 0.0) for v in (value, exact, yard))
+        if o.quiet.any() and base not in _SUMMED and (base != "loss" or c.reduction == "none"):
+            quiet = per_result(base, o.quiet, o.entries)
+            require((value[quiet] == 0).all(), f"{name} of a token that does not count")
+            value, exact, yard = (v.index_fill(0, quiet.nonzero()[:, 0], 0.0) for v in (value, exact, yard))
+        if base in OF_TARGET:
+            require(value[o.nowhere].isnan().all(), f"{name} of a target outside")
+            value = value.masked_fill(o.nowhere, 0.0)
         verdicts.append(_worst(name, value, exact, allowed[base], yard))
     return verdicts + _of_groups(c, o, found, truth, allowed)
 
@@ -178,7 +176,7 @@ def _of_groups(
     if not c.sure and (c.D < 16 or c.V < 48 or c.sharpness == 0):
         return []
     torchs, verdicts = dense(c, o, DTYPES[c.computed], torch.float32), []
-    counts, miss = ~(o.quiet | o.outside), -torch.expm1(truth["log_p"].amax(1))
+    counts, miss = ~o.quiet, -torch.expm1(truth["log_p"].amax(1))
     sure = counts & (miss > c.miss / 3) & (miss < 3 * c.miss)
     groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
     if not c.sure:
@@ -188,8 +186,6 @@ def _of_groups(
     for name, value in found.items():
         base = name.removesuffix(" again")
         if base in _OF_IDS or not truth[base].numel() or not truth[base].dim():
-            continue
-        if base in _SUMMED and o.outside.any():
             continue
         exact = truth[base]
         parts = value - exact, torchs[base].double() - exact, _floor(c, o, truth, base), exact

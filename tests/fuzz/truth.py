@@ -307,7 +307,7 @@ def _loss(c: Configuration, o: Operands, found: dict[str, Tensor], weight: Tenso
     if c.label_smoothing:
         terms.append(-c.label_smoothing * found["mean_log_prob"])
     weight = torch.ones_like(found["lse"]) if weight is None else weight
-    weight = weight.masked_fill(o.quiet | o.outside, 0.0)
+    weight = weight.masked_fill(o.quiet, 0.0)
     each = weight * r.moved(sum(terms), 6 * sum(term.detach().abs() for term in terms))
     if c.reduction == "none":
         return each

@@ -88,9 +88,8 @@ def _entries(c: Configuration, ids: Tensor, offsets: Tensor | None) -> Entries:
 
 @dataclass
 class Operands:
-    """Of N tokens: ``target``, ``token_weight``; ``outside [N]``: tokens whose loss is NaN, here with upstream
-    gradient 0; ``nowhere [N]``: those whose statistics of the target are NaN; ``quiet [N]``: those that do not count;
-    ``upstream``: flattened."""
+    """Of N tokens: ``target``, ``token_weight``; ``nowhere [N]``: those whose statistics of the target are NaN;
+    ``quiet [N]``: those that do not count; ``upstream``: flattened."""
 
     layer: Layer
     teacher: Layer | None
@@ -98,7 +97,6 @@ class Operands:
     token_weight: Tensor | None
     entries: Entries | None
     upstream: dict[str, Tensor]
-    outside: Tensor
     nowhere: Tensor
     quiet: Tensor
 
@@ -124,15 +122,11 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     entries = _entries(c, flat["selected"], flat.get("offsets")) if c.selected else None
     each = c.reduction == "none"
     upstream = {name: value.reshape(-1) if each else value for name, value in whole.upstream.items()}
-    outside = nowhere = quiet = torch.zeros(c.N, dtype=torch.bool)
+    nowhere = quiet = torch.zeros(c.N, dtype=torch.bool)
     if c.kind in ("loss", "divergence") and target is not None:
         quiet = target == ignore_index(c)
-    if c.kind == "loss":
-        outside = ((target < 0) | (target >= c.V)) & ~quiet
-        # Any other with a finite loss.
-        target = target.masked_fill(outside, int(whole.masked[0].int().argmin()))
-        if each:
-            upstream["loss"] = upstream["loss"].masked_fill(outside, 0.0)
+    if c.kind == "loss":  # any target that has a finite loss
+        target = target.masked_fill(quiet, int(whole.masked[0].int().argmin()))
     if c.kind == "statistics" and target is not None:
         nowhere = ((target < 0) | (target >= c.V)) & (target != NO_LABEL)
     if "mask" in flat:
@@ -141,7 +135,7 @@ def operands(c: Configuration, whole: Whole) -> Operands:
         for name, value in upstream.items():
             upstream[name] = value.masked_fill(per_result(name, quiet, entries), 0.0)
     mine = layer("", whole.masked[0], DTYPES[c.computed])
-    return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, outside, nowhere, quiet)
+    return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, nowhere, quiet)
 
 
 def per_result(name: str, tokens: Tensor, entries: Entries | None) -> Tensor:

@@ -138,7 +138,7 @@ def test_one_wrong_row_of_a_gradient_is_found(where, monkeypatch, of):
     # Logits that are alike are rounded alike, and their gradient's terms cancel.
     wanted = dict(kind=("loss", "statistics", "divergence"), dtype=("fp64", "fp32"), offset=(0.0,), bias=("", "plain"))
     wanted |= dict(scale=(1.0, 0.5, -1.5), softcap=(None, 5.0, 30.0, 50.0), sharpness=(0.3, 1.0, 3.0, 10.0))
-    wanted |= dict(upstream=("random", "ones"))
+    wanted |= dict(upstream=("random", "ones"), edge=("", "cold", "close"))
     wanted |= dict(walk=("backward", "twice", "hooks"), **TRAINED)
 
     def largest_row_off(c, gradient):

@@ -385,7 +385,6 @@ def _loss(random: Random, d: dict) -> dict:
 
 
 def _counted(d: dict) -> tuple[str, ...]:
-    """Whether the number of tokens that count is given, and whether it is the right one."""
     return ("",) * 30 + ("right",) * 9 + ("wrong" if math.prod(d["shape"]) else "right",)
 
 

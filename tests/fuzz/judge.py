@@ -96,7 +96,6 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
 
 
 def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
-    """Whether a result that is no gradient has its dtype and shape."""
     if name.startswith("d"):
         return
     shape, dtype = c.shape, accumulation_dtype(DTYPES[c.computed])
@@ -214,8 +213,8 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
     return _ROUNDINGS * u * terms + rounded + of_product(c, o, truth, base, "coded")[0]
 
 
-def _rows(value: Tensor) -> Tensor:
-    """Norms of the rows of a matrix, magnitudes of the elements of anything else."""
+def _norms(value: Tensor) -> Tensor:
+    """Of the rows of a matrix, of the elements of anything else."""
     return value.norm(dim=1) if value.dim() == 2 else value.abs().reshape(-1)
 
 
@@ -227,10 +226,10 @@ def _worst(name: str, found: Tensor, truth: Tensor, bound: Tensor, yardstick: Te
     # What may overflow is not judged, and neither is its yardstick.
     aside = infinite | bound.isinf()
     difference = (found - truth).masked_fill(aside, 0.0).masked_fill(wrong, torch.inf)
-    error = _rows(difference.nan_to_num(torch.inf, torch.inf, torch.inf))
+    error = _norms(difference.nan_to_num(torch.inf, torch.inf, torch.inf))
     of_torch = (truth if yardstick is None else yardstick.double()) - truth
-    its = _rows(of_torch.masked_fill(aside, 0.0).nan_to_num(0.0, 0.0, 0.0))
-    allowed = 2 * its + _rows(bound.masked_fill(aside, 0.0))
+    its = _norms(of_torch.masked_fill(aside, 0.0).nan_to_num(0.0, 0.0, 0.0))
+    allowed = 2 * its + _norms(bound.masked_fill(aside, 0.0))
     row = int(torch.where(error == 0, 0.0, error / allowed).argmax())
-    norm = _rows(truth.masked_fill(infinite, 0.0))
+    norm = _norms(truth.masked_fill(infinite, 0.0))
     return Verdict(name, row, *(v[row].item() for v in (error, allowed, its, norm)))

@@ -94,9 +94,6 @@ class Rounding:
         mantissa, exponent = torch.frexp(value * unit)
         return torch.ldexp((mantissa / half).round() * half, exponent) / unit
 
-    def _to_low(self, value: Tensor) -> Tensor:
-        return self.rounded(value, self.low)
-
     def logits(self, layer: Layer, uncapped: Tensor) -> Tensor:
         z = layer.capped(uncapped)
         if not self.samples:
@@ -125,7 +122,7 @@ class Rounding:
         kept = p
         if self.low and self._c.kind in ("loss", "statistics"):
             # The exponential of what is alone is exactly 1; those of others are rounded, and so are their slopes.
-            kept = torch.where(alone, kept, self._to_low(self._to_low(kept)))
+            kept = torch.where(alone, kept, self.rounded(self.rounded(kept, self.low), self.low))
             if of_backward:
                 p, moved = kept, torch.where(kept > 0, kept.log(), moved)
         mean = (kept.detach() * z).sum(-1, keepdim=True)
@@ -138,7 +135,7 @@ class Rounding:
         if not self.samples:
             return G
         if self.low and self._c.kind not in ("selected", "logits"):
-            G = self._to_low(G)
+            G = self.rounded(G, self.low)
         # The largest coefficient is brought near 2^10, whose smallest fraction in fp16 is 2^-34.
         fraction = (2.0**-34 * self._truth["coefficient"] + 2.0**-65) * (self._c.computed == "fp16")
         return self.moved(G, _sum_of(self._c.K) * self._truth["terms"] + fraction / self.u)

@@ -205,7 +205,7 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
     """How far roundings may move a result though torch has none."""
     u, exact = Rounding(c).u, truth[base].abs()
     if base == "dtoken_weight":
-        return half_spacing(torch.float32) * exact + _ROUNDINGS * u
+        return half_spacing(o.token_weight.dtype) * exact + _ROUNDINGS * u
     if not base.startswith("d"):
         # A log-probability is the difference of two rounded numbers, which may be as large as a soft-cap.
         return _ROUNDINGS * u * (exact + 1)

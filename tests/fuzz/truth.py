@@ -396,5 +396,5 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
         if r.any_fp16:
             found[name] = (found[name] + _FP16_SMALLEST).masked_fill(terms > _FP16_REACH, torch.inf)
     if c.weight_learns:
-        found["dtoken_weight"] += half_spacing(torch.float32) * truth["dtoken_weight"].abs()
+        found["dtoken_weight"] += half_spacing(o.token_weight.dtype) * truth["dtoken_weight"].abs()
     return found

@@ -171,11 +171,13 @@ def _made(c: Configuration) -> Whole:
         found |= {"teacher_input": x, "teacher_weight": found["weight"]}
     elif c.kind == "divergence":
         found |= _layer(c, "teacher_", c.teacher_dtype, c.E, c.teacher_bias, masked)
+    dtype = (torch.float32, torch.float64, torch.bfloat16)[c.values % 3]
     infinite = masked & (c.bias == "masked"), masked & (c.teacher_bias == "masked")
     if not c.no_target:
         found["target"] = _targets(c, infinite[0])
     if c.token_weight:
-        found["token_weight"] = _token_weight(c, _normal(*c.shape))
+        weight = _token_weight(c, _normal(*c.shape))
+        found["token_weight"] = weight if weight.dtype == torch.bool else weight.to(dtype)
     if c.scales:
         scale = (_normal(*c.shape).abs() + 0.1) * c.scale
         if c.excluded:
@@ -184,12 +186,12 @@ def _made(c: Configuration) -> Whole:
         else:
             scale *= _normal(*c.shape).sign()
             scale.view(-1)[3::7] = 0
-        found["logit_scale"] = scale.float()
+        found["logit_scale"] = scale.to(dtype)
     if c.temperatures:
         temperature = (_normal(*c.shape).abs() + 0.1) * c.temperature
         if c.edge == "cold":
             temperature.view(-1)[5::7] = torch.inf
-        found["temperature"] = temperature.float()
+        found["temperature"] = temperature.to(dtype)
     if c.selected:
         found |= _selected(c, infinite[0], found.get("target"))
     if c.counted and c.kind == "statistics":
@@ -343,12 +345,12 @@ def _targets(c: Configuration, masked: Tensor) -> Tensor:
 
 def _token_weight(c: Configuration, normal: Tensor) -> Tensor:
     return {
-        "positive": normal.abs().float(),
+        "positive": normal.abs(),
         "mask": normal > 0,
-        "zero": torch.zeros_like(normal).float(),
-        "zeros": normal.clamp(min=0.0).float(),
+        "zero": torch.zeros_like(normal),
+        "zeros": normal.clamp(min=0.0),
         # Their sum stays away from 0, where a mean means nothing.
-        "negative": (normal + 0.7 * normal.sum().sign()).float(),
+        "negative": normal + 0.7 * normal.sum().sign(),
     }[c.token_weight]
 
 

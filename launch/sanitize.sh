@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Runs every kernel under compute-sanitizer, on a GPU host with the CUDA toolkit.
-#   ./launch/sanitize.sh [--folder FOLDER]
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
 exec "$python" "$root/tests/sanitize.py" "$@"

@@ -37,7 +37,6 @@ def round_as_gpus_do() -> None:
 _patch_lang = interpreter._patch_lang
 _broadcast = TritonSemantic.broadcast_impl_value
 _check, _constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
-_numpy_type, _unwrap = interpreter._get_np_dtype, tl.core._unwrap_if_constexpr
 _create_splat, _create_dot = interpreter.InterpreterBuilder.create_splat, interpreter.InterpreterBuilder.create_dot
 
 
@@ -117,16 +116,6 @@ def _known_constant(self, value, dtype):
     return _known_constants[key]
 
 
-_numpy_types = {}
-
-
-def _known_numpy_type(type):
-    name = type.scalar.name
-    if name not in _numpy_types:
-        _numpy_types[name] = _numpy_type(type)
-    return _numpy_types[name]
-
-
 def _patch_attr(owner, name, member, builder, scope) -> None:
     """With one call, not three, around what is called."""
     function = inspect.unwrap(member)
@@ -192,7 +181,6 @@ def _bytes(elements, dtype):
     return elements.astype(np.uint64) * max(1, dtype.primitive_bitwidth // 8)
 
 
-_numpy_of = {dtype: _numpy_type(dtype) for dtype in _NUMBERS}
 _ARITHMETIC = dict(add=np.add, sub=np.subtract, mul=np.multiply, truediv=np.divide)
 _COMPARISONS = dict(lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, eq=np.equal, ne=np.not_equal)
 _DIRECT = {f"__{name}__": _operator(function) for name, function in _ARITHMETIC.items()}
@@ -204,14 +192,6 @@ def _splat(self, type, value):
     if value.dtype.is_block():
         return _create_splat(self, type, value)
     return TensorHandle(np.full(type.sizes, value.data, value.data.dtype), value.dtype)
-
-
-def _spared_unwrap(value):
-    """Most are no constants."""
-    return value if isinstance(value, _PLAIN) else _unwrap(value)
-
-
-_PLAIN = tl.tensor, tl.dtype, int, float
 
 
 def _dot(self, a, b, d, *precision):
@@ -235,11 +215,9 @@ def _reduced(self, parts):
 def spare_work() -> None:
     interpreter.ReduceOps.generic_reduce = _reduced
     interpreter._patch_lang, interpreter._patch_attr = _patched, _patch_attr
-    interpreter._get_np_dtype = _known_numpy_type
     TensorHandle.__post_init__ = lambda self: None
     interpreter.InterpreterBuilder.create_splat = _splat
     interpreter.InterpreterBuilder.create_dot = _dot
-    tl.core._unwrap_if_constexpr = _spared_unwrap
     tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _init_tensor
     TritonSemantic.binary_op_type_checking_impl = _spared_check

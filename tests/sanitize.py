@@ -2,7 +2,7 @@
 
 A report fails unless it is excused: one of racecheck of which :data:`EXCUSED_KERNELS` and :data:`EXCUSED_LINES` name
 all places. Exit status: 1 if a report is not excused, a tool did not finish, or a kernel did not run. The whole output
-is in the folder.
+is in outputs/sanitize.
 """
 
 import argparse
@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "outputs" / "sanitize"
 TIMEOUT = 900  # seconds of one run
 LIMIT = 100_000  # reports of one run
-MOST_SHOWN = 20  # of one run
 
 # Triton starts and ends the partitions of gl.warp_specialize through a byte of shared memory, behind barriers that
 # racecheck does not follow. It reports that for any kernel with partitions, also for Triton's tutorial of them.
@@ -126,15 +125,15 @@ RUNS = {"calls": run_calls, "plain": run_plain}
 # --- the command -----------------------------------------------------------------------------------------
 
 
-def started(program: str, tool: str | None, folder: Path) -> str:
+def started(program: str, tool: str | None) -> str:
     """The output of a program of this file, run under a tool, or without one."""
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_CACHE_DIR": str(folder / "cache")}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_CACHE_DIR": str(FOLDER / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-P", __file__, "--run", program]
     if tool:
         checker = ["compute-sanitizer", "--tool", tool, "--print-limit", str(LIMIT), "--show-backtrace", "no"]
         command = [*checker, *command]
-    log = folder / f"{tool or 'first'}.log"
+    log = FOLDER / f"{tool or 'first'}.log"
     with log.open("w") as file:
         # A session of its own, all of which is killed: the checker starts Python as another process.
         options = dict(env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -149,7 +148,6 @@ def started(program: str, tool: str | None, folder: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("./launch/sanitize.sh", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the tools' output; empty, or new")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
@@ -159,13 +157,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not torch.cuda.is_available() or not shutil.which("compute-sanitizer"):
         parser.error("needs a GPU, and compute-sanitizer of the CUDA toolkit in PATH")
-    if options.folder != FOLDER and options.folder.exists() and any(options.folder.iterdir()):
-        parser.error(f"--folder: {options.folder} is not empty")
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
-    first = started("calls", None, options.folder)  # compiles, and says which kernels there are
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    first = started("calls", None)  # compiles, and says which kernels there are
     with ThreadPoolExecutor(len(TOOLS)) as pool:
-        outputs = pool.map(lambda tool: started(TOOLS[tool], tool, options.folder), TOOLS)
+        outputs = pool.map(lambda tool: started(TOOLS[tool], tool), TOOLS)
         return judge(first, dict(zip(TOOLS, outputs)))
 
 
@@ -181,9 +177,7 @@ def judge(first: str, outputs: dict[str, str]) -> int:
         left = [report for report in found if not excused(report, tool)]
         print(f"{tool}: {len(found)} reports, {len(found) - len(left)} of them excused")
         faults += _not_run(tool, output)
-        faults += [f"{tool}: {report.text}" for report in left[:MOST_SHOWN]]
-        if len(left) > MOST_SHOWN:
-            faults.append(f"{tool}: {len(left) - MOST_SHOWN} more")
+        faults += [f"{tool}: {report.text}" for report in left]
     print(*faults, sep="\n\n")
     return int(bool(faults))
 

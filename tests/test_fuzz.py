@@ -51,7 +51,7 @@ def _hold(of, number, fewer, wanted, run, ranks=1, settings=SETTINGS) -> None:
 WANTED = {
     "any": lambda c: True,
     # Entries that -inf or a finite number excludes, windows of them.
-    "masked": lambda c: {c.bias, c.teacher_bias} & {"masked", "low"} and c.N > 1,
+    "masked": lambda c: c.excluded and c.N > 1,
     # Tokens that are sure of an entry: 1 - p must keep its digits.
     "sure": lambda c: c.sure and c.dtype in ("bf16", "fp16"),
     "twice": lambda c: c.walk.startswith("twice") and c.mode == "train",
@@ -138,8 +138,8 @@ def test_one_wrong_row_of_a_gradient_is_found(where, monkeypatch, of):
     # Logits that are alike are rounded alike, and their gradient's terms cancel.
     wanted = dict(kind=("loss", "statistics", "divergence"), dtype=("fp64", "fp32"), offset=(0.0,), bias=("", "plain"))
     wanted |= dict(scale=(1.0, 0.5, -1.5), softcap=(None, 5.0, 30.0, 50.0), sharpness=(0.3, 1.0, 3.0, 10.0))
-    wanted |= dict(upstream=("random", "ones"))
-    wanted |= dict(walk=("backward", "twice", "save_on_cpu", "gapped hooks"), **TRAINED)
+    wanted |= dict(upstream=("random", "ones"), edge=("", "cold", "close"))
+    wanted |= dict(walk=("backward", "twice", "hooks"), **TRAINED)
 
     def largest_row_off(c, gradient):
         # Tokens without a loss have NaN.

@@ -11,10 +11,9 @@ LAID = tuple(
 )
 """The tensors of a call, in the order of ``Configuration.layouts``."""
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-_LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
 _WALKS = (
     *("backward",) * 8,
-    *("twice", "twice", "twice under hooks", "save_on_cpu", "gapped hooks", "transposed hooks"),
+    *("twice", "twice", "twice under hooks", "hooks", "hooks"),
     *("checkpoint", "reentrant checkpoint"),
 )
 _ASKED_BY = {
@@ -25,7 +24,13 @@ _ASKED_BY = {
     "sum_p_squared": "sum_p_squared",
 }
 """The option that asks for a statistic."""
-_FLOATS = ("float32", "float32", "float64", "bfloat16", "float16")
+_EDGES = {
+    "loss": ("cap", "flat", "mean", "window", "cold"),
+    "statistics": ("cap", "flat", "mean", "window", "cold", "nan"),
+    "divergence": ("close", "", "", ""),
+}
+GROUPED = ("cap", "flat", "mean", "window")
+"""Edges of which all tokens are judged as a group."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,9 @@ class Configuration:
     ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain, masked (some entries are
     -inf) or low (a finite number masks a range). ``layouts``: strides of the tensors :data:`LAID`. ``mixture``: the
     statistics that are differentiated. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and
-    walked. ``block_bytes`` and ``tile`` are those of ``tools.shrunk``. ``scale``: the logits'; with a ``scale_dtype``
-    the size of a tensor of each token, and ``temperature`` likewise. ``selected``: '', ids ``[..., K]`` or sets of up
-    to K each. ``counted``: '', or whether the number of tokens that count is given right or wrong; ``ignored`` tells a
+    walked. ``block_bytes`` and ``tile`` are those of ``tools.shrunk``. ``scale``: the logits', or the size of a tensor
+    of ``scales``, one of each token, and ``temperature`` likewise. ``selected``: '', ids ``[..., K]`` or sets of up to
+    K each. ``counted``: '', or whether the number of tokens that count is given right or wrong; ``ignored`` tells a
     statistics' mask, too.
 
     ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
@@ -46,11 +51,10 @@ class Configuration:
 
     ``edge``: '', or what numbers lie at: 'cap' (logits saturate a soft-cap), 'flat' (nearly equal logits), 'mean'
     (such, and rows of the weight that share a mean), 'window' (the same, where the bias excludes one entry of each
-    window), 'nan' (beside
-    an infinite logit, of every token), 'cold' (some temperatures are infinite) or 'close' (student and teacher).
+    window), 'nan' (beside an infinite logit, of every token), 'cold' (some temperatures are infinite) or 'close'
+    (student and teacher).
 
-    Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's; its last shard has
-    ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's."""
+    Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's."""
 
     kind: str
     ranks: int
@@ -64,7 +68,6 @@ class Configuration:
     starts_given: bool = False
     size_given: bool = False
     sequence_parallel: bool = False
-    group_given: bool = True
     reduce_dtype: str = ""
     reduce_hidden_grad: bool = True
     budget: int | None = None
@@ -76,7 +79,7 @@ class Configuration:
     offset: float = 0.0
     bias: str = ""
     scale: float = 1.0
-    scale_dtype: str = ""
+    scales: bool = False
     softcap: float | None = None
     target_dtype: str = "int64"
     targets: str = "inside"
@@ -87,7 +90,6 @@ class Configuration:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     token_weight: str = ""
-    weight_dtype: str = "float32"
     weight_learns: bool = False
     asked: tuple[str, ...] = ()
     filtered: bool = False
@@ -99,12 +101,10 @@ class Configuration:
     counted: str = ""
     beta: float = 0.0
     temperature: float = 1.0
-    temperature_dtype: str = ""
+    temperatures: bool = False
     E: int = 0
     teacher_dtype: str = "fp32"
     teacher_bias: str = ""
-    teacher_padding: int | None = None
-    teacher_equal: bool = False
     mixture: tuple[str, ...] = ()
     upstream: str = "random"
     frozen: tuple[str, ...] = ()
@@ -140,8 +140,12 @@ class Configuration:
         return self.autocast if self.autocast and dtype != "fp64" else dtype
 
     def layout(self, name: str) -> str:
-        """Of one of :data:`LAID`."""
         return self.layouts[LAID.index(name)]
+
+    @property
+    def excluded(self) -> bool:
+        """Whether a bias masks entries."""
+        return bool({self.bias, self.teacher_bias} & {"masked", "low"})
 
     def __str__(self) -> str:
         """What differs from the defaults, as the arguments of a call."""
@@ -154,54 +158,64 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     sure = random.random() < 0.25
     kind = random.choices([*_OF_KIND], (20, 50, 5, 10, 15) if sure else (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
+    edge = random.choice(_EDGES.get(kind, ("",))) if random.random() < 0.3 else ""
     if sure:
         d |= _sure(random, d, small)
+    elif edge in GROUPED:
+        d |= _grouped(random, d, edge)
     if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
     for part in _OF_KIND[kind]:
         d |= part(random, d)
     d |= _walk(random, d)
-    d |= _in_reach(random, d) if sure else _edge(d)
+    if sure:
+        d |= _in_reach(random, d)
+    elif edge and d["D"] and math.prod(d["shape"]):
+        d |= _edge(random, d, edge)
     return Configuration(**d)
 
 
-def _edge(d: dict) -> dict:
-    """Of some calls, the changes that bring the numbers to an edge. Decided by a number that is drawn anyway."""
-    number, rest = d["values"] % 17, d["values"] // 17
-    edge = ("", "cap", "mean", "window", "nan", "cold", "close", "flat", *[""] * 9)[number]
-    kinds = {"": (), "close": ("divergence",), "nan": ("statistics",)}.get(edge, ("loss", "statistics"))
-    if d["kind"] not in kinds or d["D"] == 0 or not math.prod(d["shape"]):
-        return {}
-    layouts = tuple(layout if layout == "offset" else "plain" for layout in d["layouts"])
+def _grouped(random: Random, d: dict, edge: str) -> dict:
+    """So many tokens, in so many dimensions, that they are a group."""
+    return {
+        "D": max(32, d["D"]),
+        "V": max(48, d["V"]),
+        "shape": (d["ranks"] * random.randint(24, 39),),
+        "dtype": random.choice(("bf16", "fp16")) if edge == "cap" else "bf16",
+        "sharpness": random.choice((0.02, 0.1)),
+    }
+
+
+def _edge(random: Random, d: dict, edge: str) -> dict:
+    """The changes that bring the numbers to an edge."""
     if edge == "close":
-        like_student = dict(E=d["D"], teacher_dtype=d["dtype"], teacher_equal=True)
-        return dict(edge=edge, bias="", teacher_bias="", autocast="", softcap=None, layouts=layouts, **like_student)
+        like_student = dict(E=d["D"], teacher_dtype=d["dtype"])
+        return dict(edge=edge, bias="", teacher_bias="", autocast="", softcap=None, **like_student)
     if edge == "cold":
-        masked = d["bias"] in ("masked", "low")
-        return {} if masked or d["softcap"] is not None else dict(edge=edge, temperature_dtype="float32")
-    plain = dict(edge=edge, scale=1.0, scale_dtype="", autocast="", offset=0.0, upstream="random", filtered=False)
-    plain |= dict(temperature=1.0, temperature_dtype="", softcap=None, bias="", token_weight="", layouts=layouts)
-    plain |= dict(targets="inside", selected="")
+        bias = "plain" if d["bias"] in ("masked", "low") else d["bias"]
+        return dict(edge=edge, temperatures=True, softcap=None, bias=bias)
+    plain = dict(edge=edge, scale=1.0, scales=False, autocast="", offset=0.0, upstream="random", filtered=False)
+    plain |= dict(temperature=1.0, temperatures=False, softcap=None, bias="", token_weight="", targets="inside")
+    plain |= dict(selected="")
     if edge == "nan":
         return plain | dict(mixture=("lse",), counted="", ignored="none", debug=False, bias="plain")
-    if d["V"] < 48:
-        return {}
-    # So many tokens are a group.
-    group = dict(D=max(32, d["D"]), shape=(d["ranks"] * (24 + rest % 16),), dtype="bf16", weight_learns=False)
-    group |= dict(mixture=("target_log_prob",), no_target=False, label_smoothing=0.0, z_loss=0.0, top_k=None, K=0)
+    plain |= dict(mixture=("target_log_prob",), no_target=False, label_smoothing=0.0, z_loss=0.0, top_k=None, K=0)
+    plain |= dict(weight_learns=False)
     if edge == "cap":
-        cap = (1.0, 3.0, 30.0)[rest % 3]
-        return plain | group | dict(dtype=("bf16", "fp16")[rest % 2], softcap=cap, sharpness=6 * cap)
-    group["sharpness"] = (0.02, 0.1)[rest % 2]
+        cap = random.choice((1.0, 3.0, 30.0))
+        return plain | dict(softcap=cap, sharpness=6 * cap)
     if edge == "flat":  # a gradient that is 0 where all logits are equal, alone
-        name = ("entropy", "sum_p_squared", "mean_log_prob")[rest % 3]
-        asked = (*dict.fromkeys((*d.get("asked", ()), _ASKED_BY[name])),)
-        return plain | group | dict(mixture=(name,), asked=asked, label_smoothing=1.0)
-    return plain | group | dict(bias="masked" if edge == "window" else "")
+        name = random.choice(("entropy", "sum_p_squared", "mean_log_prob"))
+        return plain | dict(mixture=(name,), asked=_asked_with(d, name), label_smoothing=1.0)
+    return plain | dict(bias="masked" if edge == "window" else "")
+
+
+def _asked_with(d: dict, name: str) -> tuple[str, ...]:
+    """What is asked for, and this statistic."""
+    return tuple(sorted({*d.get("asked", ()), _ASKED_BY[name]}))
 
 
 def _each(random: Random, **choices: tuple) -> dict:
-    """One of the choices for each name."""
     return {name: random.choice(values) for name, values in choices.items()}
 
 
@@ -210,24 +224,15 @@ def _upto(random: Random, largest: int) -> int:
     return min(largest, int(math.exp(random.uniform(0, math.log(largest + 1)))))
 
 
-def _shape(random: Random, tokens: int, dimensions: int) -> list[int]:
-    shape, left = [], tokens
-    for place in range(dimensions):
-        size = left if place == dimensions - 1 or left == 0 else _upto(random, left)
-        shape.append(size)
-        left = left // size if size else 0
-    random.shuffle(shape)
-    return shape
-
-
 def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
     # Of 384 tokens a sample is less than all of them.
     tokens = _upto(random, 40 if small else 300) + random.choice((0,) * 24 + (384,))
-    tokens *= random.random() > 0.04
     sequence_parallel = kind != "logits" and random.random() < (0.5 if ranks > 1 else 0.1)
-    dimensions = random.choices((0, 1, 2, 3), (1, 4, 4, 3))[0]
     split = sequence_parallel and ranks > 1
-    shape = _shape(random, tokens, max(1, dimensions) if tokens == 0 or split else dimensions)
+    dimensions = random.choices((0, 1, 2, 3), (1 - split, 4, 4, 3))[0]
+    shape = [_upto(random, round(tokens ** (1 / dimensions))) for _ in range(dimensions)]
+    if dimensions:
+        shape[0] *= random.random() > 0.04
     if split:
         shape[0] += -shape[0] % ranks
     dtypes = (1, 3, 3, 3) if small else (2, 3, 3, 2)
@@ -240,7 +245,6 @@ def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
         "values": random.getrandbits(48),
         "dtype": random.choices(("fp64", "fp32", "bf16", "fp16"), dtypes)[0],
         "sequence_parallel": sequence_parallel,
-        "group_given": random.random() < 0.5 or ranks > 1 or kind == "logits",
     } | _each(
         random,
         sharpness=(0.0, 0.01, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0),
@@ -276,16 +280,15 @@ def _in_reach(random: Random, d: dict) -> dict:
     if name:
         changes |= {"mixture": (name,), "filtered": False, "no_target": d["no_target"] and name != "target_log_prob"}
     if name in _ASKED_BY:
-        changes["asked"] = (*dict.fromkeys((*d["asked"], _ASKED_BY[name])),)
+        changes["asked"] = _asked_with(d, name)
     if name == "selected_log_prob":
         # Of the entry alone, or of all of its set's probability.
         sets = {"K": 1}, {"K": 2, "upstream": "some zeros"}, {"K": 8, "upstream": "shares"}
-        changes |= {"selected": "ids", "id_dtype": "int64", "ids": "inside"} | random.choice(sets)
+        changes |= {"selected": "ids", "ids": "inside"} | random.choice(sets)
     if random.random() < 0.8:
         changes["targets"] = "inside"
     if d["kind"] == "selected":
         changes["K"] = max(2, d["K"])
-    changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
     if random.random() < 0.7:
         # All is saved or nothing is.
         changes["budget"] = random.choice((None, 0))
@@ -355,11 +358,12 @@ def _targets(random: Random, d: dict) -> dict:
     statistics, without = d["kind"] == "statistics", d["kind"] in ("statistics", "divergence")
     return _each(
         random,
-        target_dtype=("int64",) * 5 + ("int32", "int16", "int8", "uint8"),
-        targets=("inside", "outside") if statistics else ("inside",) * 9 + ("outside",),
+        target_dtype=("int64", "int64", "int32"),
+        # A loss of a target outside is NaN.
+        targets=("inside", "outside") if statistics else ("inside",) * 9 + ("outside",) * (d["kind"] != "loss"),
         no_target=(False,) * 6 + (without,),
         ignored=("none",) * 3 + ("some",) * 8 + ("all",),
-        ignore_index=(None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1, 255, 2**40, -(2**63)),
+        ignore_index=(None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1),
     )
 
 
@@ -376,29 +380,22 @@ def _loss(random: Random, d: dict) -> dict:
     if d["bias"] == "masked" and d["softcap"] is None and smoothing and weight:
         # Infinite losses times 0 mean nothing.
         found["bias"] = "plain"
-    if found["reduction"] != "none" or d["debug"]:
-        # With targets outside all is NaN then, or refused.
-        found["targets"] = "inside"
-    found["weight_dtype"] = random.choice(("int64", "bool", "uint8") if weight == "mask" else _FLOATS)
     found["weight_learns"] = weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3
     return found | {"filtered": not smoothing and random.random() < 0.3}
 
 
 def _counted(d: dict) -> tuple[str, ...]:
-    """Whether the number of tokens that count is given, and whether it is the right one."""
     return ("",) * 30 + ("right",) * 9 + ("wrong" if math.prod(d["shape"]) else "right",)
 
 
 def _per_token(random: Random, d: dict) -> dict:
-    floats = ("",) * 15 + _FLOATS
-    return _each(random, scale_dtype=floats, temperature=(1.0,) * 4 + (0.3, 1.7, 30.0), temperature_dtype=floats)
+    given = (False, False, False, True)
+    return _each(random, scales=given, temperature=(1.0,) * 4 + (0.3, 1.7, 30.0), temperatures=given)
 
 
 def _selected(random: Random, d: dict) -> dict:
     K = random.choice((0, 1, 2, _upto(random, 9), _upto(random, 9), _upto(random, 80)))
-    # What a masked bias leaves may lie beyond 8 bits.
-    dtypes = ("int64", "int64", "int32", "int16", *("int8", "uint8") * (d["bias"] != "masked"))
-    found = _each(random, selected=("ids", "sets"), id_dtype=dtypes, ids=("inside", "outside"))
+    found = _each(random, selected=("ids", "sets"), id_dtype=("int64", "int32"), ids=("inside", "outside"))
     return found | {"K": min(K, 4000 // max(1, math.prod(d["shape"]))), "reduction": "none"}
 
 
@@ -422,7 +419,6 @@ def _statistics(random: Random, d: dict) -> dict:
 def _divergence(random: Random, d: dict) -> dict:
     # As for the student's bias.
     biases = ("", "plain", "masked") + ("low",) * (d["scale"] <= 1) if d["scale"] > 0 and d["V"] > 1 else ("", "plain")
-    equal = random.random() < 0.1
     found = _each(
         random,
         beta=(0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()),
@@ -434,14 +430,10 @@ def _divergence(random: Random, d: dict) -> dict:
         E=(*[_upto(random, 48)] * 49, 0),
     )
     # Else infinite, or beyond fp16: an entry that only the other excludes.
-    if equal or (found["beta"] == 0 and found["bias"] == "masked"):
+    if found["beta"] == 0 and found["bias"] == "masked":
         found["teacher_bias"] = found["bias"]
     if found["beta"] == 1 and found["teacher_bias"] in ("masked", "low"):
         found["bias"] = found["teacher_bias"]
-    if equal:
-        found |= {"E": d["D"], "teacher_dtype": d["dtype"], "teacher_equal": True}
-    padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
-    found["teacher_padding"] = _upto(random, 9) if padded else None
     return found
 
 
@@ -456,18 +448,10 @@ _OF_KIND = {
 
 def _walk(random: Random, d: dict) -> dict:
     projected = d["kind"] != "logits"
-    layouts = _each(random, **dict.fromkeys(LAID, ("plain",) * 24 + _LAYOUTS))
-    # What is behind the vocabulary differs from what is in it, and so do masked entries.
-    padded = ["weight", "bias"] if sum(n for _, n in d["shards"]) != d["V"] else []
-    padded += ["teacher_weight", "teacher_bias"] if d.get("teacher_padding") is not None else []
-    masked = [name for name in ("bias", "teacher_bias") if d.get(name) in ("masked", "low")]
-    equal = [name for name in LAID if name.removeprefix("teacher_") in ("input", "weight", "bias")]
-    for name in ["offsets", *padded, *masked, *(equal if d.get("teacher_equal") else [])]:
-        layouts[name] = "gaps" if layouts[name] == "expanded" else layouts[name]
     freezes = projected and random.random() < 0.25
     return {
         "frozen": tuple(name for name in ("input", "weight", "bias") if freezes and random.random() < 0.5),
-        "layouts": tuple(layouts.values()),
+        "layouts": tuple(random.choice(("plain",) * 12 + ("gaps", "transposed", "offset")) for _ in LAID),
     } | _each(
         random,
         upstream=("random",) * (4 if projected else 2) + ("ones", "some zeros", "zero", "large", "tiny"),

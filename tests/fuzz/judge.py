@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cases import DTYPES
-from fuzz.draw import Configuration
+from fuzz.draw import GROUPED, Configuration
 from fuzz.run import assemble, require
 from fuzz.truth import Rounding, bounds, dense, half_spacing, of_product
 from fuzz.values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
@@ -80,25 +80,22 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     verdicts = _of_ids(c, o, found, truth)
     for name, value in found.items():
         base = name.removesuffix(" again")
-        if base in _OF_IDS or (base in _SUMMED and o.outside.any()):
+        if base in _OF_IDS:
             continue
         exact, yard = truth[base], yardstick[base]
         found[name] = value = value.double().reshape(exact.shape)
-        if base not in _SUMMED and exact.dim() > (base == "loss" and c.reduction != "none"):
-            # What is not a matter of precision.
-            nan = o.nowhere if base in OF_TARGET else o.outside
-            for tokens, right in ((nan, value.isnan()), (o.quiet, value == 0)):
-                rows = per_result(base, tokens, o.entries)
-                if rows.any():
-                    require(right[rows].all(), f"{name} of a token that does not count or has no loss")
-                    of_rows = rows.nonzero()[:, 0]
-                    value, exact, yard = (v.index_fill(0, of_rows, 0.0) for v in (value, exact, yard))
+        if o.quiet.any() and base not in _SUMMED and (base != "loss" or c.reduction == "none"):
+            quiet = per_result(base, o.quiet, o.entries)
+            require((value[quiet] == 0).all(), f"{name} of a token that does not count")
+            value, exact, yard = (v.index_fill(0, quiet.nonzero()[:, 0], 0.0) for v in (value, exact, yard))
+        if base in OF_TARGET:
+            require(value[o.nowhere].isnan().all(), f"{name} of a target outside")
+            value = value.masked_fill(o.nowhere, 0.0)
         verdicts.append(_worst(name, value, exact, allowed[base], yard))
     return verdicts + _of_groups(c, o, found, truth, allowed)
 
 
 def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
-    """Whether a result that is no gradient has its dtype and shape."""
     if name.startswith("d"):
         return
     shape, dtype = c.shape, accumulation_dtype(DTYPES[c.computed])
@@ -178,18 +175,16 @@ def _of_groups(
     if not c.sure and (c.D < 16 or c.V < 48 or c.sharpness == 0):
         return []
     torchs, verdicts = dense(c, o, DTYPES[c.computed], torch.float32), []
-    counts, miss = ~(o.quiet | o.outside), -torch.expm1(truth["log_p"].amax(1))
+    counts, miss = ~o.quiet, -torch.expm1(truth["log_p"].amax(1))
     sure = counts & (miss > c.miss / 3) & (miss < 3 * c.miss)
     groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
     if not c.sure:
         groups = {"flat": counts & (truth["log_p"].amax(1) - truth["log_p"].amin(1) < _FLAT)}
-    if c.edge in ("cap", "flat", "mean", "window"):
+    if c.edge in GROUPED:
         groups = {"all": counts}
     for name, value in found.items():
         base = name.removesuffix(" again")
         if base in _OF_IDS or not truth[base].numel() or not truth[base].dim():
-            continue
-        if base in _SUMMED and o.outside.any():
             continue
         exact = truth[base]
         parts = value - exact, torchs[base].double() - exact, _floor(c, o, truth, base), exact
@@ -210,7 +205,7 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
     """How far roundings may move a result though torch has none."""
     u, exact = Rounding(c).u, truth[base].abs()
     if base == "dtoken_weight":
-        return half_spacing(getattr(torch, c.weight_dtype)) * exact + _ROUNDINGS * u
+        return half_spacing(o.token_weight.dtype) * exact + _ROUNDINGS * u
     if not base.startswith("d"):
         # A log-probability is the difference of two rounded numbers, which may be as large as a soft-cap.
         return _ROUNDINGS * u * (exact + 1)
@@ -218,8 +213,8 @@ def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -
     return _ROUNDINGS * u * terms + rounded + of_product(c, o, truth, base, "coded")[0]
 
 
-def _rows(value: Tensor) -> Tensor:
-    """Norms of the rows of a matrix, magnitudes of the elements of anything else."""
+def _norms(value: Tensor) -> Tensor:
+    """Of the rows of a matrix, of the elements of anything else."""
     return value.norm(dim=1) if value.dim() == 2 else value.abs().reshape(-1)
 
 
@@ -231,10 +226,10 @@ def _worst(name: str, found: Tensor, truth: Tensor, bound: Tensor, yardstick: Te
     # What may overflow is not judged, and neither is its yardstick.
     aside = infinite | bound.isinf()
     difference = (found - truth).masked_fill(aside, 0.0).masked_fill(wrong, torch.inf)
-    error = _rows(difference.nan_to_num(torch.inf, torch.inf, torch.inf))
+    error = _norms(difference.nan_to_num(torch.inf, torch.inf, torch.inf))
     of_torch = (truth if yardstick is None else yardstick.double()) - truth
-    its = _rows(of_torch.masked_fill(aside, 0.0).nan_to_num(0.0, 0.0, 0.0))
-    allowed = 2 * its + _rows(bound.masked_fill(aside, 0.0))
+    its = _norms(of_torch.masked_fill(aside, 0.0).nan_to_num(0.0, 0.0, 0.0))
+    allowed = 2 * its + _norms(bound.masked_fill(aside, 0.0))
     row = int(torch.where(error == 0, 0.0, error / allowed).argmax())
-    norm = _rows(truth.masked_fill(infinite, 0.0))
+    norm = _norms(truth.masked_fill(infinite, 0.0))
     return Verdict(name, row, *(v[row].item() for v in (error, allowed, its, norm)))

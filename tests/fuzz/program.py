@@ -15,6 +15,9 @@ from random import Random
 
 from fuzz.draw import Configuration, draw
 
+_TIMEOUT = 60.0
+"""Seconds after which a configuration hangs."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -40,9 +43,8 @@ class Settings:
 class Ranks:
     """Processes that run configurations. They are restarted after a hang or an error on some ranks."""
 
-    def __init__(self, ranks: int, settings: Settings, timeout: float) -> None:
-        self._ranks, self._settings, self._timeout = ranks, settings, timeout
-        self._world = None
+    def __init__(self, ranks: int, settings: Settings) -> None:
+        self._ranks, self._settings, self._world = ranks, settings, None
 
     def __call__(self, c: Configuration) -> list[dict]:
         from fuzz.run import execute
@@ -51,7 +53,7 @@ class Ranks:
         if self._world is None:
             self._world = World(self._ranks, self._settings.device)
         try:
-            return self._world.run(execute, c, self._settings.backend, timeout=self._timeout)
+            return self._world.run(execute, c, self._settings.backend, timeout=_TIMEOUT)
         except AssertionError:
             if self._ranks > 1 or not self._world.alive:
                 self.close(kill=True)
@@ -88,7 +90,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", type=int, help="show this configuration and the errors of its results")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a configuration hangs")
     options = parser.parse_args(arguments)
     settings = Settings(options.seed, options.backend, options.device)
     if settings.interpreted:
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _findings(settings: Settings, ranks: int, options: argparse.Namespace) -> int:
     """The number of findings over so many ranks, each of which is printed."""
-    run, findings = Ranks(ranks, settings, options.timeout), 0
+    run, findings = Ranks(ranks, settings), 0
     try:
         for done in range(1, options.count + 1):
             index = options.first + done - 1

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
@@ -77,9 +77,8 @@ def _part(c: Configuration, rank: int, name: str, value: Tensor) -> Tensor:
         return value.chunk(c.ranks, c.sequence_dim)[rank]
     if name not in ("weight", "bias"):
         return value
-    last = max((start + rows, rank) for rank, (start, rows) in enumerate(c.shards) if rows)[1]
-    if teacher and c.teacher_padding is not None and rank == last:
-        rows = real + c.teacher_padding
+    if teacher and c.ranks == 1 and c.size_given:
+        rows = real + c.values % 9  # not as many as the student's
     # Padding must never matter.
     part = value.new_full((rows, *value.shape[1:]), torch.nan)
     part[:real] = value[start : start + real]
@@ -105,7 +104,6 @@ _ARGUMENTS = {
 def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     """Values of the functions' arguments but tensors."""
     wide = accumulation_dtype(DTYPES[c.computed])
-    group = member.group if c.ranks > 1 or c.group_given else None
     names = "ignore_index", "label_smoothing", "z_loss", "beta", "top_k"
     options = {name: getattr(c, name) for name in names}
     options |= {"temperature": c.temperature, "logit_scale": c.scale, "logit_softcap": c.softcap}
@@ -116,7 +114,7 @@ def _options(member: Member, c: Configuration, whole: Whole) -> dict:
     filter = 1e-300 if c.computed == "fp64" else 1e-38
     options["gradient_filter"] = filter if c.filtered else None
     options |= {name: name in c.asked for name in ("mean_logit", "entropy", "argmax", "sum_p_squared")}
-    options |= {"process_group": group, "tp_group": group, "reduction": c.reduction}
+    options |= {"process_group": member.group, "tp_group": member.group, "reduction": c.reduction}
     options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
     options["sequence_dim"] = c.sequence_dim
     return options | {"reduce_dtype": {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]}
@@ -154,12 +152,16 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     tensors = {name: _part(c, member.rank, name, value) for name, value in whole.tensors.items()}
     tensors = {name: laid(value.to(member.device), c.layout(name)).detach() for name, value in tensors.items()}
     before = {name: value.clone() for name, value in tensors.items()}
-    learning = [name for name in ("input", "weight", "bias") if name not in c.frozen]
-    learning += ["token_weight"] if c.weight_learns else []
-    wanted = {name: tensors[name].requires_grad_() for name in learning if name in tensors and c.mode == "train"}
+    wanted = {}
+    if c.mode == "train":
+        learning = [name for name in ("input", "weight", "bias") if name not in c.frozen]
+        learning += ["token_weight"] if c.weight_learns else []
+        wanted = {name: tensors[name].requires_grad_() for name in learning if name in tensors}
     modes = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     casting = torch.autocast(member.device.type, dtype=DTYPES[c.autocast]) if c.autocast else nullcontext()
-    with modes[c.mode](), casting, _saving(c):
+    # Hooks for saved tensors, which return other strides.
+    hooks = saved_tensors_hooks(lambda tensor: tensor.detach().clone(), partial(laid, layout="gaps"))
+    with modes[c.mode](), casting, hooks if wanted and c.walk.endswith("hooks") else nullcontext():
         results = _forward(c, _options(member, c, whole), tensors, wanted)
     found = {name: value.detach().cpu() for name, value in results.items()}
     if wanted:
@@ -168,21 +170,6 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     for name, value in before.items():
         require(same_bits(value, tensors[name].detach()), f"{name} was written to")
     return found
-
-
-def _saving(c: Configuration):
-    """Hooks for saved tensors, which return other strides."""
-    if c.mode != "train" or not c.walk.endswith("hooks"):
-        return save_on_cpu() if c.mode == "train" and c.walk == "save_on_cpu" else nullcontext()
-
-    def returned(tensor: Tensor) -> Tensor:
-        if c.walk.startswith("transposed"):
-            return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-        wide = tensor.new_empty(*tensor.shape, 2)
-        wide[..., 0] = tensor
-        return wide[..., 0]
-
-    return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), returned)
 
 
 def _forward(c: Configuration, options: dict, tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict:

@@ -94,9 +94,6 @@ class Rounding:
         mantissa, exponent = torch.frexp(value * unit)
         return torch.ldexp((mantissa / half).round() * half, exponent) / unit
 
-    def _to_low(self, value: Tensor) -> Tensor:
-        return self.rounded(value, self.low)
-
     def logits(self, layer: Layer, uncapped: Tensor) -> Tensor:
         z = layer.capped(uncapped)
         if not self.samples:
@@ -125,7 +122,7 @@ class Rounding:
         kept = p
         if self.low and self._c.kind in ("loss", "statistics"):
             # The exponential of what is alone is exactly 1; those of others are rounded, and so are their slopes.
-            kept = torch.where(alone, kept, self._to_low(self._to_low(kept)))
+            kept = torch.where(alone, kept, self.rounded(self.rounded(kept, self.low), self.low))
             if of_backward:
                 p, moved = kept, torch.where(kept > 0, kept.log(), moved)
         mean = (kept.detach() * z).sum(-1, keepdim=True)
@@ -138,7 +135,7 @@ class Rounding:
         if not self.samples:
             return G
         if self.low and self._c.kind not in ("selected", "logits"):
-            G = self._to_low(G)
+            G = self.rounded(G, self.low)
         # The largest coefficient is brought near 2^10, whose smallest fraction in fp16 is 2^-34.
         fraction = (2.0**-34 * self._truth["coefficient"] + 2.0**-65) * (self._c.computed == "fp16")
         return self.moved(G, _sum_of(self._c.K) * self._truth["terms"] + fraction / self.u)
@@ -307,7 +304,7 @@ def _loss(c: Configuration, o: Operands, found: dict[str, Tensor], weight: Tenso
     if c.label_smoothing:
         terms.append(-c.label_smoothing * found["mean_log_prob"])
     weight = torch.ones_like(found["lse"]) if weight is None else weight
-    weight = weight.masked_fill(o.quiet | o.outside, 0.0)
+    weight = weight.masked_fill(o.quiet, 0.0)
     each = weight * r.moved(sum(terms), 6 * sum(term.detach().abs() for term in terms))
     if c.reduction == "none":
         return each
@@ -386,10 +383,9 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
     parts = {name: value.split([_SAMPLES, _SPLIT]) for name, value in moved.items()}
     found = {name: torch.maximum(_FURTHER * each.amax(0), split.amax(0)) for name, (each, split) in parts.items()}
     for name in ("dinput", "dweight", "dbias"):
-        n, other = (c.V, "weight") if name == "dinput" else (c.N, "input")
+        n = c.V if name == "dinput" else c.N
         (size, rounded), (terms, _) = (of_product(c, o, truth, name, part) for part in ("G", "terms"))
-        # Roundings of equal terms all go the same way.
-        found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded
+        found[name] += r.u * _sum_of(n) * size + rounded
         found[name] += sum(of_product(c, o, truth, name, part)[0] for part in ("underflow", "coded")) + r.tiny * n
         if c.kind == "divergence" and c.reduction != "none":
             # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
@@ -399,11 +395,6 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
             found[name] += r.low * size
         if r.any_fp16:
             found[name] = (found[name] + _FP16_SMALLEST).masked_fill(terms > _FP16_REACH, torch.inf)
-    if c.token_weight:
-        size = truth["dtoken_weight"].abs()
-        if c.weight_learns:
-            found["dtoken_weight"] += half_spacing(getattr(torch, c.weight_dtype)) * size
-        if c.weight_dtype == "float16":
-            found["dtoken_weight"] += _FP16_SMALLEST
-            found["dtoken_weight"] = found["dtoken_weight"].masked_fill(size > _FP16_REACH, torch.inf)
+    if c.weight_learns:
+        found["dtoken_weight"] += half_spacing(o.token_weight.dtype) * truth["dtoken_weight"].abs()
     return found

@@ -88,9 +88,8 @@ def _entries(c: Configuration, ids: Tensor, offsets: Tensor | None) -> Entries:
 
 @dataclass
 class Operands:
-    """Of N tokens: ``target``, ``token_weight``; ``outside [N]``: tokens whose loss is NaN, here with upstream
-    gradient 0; ``nowhere [N]``: those whose statistics of the target are NaN; ``quiet [N]``: those that do not count;
-    ``upstream``: flattened."""
+    """Of N tokens: ``target``, ``token_weight``; ``nowhere [N]``: those whose statistics of the target are NaN;
+    ``quiet [N]``: those that do not count; ``upstream``: flattened."""
 
     layer: Layer
     teacher: Layer | None
@@ -98,7 +97,6 @@ class Operands:
     token_weight: Tensor | None
     entries: Entries | None
     upstream: dict[str, Tensor]
-    outside: Tensor
     nowhere: Tensor
     quiet: Tensor
 
@@ -124,15 +122,11 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     entries = _entries(c, flat["selected"], flat.get("offsets")) if c.selected else None
     each = c.reduction == "none"
     upstream = {name: value.reshape(-1) if each else value for name, value in whole.upstream.items()}
-    outside = nowhere = quiet = torch.zeros(c.N, dtype=torch.bool)
+    nowhere = quiet = torch.zeros(c.N, dtype=torch.bool)
     if c.kind in ("loss", "divergence") and target is not None:
         quiet = target == ignore_index(c)
-    if c.kind == "loss":
-        outside = ((target < 0) | (target >= c.V)) & ~quiet
-        # Any other with a finite loss.
-        target = target.masked_fill(outside, int(whole.masked[0].int().argmin()))
-        if each:
-            upstream["loss"] = upstream["loss"].masked_fill(outside, 0.0)
+    if c.kind == "loss":  # any target that has a finite loss
+        target = target.masked_fill(quiet, int(whole.masked[0].int().argmin()))
     if c.kind == "statistics" and target is not None:
         nowhere = ((target < 0) | (target >= c.V)) & (target != NO_LABEL)
     if "mask" in flat:
@@ -141,7 +135,7 @@ def operands(c: Configuration, whole: Whole) -> Operands:
         for name, value in upstream.items():
             upstream[name] = value.masked_fill(per_result(name, quiet, entries), 0.0)
     mine = layer("", whole.masked[0], DTYPES[c.computed])
-    return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, outside, nowhere, quiet)
+    return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, nowhere, quiet)
 
 
 def per_result(name: str, tokens: Tensor, entries: Entries | None) -> Tensor:
@@ -149,104 +143,94 @@ def per_result(name: str, tokens: Tensor, entries: Entries | None) -> Tensor:
     return tokens[entries.owner] if name in ("selected_log_prob", "log_probs") else tokens
 
 
-class _Random:
-    """Draws the tensors of a configuration one after another."""
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
 
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
 
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def below(self, end: int, *shape: int) -> Tensor:
-        return torch.randint(end, shape, generator=self.generator)
-
-    def rand(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+def _below(end: int, *shape: int) -> Tensor:
+    return torch.randint(end, shape)
 
 
 @lru_cache(1)
 def make(c: Configuration) -> Whole:
     """The whole tensors of ``c``, on the CPU. Nobody may write to them."""
-    r, found = _Random(c.values), {}
-    masked = _masked(c, r)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(c.values)
+        return _made(c)
+
+
+def _made(c: Configuration) -> Whole:
+    masked = _masked(c)
     if c.kind == "logits":
-        found["input"] = (r.normal(*c.shape, c.V) * (3 * c.sharpness) + c.offset).to(DTYPES[c.dtype])
+        found = {"input": (_normal(*c.shape, c.V) * (3 * c.sharpness) + c.offset).to(DTYPES[c.dtype])}
     else:
-        found |= _layer(c, r, "", c.dtype, c.D, c.bias, masked)
-    if c.teacher_equal:
-        found |= {f"teacher_{name}": value for name, value in found.items()}
-        if c.edge == "close":
-            distance = 10.0 ** -(1 + c.values % 4)
-            found["teacher_input"] = (found["input"] + distance * r.normal(*c.shape, c.D)).to(found["input"].dtype)
+        found = _layer(c, "", c.dtype, c.D, c.bias, masked)
+    if c.edge == "close":
+        distance = (0.0, 1e-1, 1e-2, 1e-3, 1e-4)[c.values % 5]
+        x = (found["input"] + distance * _normal(*c.shape, c.D)).to(found["input"].dtype)
+        found |= {"teacher_input": x, "teacher_weight": found["weight"]}
     elif c.kind == "divergence":
-        found |= _layer(c, r, "teacher_", c.teacher_dtype, c.E, c.teacher_bias, masked)
+        found |= _layer(c, "teacher_", c.teacher_dtype, c.E, c.teacher_bias, masked)
+    dtype = (torch.float32, torch.float64, torch.bfloat16)[c.values % 3]
     infinite = masked & (c.bias == "masked"), masked & (c.teacher_bias == "masked")
     if not c.no_target:
-        found["target"] = _targets(c, r, infinite[0])
+        found["target"] = _targets(c, infinite[0])
     if c.token_weight:
-        found["token_weight"] = _token_weight(c, r.normal(*c.shape))
-    if c.scale_dtype:
-        scale = (r.normal(*c.shape).abs() + 0.1) * c.scale
-        if {c.bias, c.teacher_bias} & {"masked", "low"}:
+        weight = _token_weight(c, _normal(*c.shape))
+        found["token_weight"] = weight if weight.dtype == torch.bool else weight.to(dtype)
+    if c.scales:
+        scale = (_normal(*c.shape).abs() + 0.1) * c.scale
+        if c.excluded:
             # No product with -inf may be NaN.
             scale = scale.clamp(min=1e-3)
         else:
-            scale *= r.normal(*c.shape).sign()
+            scale *= _normal(*c.shape).sign()
             scale.view(-1)[3::7] = 0
-        found["logit_scale"] = scale.to(getattr(torch, c.scale_dtype))
-    if c.temperature_dtype:
-        temperature = (r.normal(*c.shape).abs() + 0.1) * c.temperature
+        found["logit_scale"] = scale.to(dtype)
+    if c.temperatures:
+        temperature = (_normal(*c.shape).abs() + 0.1) * c.temperature
         if c.edge == "cold":
             temperature.view(-1)[5::7] = torch.inf
-        found["temperature"] = temperature.to(getattr(torch, c.temperature_dtype))
+        found["temperature"] = temperature.to(dtype)
     if c.selected:
-        found |= _selected(c, r, infinite[0], found.get("target"))
+        found |= _selected(c, infinite[0], found.get("target"))
     if c.counted and c.kind == "statistics":
-        found["mask"] = r.normal(*c.shape) > -0.5 if c.ignored == "some" else torch.full(c.shape, c.ignored == "none")
-    for name, value in found.items():
-        if c.layout(name) == "expanded" and value.dim() and len(value):
-            found[name] = value[:1].expand_as(value).clone()
+        found["mask"] = _normal(*c.shape) > -0.5 if c.ignored == "some" else torch.full(c.shape, c.ignored == "none")
     counting = c.N
     if c.counted:
         counting = int((found["mask"] if c.kind == "statistics" else found["target"].long() != ignore_index(c)).sum())
     counted = (counting + 1 + c.values % c.N) % (c.N + 1) if c.counted == "wrong" else counting
-    whole = Whole(found, infinite, counting, counted if c.counted else None, _upstream(c, r, found))
+    whole = Whole(found, infinite, counting, counted if c.counted else None, _upstream(c, found))
     if c.sure:
-        _make_sure(c, r, whole)
+        _make_sure(c, whole)
     if c.kind == "statistics" and (nowhere := operands(c, whole).nowhere).any():
         for name in OF_TARGET & {*whole.upstream}:
             whole.upstream[name].view(-1)[nowhere] = 0
     return whole
 
 
-def _masked(c: Configuration, r: _Random) -> Tensor:
-    """The entries that a bias excludes: of -inf any, of a low one a range."""
+def _masked(c: Configuration) -> Tensor:
+    """The entries that a bias excludes, any or a range; of a low one a range."""
     masked = torch.zeros(c.V, dtype=torch.bool)
     if c.edge == "window":
         masked[::256] = True
-        return masked
-    kinds = {c.bias, c.teacher_bias} & {"masked", "low"}
-    if kinds:
-        masked = torch.rand(c.V, generator=r.generator) < 0.3
-        if "low" in kinds:
-            first, last = r.below(c.V, 2).sort().values
-            masked[:] = False
-            masked[first : last + 1] = True
-        masked[r.below(c.V)] = False
+    elif c.excluded:
+        first, last = _below(c.V, 2).sort().values
+        masked[first : last + 1] = True
+        if "low" not in (c.bias, c.teacher_bias) and c.values % 2:
+            masked = torch.rand(c.V) < 0.3
+        masked[_below(c.V)] = False
     return masked
 
 
-def _layer(
-    c: Configuration, r: _Random, prefix: str, dtype: str, D: int, bias: str, masked: Tensor
-) -> dict[str, Tensor]:
-    x, weight = r.normal(*c.shape, D), r.normal(c.V, D) * (c.sharpness / max(1, D) ** 0.5)
+def _layer(c: Configuration, prefix: str, dtype: str, D: int, bias: str, masked: Tensor) -> dict[str, Tensor]:
+    x, weight = _normal(*c.shape, D), _normal(c.V, D) * (c.sharpness / max(1, D) ** 0.5)
     if c.edge in ("mean", "window"):
-        mean = normalize(r.normal(1, D))
+        mean = normalize(_normal(1, D))
         x, weight = x - (x @ mean.t()) * mean, weight + 4 * mean
     found = {"input": x, "weight": weight}
     if bias:
-        found["bias"] = r.normal(c.V) * (c.edge != "window") + c.offset
+        found["bias"] = _normal(c.V) * (c.edge != "window") + c.offset
     if c.edge == "nan":
         found["bias"][c.values % c.V], found["bias"][c.values // 99 % c.V] = torch.inf, torch.nan
     if bias in ("masked", "low"):
@@ -254,11 +238,9 @@ def _layer(
     return {f"{prefix}{name}": value.to(DTYPES[dtype]) for name, value in found.items()}
 
 
-def _ids(c: Configuration, dtype: str) -> tuple[int, list[int]]:
-    """How many ids a dtype can hold of the vocabulary, and those outside it that it can hold."""
-    held = torch.iinfo(getattr(torch, dtype))
-    outside = c.V, c.V + 3, -1, -7, -(2**63), 2**62
-    return min(c.V, held.max + 1), [id for id in outside if held.min <= id <= held.max]
+def _outside(c: Configuration, dtype: str) -> list[int]:
+    """Ids that are not in the vocabulary."""
+    return [c.V, c.V + 3, -1, -7] + ([-(2**63), 2**62] if dtype == "int64" else [])
 
 
 def _put(values: Tensor, where: slice, others: list[int]) -> None:
@@ -266,36 +248,33 @@ def _put(values: Tensor, where: slice, others: list[int]) -> None:
     values[where] = torch.tensor(others).repeat(len(values))[: len(values[where])]
 
 
-def _selected(c: Configuration, r: _Random, masked: Tensor, target: Tensor | None) -> dict[str, Tensor]:
+def _selected(c: Configuration, masked: Tensor, target: Tensor | None) -> dict[str, Tensor]:
     """``[*shape, K]`` ids; or ``[E]`` and offsets, for sets of up to K. Some come twice, some are targets."""
-    counts = r.below(c.K + 1, c.N) if c.selected == "sets" else torch.full((c.N,), c.K)
+    counts = _below(c.K + 1, c.N) if c.selected == "sets" else torch.full((c.N,), c.K)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     owner = torch.repeat_interleave(torch.arange(c.N), counts)
-    held, others = _ids(c, c.id_dtype)
-    ids = r.below(held, len(owner))
+    ids = _below(c.V, len(owner))
     ids[4::11] = ids[3::11][: len(ids[4::11])]
-    if target is not None:
-        wanted = target.reshape(-1)[owner].long()
-        here = (r.below(5, len(owner)) == 0) & (wanted.to(getattr(torch, c.id_dtype)) == wanted)
-        ids = torch.where(here, wanted, ids)
+    if target is not None and c.id_dtype == "int64":
+        ids = torch.where(_below(5, len(owner)) == 0, target.reshape(-1)[owner].long(), ids)
     if c.ids == "outside":
-        _put(ids, slice(1, None, 4), others or [0])
+        _put(ids, slice(1, None, 4), _outside(c, c.id_dtype))
     if c.kind == "selected" and masked.any():
         # A set of which nothing can be has no distribution.
         ids[offsets[:-1][counts > 0]] = int(masked.int().argmin())
-    ids = ids.to(getattr(torch, c.id_dtype))
+    dtype = getattr(torch, c.id_dtype)
     if c.selected == "sets":
-        return {"selected": ids, "offsets": offsets.to(torch.int32 if c.id_dtype == "int32" else torch.int64)}
-    return {"selected": ids.view(*c.shape, c.K)}
+        return {"selected": ids.to(dtype), "offsets": offsets.to(dtype)}
+    return {"selected": ids.to(dtype).view(*c.shape, c.K)}
 
 
-def _make_sure(c: Configuration, r: _Random, whole: Whole) -> None:
+def _make_sure(c: Configuration, whole: Whole) -> None:
     """Move hidden states, the teacher's too, so that tokens are sure of an entry: of the target, of the first that is
     selected, or of any. All are sure of the same kind of entry: gradients of those that are sure of another entry than
     the target would hide the others'."""
     o, found = operands(c, whole), whole.tensors
-    chosen = torch.full((c.N,), True) if c.sure == "all" else r.below(2, c.N) == 0
-    entry, of_any = r.below(c.V, c.N), r.below(4) == 0 and c.mixture != ("target_log_prob",)
+    chosen = torch.full((c.N,), True) if c.sure == "all" else _below(2, c.N) == 0
+    entry, of_any = _below(c.V, c.N), _below(4) == 0 and c.mixture != ("target_log_prob",)
     among = torch.full((c.N, c.V), True)
     if "target" in found and not of_any:
         wanted = found["target"].reshape(-1).long()
@@ -307,22 +286,20 @@ def _make_sure(c: Configuration, r: _Random, whole: Whole) -> None:
         if c.kind == "selected":
             among = torch.zeros_like(among).index_put((e.owner[e.inside], e.ids[e.inside]), torch.tensor(True))
 
-    def move(prefix: str, layer: Layer, chosen: Tensor, miss: Tensor) -> Tensor:
+    def move(prefix: str, layer: Layer, chosen: Tensor, factor: float) -> Tensor:
+        miss = c.miss * factor ** (torch.rand(c.N, 1, dtype=torch.float64) - 0.5)
         x, p = _along(layer, entry, chosen, among, miss)
         before = found[f"{prefix}input"]
         found[f"{prefix}input"] = x.view(before.shape).to(before.dtype)
         return p
 
-    p = move("", o.layer, chosen, c.miss * 2 ** (r.rand(c.N, 1) - 0.5))
+    p = move("", o.layer, chosen, 2.0)
     if c.upstream == "shares":
         name, ids = "selected_log_prob", found["selected"]
         share = p.gather(1, ids.reshape(c.N, c.K).long().clamp(0, c.V - 1)).view(ids.shape)
-        whole.upstream[name] = (share * r.normal(*c.shape, 1)).to(whole.upstream[name].dtype)
-    if c.teacher_equal:
-        found["teacher_input"] = found["input"]
-    elif o.teacher is not None:
-        both = chosen & (r.below(2, c.N) == 0)
-        move("teacher_", o.teacher, both, c.miss * 100 ** (r.rand(c.N, 1) - 0.5))
+        whole.upstream[name] = (share * _normal(*c.shape, 1)).to(whole.upstream[name].dtype)
+    if o.teacher is not None:
+        move("teacher_", o.teacher, chosen & (_below(2, c.N) == 0), 100.0)
 
 
 def _along(layer: Layer, entry: Tensor, chosen: Tensor, among: Tensor, miss: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,45 +329,39 @@ def _along(layer: Layer, entry: Tensor, chosen: Tensor, among: Tensor, miss: Ten
     return x + length * unit, log_p(length).exp()
 
 
-def _targets(c: Configuration, r: _Random, masked: Tensor) -> Tensor:
-    held, others = _ids(c, c.target_dtype)
-    candidates = torch.arange(held)
+def _targets(c: Configuration, masked: Tensor) -> Tensor:
+    candidates = torch.arange(c.V)
     # A target of -inf has an infinite loss: no other can be added to it, and no 0 be a factor of it.
     plain = c.kind != "loss" or (c.reduction == "none" and not c.token_weight and c.label_smoothing < 1)
-    if not plain and not masked[:held].all():
-        candidates = candidates[~masked[:held]]
-    target = candidates[r.below(len(candidates), *c.shape)]
-    if c.kind == "statistics":
-        others += [NO_LABEL] * (c.target_dtype != "uint8")
-    flat, index, dtype = target.view(-1), ignore_index(c), getattr(torch, c.target_dtype)
-    if c.targets == "outside" and others:
-        _put(flat, slice(1, None, 3), others)
-    held_too = torch.iinfo(dtype).min <= index <= torch.iinfo(dtype).max
-    if c.kind in ("loss", "divergence") and held_too and c.ignored != "none":
-        flat[slice(None) if c.ignored == "all" else slice(0, None, 3)] = index
-    return target.to(dtype)
+    if not plain:
+        candidates = candidates[~masked]
+    target = candidates[_below(len(candidates), c.N)]
+    if c.targets == "outside":
+        _put(target, slice(1, None, 3), _outside(c, c.target_dtype) + [NO_LABEL] * (c.kind == "statistics"))
+    if c.kind in ("loss", "divergence") and c.ignored != "none":
+        target[slice(None) if c.ignored == "all" else slice(0, None, 3)] = ignore_index(c)
+    return target.to(getattr(torch, c.target_dtype)).view(c.shape)
 
 
 def _token_weight(c: Configuration, normal: Tensor) -> Tensor:
-    weight = {
+    return {
         "positive": normal.abs(),
         "mask": normal > 0,
         "zero": torch.zeros_like(normal),
         "zeros": normal.clamp(min=0.0),
         # Their sum stays away from 0, where a mean means nothing.
         "negative": normal + 0.7 * normal.sum().sign(),
-    }
-    return weight[c.token_weight].to(getattr(torch, c.weight_dtype))
+    }[c.token_weight]
 
 
-def _upstream(c: Configuration, r: _Random, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _upstream(c: Configuration, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     names = {"statistics": c.mixture, "selected": ("log_probs",)}.get(c.kind, ("loss",))
     large, tiny = (100.0, 1e-3) if c.computed == "fp16" else (1e5, 1e-25)
     factor = {"zero": 0.0, "large": large, "tiny": tiny}.get(c.upstream, 1.0)
     found = {}
     for name in names:
         of_entries = name in ("selected_log_prob", "log_probs")
-        value = r.normal(*(tensors["selected"].shape if of_entries else c.shape if c.reduction == "none" else ()))
+        value = _normal(*(tensors["selected"].shape if of_entries else c.shape if c.reduction == "none" else ()))
         if c.upstream == "ones":
             value.fill_(1)
         elif c.upstream == "some zeros":
@@ -401,19 +372,10 @@ def _upstream(c: Configuration, r: _Random, tensors: dict[str, Tensor]) -> dict[
 
 def laid(value: Tensor, layout: str) -> Tensor:
     """The same numbers at other strides or another offset; what lies between them is NaN."""
-    if layout == "expanded" and value.dim() and len(value):
-        return value[:1].clone().expand(value.shape)
     if layout == "offset":
         view = value.new_empty(value.numel() + 1)[1:].view(value.shape)
-    elif layout in ("wide", "gaps", "rows") and value.dim():
-        sizes, slices = list(value.shape), [slice(None)] * value.dim()
-        if layout == "wide":
-            sizes, slices = [n + 3 for n in sizes], [slice(2, 2 + n) for n in sizes]
-        else:
-            place = 0 if layout == "rows" else -1
-            sizes[place] *= 2
-            slices[place] = slice(0, None, 2)
-        view = value.new_full(sizes, torch.nan if value.is_floating_point() else 1)[tuple(slices)]
+    elif layout == "gaps" and value.dim():
+        view = value.new_full((*value.shape, 2), torch.nan if value.is_floating_point() else 1)[..., 0]
     elif layout == "transposed" and value.dim() > 1:
         view = torch.empty_like(value.transpose(0, -1), memory_format=torch.contiguous_format).transpose(0, -1)
     else:

@@ -30,6 +30,7 @@ CASES = {
     "some saved": dict(budget=20_000 + 300 * 40 * 2, block=20_000),
     "every statistic": dict(every=True),
     "every statistic, recomputed": dict(every=True, budget=0, bias=True),
+    "a gradient of the bias": dict(bias=True),
     "rows in pieces": PIECES,
     "rows in pieces, a bias": PIECES | dict(bias=True),
     "logits far from 0": dict(far=304.0),

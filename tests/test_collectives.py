@@ -279,13 +279,12 @@ def test_one_rank_needs_none(member):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("budget", "reduction"), [(None, "mean"), (0, "none"), (0, "sum")])
 @pytest.mark.thinned("sequence_parallel")
-@on_ranks(3)
+@on_ranks(4)
 def test_only_the_given_group_is_used(member, budget, reduction, sequence_parallel):
-    """In which ranks have other numbers than in the default group."""
-    group = dist.new_group([1, 2])
-    if member.rank == 0:
-        return
-    me = Member(member.rank - 1, 2, member.device, group)
+    """Two tensor-parallel pairs side by side."""
+    groups = {pair: dist.new_group(pair) for pair in ((1, 3), (0, 2))}
+    pair = (1, 3) if member.rank % 2 else (0, 2)
+    me = Member(pair.index(member.rank), 2, member.device, groups[pair])
     t = part(make(N, 2 * ROWS, D, device=member.device), me, sequence_parallel)
     options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
     with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(me.group) as events:

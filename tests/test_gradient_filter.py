@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
+from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.memory import HostNumber
 from parallel_lce.features.filter import gradient as form
 from parallel_lce.features.filter.tiles import TILE
@@ -130,6 +131,15 @@ def test_gradients_of_a_likely_target_of_several_tokens_are_exact(logits_budget,
     exact, found = (gradients(*t, gradient_filter=f, logits_budget=logits_budget) for f in (None, 2**-6))
     assert_close(found[0], exact[0].double(), 0.05)
     assert_close(found[1][7], exact[1][7].double(), 0.05)
+
+
+def test_slices_that_are_too_small_to_be_filtered_take_no_more_memory(device, monkeypatch):
+    given = problem(device=device)
+    with mock.patch.object(Scratch, "reserve", autospec=True, side_effect=Scratch.reserve) as reserve:
+        for smallest in (4 * 150 * 400 * 16, 4 * 150 * 400 * 16 + 1):
+            monkeypatch.setattr(form, "SMALLEST_FILTERED", smallest)
+            gradients(*given, gradient_filter=EPS, logits_budget=0)
+    assert [call.args[1] for call in reserve.call_args_list] == [form.SLICE_BYTES]
 
 
 def test_the_gradient_of_the_bias_is_not_filtered(device):

@@ -53,6 +53,17 @@ def _outside(member: Member) -> None:
     torch.testing.assert_close(dx.double(), torch.autograd.grad(lse.sum(), [x])[0], rtol=2e-2, atol=2e-2)
 
 
+def test_weights_of_tokens_learn_under_autocast(device):
+    t = small(device, **SHAPE | dict(dtype="fp32"))
+    token_weight = torch.linspace(0, 2, 40, device=device).requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        given = dict(reduction="none", reduce_dtype=torch.bfloat16)
+        losses = linear_cross_entropy(t.x, t.weight, t.target, **given)
+        total = linear_cross_entropy(t.x, t.weight, t.target, token_weight=token_weight, **given).sum()
+    [found] = torch.autograd.grad(total, [token_weight])
+    assert torch.equal(found, losses)
+
+
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):
     if interpreted := device == "cpu":

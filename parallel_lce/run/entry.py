@@ -37,7 +37,7 @@ def fused_loss(
     weights, reduction = tensors.token_weight, options.reduction
     weights_learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
     if weights_learn:
-        check(options, tensors, group)
+        check(options, autocasted(tensors), group)
         debug.compare_later({"token_weight": weights})
         options, tensors = options._replace(reduction="none"), tensors._replace(token_weight=None)
     loss, shape = _called(options, tensors, group, main_grad)

@@ -68,9 +68,11 @@ class Filter(Feature):
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         if call.backend.NAME == "torch":
             return task
-        from parallel_lce.features.filter.gradient import SLICE_BYTES, CallFilter
+        from parallel_lce.features.filter.gradient import SLICE_BYTES, CallFilter, is_large
 
         if not self._of_call:
             self._of_call.append(CallFilter(self._eps))
-        task.scratch.reserve(SLICE_BYTES)
+        entries = min(task.x.shape[0] * task.projection.real_rows, SLICE_BYTES // task.x.element_size())
+        if is_large(entries, task.x.shape[1]):  # smaller slices are not filtered, and take no more memory
+            task.scratch.reserve(SLICE_BYTES)
         return task._replace(filter=self._of_call[0])

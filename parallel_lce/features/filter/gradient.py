@@ -27,6 +27,11 @@ MOST_ACTIVE = 0.75
 PERIOD, DELAY = 17, 2
 
 
+def is_large(entries: int, hidden_size: int) -> bool:
+    """Whether a slice of so many ``entries`` of G is worth the search for its active tiles."""
+    return 4 * entries * hidden_size >= SMALLEST_FILTERED
+
+
 class Choice:
     """Whether the calls of one kind are filtered: only where few enough tiles are active.
 
@@ -74,7 +79,7 @@ class CallFilter:
         self, rows: GradientOperands, start: int, gradient: Tensor, dx_factor: Tensor | None
     ) -> FilteredGradient | None:
         x, weight, real = rows.x, rows.projection.weight, rows.projection.real_rows
-        if 4 * x.numel() * gradient.shape[1] < SMALLEST_FILTERED or not multiplies(gradient, x, weight):
+        if not (is_large(gradient.numel(), x.shape[1]) and multiplies(gradient, x, weight)):
             return None
         # A captured CUDA graph repeats its kernels. There every backward is filtered, and none is counted.
         captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()

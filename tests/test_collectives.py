@@ -182,38 +182,30 @@ def test_statistics_gather_what_was_asked_for(member, names):
     assert events == [("all_gather", columns * N + 3, "float32", True)]
 
 
-OTHERS = {
-    "divergence": lambda x, w, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], reduction="none", **o),
-    "mean divergence": lambda x, w, **o: divergence(x, w, x.detach()[:, :3], w.detach()[:, :3], **o),
-}
-
-
-def expected_of_other(name: str, split: bool) -> tuple[list, list]:
-    gather, reduced = [("all_gather", N // 2 * D)] * split, [("reduce_scatter" if split else "all_reduce", N * D)]
-    gather = gather + [("all_gather", N // 2 * 3)] * split
-    forward = gather + [("all_gather", 6 * N + 3), ("all_gather", 2 * N)]
-    return (forward + reduced, []) if name == "mean divergence" else (forward, gather + reduced)
-
-
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @on_ranks(2)
-def test_other_functions(member, name, split):
-    """Their results are the same from run to run. Without gradients nothing is reduced."""
+def test_a_divergence_reduces_only_with_gradients_and_repeats_its_bits(member, reduction, split):
     t = part(make(N, ROWS * 2, D, device=member.device), member, split)
-    runs, options = [], dict(process_group=member.group, sequence_parallel=split)
+    given = t.x, t.weight, t.x.detach()[:, :3], t.weight.detach()[:, :3]
+    options = dict(process_group=member.group, sequence_parallel=split, reduction=reduction)
+    gathers = [("all_gather", N // 2 * D), ("all_gather", N // 2 * 3)] * split
+    reduced = [("reduce_scatter" if split else "all_reduce", N * D)]
+    forward, backward = gathers + [("all_gather", 6 * N + 3), ("all_gather", 2 * N)], gathers + reduced
+    if reduction == "mean":
+        forward, backward = forward + reduced, []
     with torch.no_grad(), started() as found:
-        OTHERS[name](t.x, t.weight, **options)
+        divergence(*given, **options)
     assert {each.kind for each in found} == {"all_gather"}
+    runs = []
     for _ in range(2):
         with started() as found:
-            value = OTHERS[name](t.x, t.weight, **options)
-            forward = len(found)
+            value = divergence(*given, **options)
+            of_forward = len(found)
             runs.append([value, *torch.autograd.grad(value.sum(), [t.x, t.weight])])
         assert all(each.group == member.group and each.asynchronous for each in found)
         found = [(each.kind, each.size) for each in found]
-        expected = expected_of_other(name, split)
-        assert found[:forward] == expected[0] and sorted(found[forward:]) == sorted(expected[1])
+        assert found[:of_forward] == forward and sorted(found[of_forward:]) == sorted(backward)
     assert all(map(torch.equal, *runs))
 
 

@@ -203,14 +203,14 @@ def delays(seed: int, device: torch.device):
 
 @contextmanager
 def around(places, before, after):
-    """``before()`` and ``after(name, result)`` of each of these functions; what ``after`` returns is the result."""
+    """``before()`` and ``after(name, result)`` of each of these functions."""
 
     def within(name, original):
         def call(*arguments, **options):
             before()
             result = original(*arguments, **options)
-            other = after(name, result)
-            return result if other is None else other
+            after(name, result)
+            return result
 
         return call
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
@@ -14,7 +15,7 @@ from calls import D, N, V, call, good
 from cases import make, normal
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
-from tools import debug_mode, on_ranks, recorded, shrunk, unchecked
+from tools import debug_mode, on_ranks, recorded, shrunk, small, unchecked
 
 # --- ids and shards --------------------------------------------------------------------------------
 
@@ -202,3 +203,22 @@ def test_thousands_of_neighbours_count_beside_a_logit_beyond_2_to_the_27(backend
     exact = (x.double() @ weight.double().t()).log_softmax(1)[0, 0]
     found = parallel_lce.token_statistics(x.to(device), weight.to(device), torch.zeros(1, dtype=torch.int64).to(device))
     assert found.target_log_prob.item() == pytest.approx(exact.item(), abs=1e-6)
+
+
+def test_rows_that_share_memory_and_tensors_saved_on_the_host_change_nothing(backend, device):
+    """Expanded operands and values of tokens, as their copies; and hooks that move what is saved."""
+    t = small(device, N=6, V=40)
+    shared = [t.x[:1].expand(6, -1), t.weight[:1].expand(40, -1), t.target[:1].expand(6), torch.ones(1).expand(6)]
+    found = []
+    for contiguous, hooks in ((False, nullcontext()), (True, nullcontext()), (False, save_on_cpu())):
+        leaves = [value.to(device).detach() for value in shared]
+        leaves = [value.contiguous() for value in leaves] if contiguous else leaves
+        x, weight, target, temperature = leaves
+        with hooks:
+            given = dict(token_weight=temperature, temperature=temperature, reduction="none")
+            losses = parallel_lce.linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target, **given)
+        found.append([losses, *torch.autograd.grad(losses.sum(), [x, weight])])
+    for others in found[1:]:
+        for one, other in zip(found[0], others):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            assert one.isfinite().all() and one.any()

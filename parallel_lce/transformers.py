@@ -95,6 +95,7 @@ class _Door:
         """The loss, and the metrics as fields of the output. ``items``: what the sum is divided by; None: the mean."""
         metrics, counted = dict[str, Tensor](), target != ignore
         options: dict[str, Any] = {**self.options, **(logits.epilogue() or {})}
+        options["logits_budget"] = lean_budget(options["logits_budget"])
         options.update(reduction="mean" if items is None else "sum", ignore_index=ignore, counted_tokens=count)
 
         def of_tokens(each: TokenStatistics) -> tuple[Tensor, dict[str, Any]]:
@@ -326,7 +327,7 @@ def patch(
     if (token_accuracy or token_metrics) and given is not None:
         raise ValueError(f"metrics need {kind.__name__}.forward, which was replaced: patch the model before that")
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
-    options = dict(logits_budget=lean_budget(logits_budget), gradient_filter=gradient_filter)
+    options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     door = _Door(kind.__name__, token_accuracy, token_metrics, eval_logits, options)
     owner.__class__, layer.__class__ = _patched(kind), fused_class(type(layer), Linear)
     vars(owner)[_DOOR] = vars(layer)[_DOOR] = door

@@ -106,13 +106,12 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
 
 def hidden_of_blocks(hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> Iterator[IncomingHidden]:
     """:func:`gather_hidden` of one block after another, each started a block ahead. At most two are in flight."""
-    following: deque[IncomingHidden] = deque()
+    following: IncomingHidden | None = None
     for number, block in enumerate(blocks):
-        incoming = following.popleft() if following else gather_hidden(hidden, block, layout)
+        incoming = following or gather_hidden(hidden, block, layout)
         if number > 0:
             incoming.wait()
-        if number + 1 < len(blocks):
-            following.append(gather_hidden(hidden, blocks[number + 1], layout))
+        following = gather_hidden(hidden, blocks[number + 1], layout) if number + 1 < len(blocks) else None
         yield incoming
 
 

@@ -216,11 +216,11 @@ class _Waiting(NamedTuple):
     found: Any
 
 
-def _projected_blocks(call: Call, hidden: Tensor, projection: Projection, targets: Tensor | None) -> Iterator[_Waiting]:
+def _projected_blocks(call: Call, hidden: Tensor, projection: Projection) -> Iterator[_Waiting]:
     """Projects the blocks and starts the gathers of their partials. On several ranks the next block is projected before
     a block is given."""
     layout, backend, blocks, waiting = call.layout, call.backend, call.plan.blocks, deque[_Waiting]()
-    ahead = 1 if layout.ranks > 1 else 0
+    targets, ahead = call.local_targets(), 1 if layout.ranks > 1 else 0
     rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
     entries = max((b.saved for b in blocks), default=0)
     buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
@@ -262,11 +262,11 @@ def accumulate(
     layout, dtype, scratch_bytes = call.layout, call.dtype, call.plan.scratch_bytes
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        targets, blocks = call.local_targets(), len(call.plan.blocks)
+        blocks = len(call.plan.blocks)
         sums = GradientSums(call, hidden, projection, needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
         per_token, metrics = hidden.new_empty(call.shape.numel(), dtype=dtype), {}
         divisor = results.divisor_of(call)
-        for waiting in _projected_blocks(call, hidden, projection, targets):
+        for waiting in _projected_blocks(call, hidden, projection):
             block, of_tokens = waiting.block, call.of_tokens(waiting.block)
             merged, found = waiting.partials.finish(call.backend, of_tokens.wanted, waiting.found)
             losses, coefficients, of_metrics = results.of_tokens(of_tokens, merged, found)

@@ -50,6 +50,14 @@ def IGNORED(a) -> dict:
     return dict(target=torch.full_like(a["teacher_ids"][:, 0], -100), teacher_ids=-torch.ones_like(a["teacher_ids"]))
 
 
+def _weighted(a) -> dict:
+    return dict(token_weight=torch.ones(N, device=a["input"].device))
+
+
+def _learning(a) -> dict:
+    return dict(token_weight=a["token_weight"].requires_grad_())
+
+
 # What a message says of a tensor.
 DIGEST = r"\d+ values of digest \w+"
 # By the name of a call (calls.py) and what differs: changes of the last rank's arguments, what debug mode names, the
@@ -59,6 +67,7 @@ EXPOSED = {
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
+    "loss, learning": (_learning, "reduction", "'mean'", "'none'", _weighted),
     "selected, offsets": (lambda a: _pairs(a, 3), "offsets of selected", DIGEST, DIGEST, _pairs),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),

@@ -64,10 +64,10 @@ JITFunction.run = _compile_alone
 
 import kernel_calls
 from parallel_lce import backends
-from parallel_lce.kernels import device, product
+from parallel_lce.kernels import launch, product
 
 backends._name = lambda *given: "triton"
-device._capability = lambda device: CAPABILITY
+launch._capability = lambda device: CAPABILITY
 product.num_sms = lambda device: 132
 kernel_calls.prepare()
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

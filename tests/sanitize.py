@@ -103,11 +103,11 @@ def run_plain() -> None:
     cuBLAS stores a product. So initcheck does not see a sum that is added to memory which nobody wrote."""
     import torch
 
-    from parallel_lce.kernels import device, mainloop_choice, target_logits
+    from parallel_lce.kernels import launch, product, target_logits
 
-    device.hopper_or_later = target_logits.hopper_or_later = mainloop_choice._has_gluon = lambda *_: False
-    for product in (torch.mm, torch.addmm, torch.mv):
-        setattr(torch, product.__name__, partial(_over_zeros, product))
+    launch.hopper_or_later = target_logits.hopper_or_later = product._has_gluon = lambda *_: False
+    for multiply in (torch.mm, torch.addmm, torch.mv):
+        setattr(torch, multiply.__name__, partial(_over_zeros, multiply))
     run_calls()
 
 

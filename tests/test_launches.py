@@ -23,8 +23,8 @@ import triton
 import kernel_calls
 import parallel_lce
 from measures import error
-from parallel_lce.kernels import mainloop_choice
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels import product
+from parallel_lce.kernels.launch import Relaunched
 from releases import folder_of, installed
 from tools import chosen_backend, small
 
@@ -111,16 +111,16 @@ def test_which_mainloop_runs_on_hopper(version, runs, monkeypatch):
     if lacks:
         monkeypatch.delattr("parallel_lce.kernels.mainloop_hopper", raising=False)
         monkeypatch.setitem(sys.modules, "parallel_lce.kernels.mainloop_hopper", None)  # its import raises
-    monkeypatch.setattr("parallel_lce.kernels.device._capability", lambda device: 90)
-    monkeypatch.setattr(mainloop_choice, "interpreted", lambda: False)
-    monkeypatch.setattr(mainloop_choice, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setattr("parallel_lce.kernels.launch._capability", lambda device: 90)
+    monkeypatch.setattr(product, "interpreted", lambda: False)
+    monkeypatch.setattr(product, "triton", SimpleNamespace(__version__=version))
     weight = torch.empty(8, 8, dtype=torch.bfloat16)
-    mainloop_choice._has_gluon.cache_clear()
+    product._has_gluon.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert mainloop_choice.tile_of(weight, tma=True).mainloop == ("hopper" if runs else "plain")
-    mainloop_choice._has_gluon.cache_clear()
+            assert product.tile_of(weight, tma=True).mainloop == ("hopper" if runs else "plain")
+    product._has_gluon.cache_clear()
     words = [re.findall(r"Triton [\d.]+[+\w]*|plain mainloop|up to \d+ % longer", str(w.message)) for w in caught]
     assert words == ([] if runs else [[f"Triton {version}", "plain mainloop", "Triton 3.6", "up to 10 % longer"]])
 

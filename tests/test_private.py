@@ -1,4 +1,4 @@
-"""The private interfaces that the package uses (core/private.py, kernels/relaunch.py) do what it uses them for, where
+"""The private interfaces that the package uses (core/private.py, kernels/launch.py) do what it uses them for, where
 no other test shows it."""
 
 import ast
@@ -90,7 +90,7 @@ def test_no_other_file_uses_private_names_of_torch():
 
 
 def test_triton_launches_a_compiled_kernel_with_the_arguments_of_a_relaunch():
-    """``start`` of kernels/relaunch.py: grid, stream, function, metadata, three that may be None, all arguments."""
+    """``start`` of kernels/launch.py: grid, stream, function, metadata, three that may be None, all arguments."""
     jit = pytest.importorskip("triton.runtime.jit", reason="needs triton")
     tree = ast.parse(textwrap.dedent(inspect.getsource(jit.JITFunction.run)))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "kernel.run"]

@@ -122,9 +122,9 @@ def configure() -> None:
 
         gradient.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
-        from parallel_lce.kernels import mainloop_choice
+        from parallel_lce.kernels import product
 
-        mainloop_choice._has_gluon = lambda: False
+        product._has_gluon = lambda: False
 
 
 def forkserver():

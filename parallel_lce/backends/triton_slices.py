@@ -20,8 +20,8 @@ from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP, Coefficients
 from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.codes import decode
+from parallel_lce.kernels.launch import next_power_of_2
 from parallel_lce.kernels.picked import write_picked
-from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.results import without_factor
 from parallel_lce.kernels.token_gradients import (
     GradientTerms,

@@ -1,7 +1,7 @@
 """What the package uses of PyTorch's private interfaces. tests/test_private.py tests the uses that no other test shows.
 
 All were seen in torch 2.13; those marked 2.15 also in 2.14.1 and 2.15.0. Triton's launch of a compiled kernel is in
-kernels/relaunch.py, what the doors use of their neighbours in neighbours.py.
+kernels/launch.py, what the doors use of their neighbours in neighbours.py.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from parallel_lce.distillation.torch_part import NEAR_RATIO, STUDENT_MEAN
+from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import caps_of, slope_at
-from parallel_lce.kernels.relaunch import Relaunched
 
 _BLOCK, _NEAR_RATIO, _MEAN = tl.constexpr(4096), tl.constexpr(NEAR_RATIO), tl.constexpr(STUDENT_MEAN)
 

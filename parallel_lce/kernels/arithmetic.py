@@ -22,7 +22,7 @@ except ImportError:
     gl = None
 
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY
-from parallel_lce.kernels.device import interpreted
+from parallel_lce.kernels.launch import interpreted
 
 SAVED_FP16_SCALE = 2.0**15
 """fp16 saves exponentials in [0, 1], times this number. Down to e^-20 no precision is lost."""

@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import finite_base, is_largest, to_base
+from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import scales_of
-from parallel_lce.kernels.relaunch import Relaunched
 
 # Entries per program, and per step.
 _SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(4096)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import exponential, exponential_from, finite_base
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.launch import Relaunched
 
 # Columns per step, and warps.
 _ENTRIES, _WARPS = tl.constexpr(2048), 8

@@ -32,10 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from parallel_lce.kernels import device
-from parallel_lce.kernels.device import addressable
+from parallel_lce.kernels import launch
 from parallel_lce.kernels.epilogue import UNSPECIALIZED, finish_tile, projection_name, scale_tile, tile_rows, tile_start
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, addressable
 from parallel_lce.kernels.tuning import Tile
 
 # Warps of a warpgroup, and registers per thread of the second warpgroup and of the producer. Triton leaves 240 to the
@@ -206,14 +205,14 @@ def _new_descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """As :func:`parallel_lce.kernels.device.descriptor`, for Gluon."""
-    return device.descriptor(tensor, rows, columns, _new_descriptor)
+    """As :func:`parallel_lce.kernels.launch.descriptor`, for Gluon."""
+    return launch.descriptor(tensor, rows, columns, _new_descriptor)
 
 
 def operands(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, tile: Tile, tma: bool
 ) -> tuple[tuple, tuple[int, ...], dict[str, Any]]:
-    """See :mod:`parallel_lce.kernels.mainloop_choice`. A launch that stores 16 bits per entry has one stage less."""
+    """See :mod:`parallel_lce.kernels.product`. A launch that stores 16 bits per entry has one stage less."""
     stored = out if out is None or not addressable(out) else descriptor(out, tile.rows // 2, tile.entries)
     given = descriptor(x, tile.rows, tile.k), descriptor(weight, tile.entries, tile.k), stored
     return given, (), dict(STAGES=tile.stages - (out is not None and out.element_size() > 1))

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import add_product
-from parallel_lce.kernels.device import addressable, descriptor
 from parallel_lce.kernels.epilogue import UNSPECIALIZED, finish_tile, projection_name, scale_tile, tile_rows, tile_start
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, addressable, descriptor
 from parallel_lce.kernels.tuning import Tile
 
 
@@ -96,7 +95,7 @@ def projection(
 def operands(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, tile: Tile, tma: bool
 ) -> tuple[tuple, tuple[int, ...], dict[str, Any]]:
-    """See :mod:`parallel_lce.kernels.mainloop_choice`."""
+    """See :mod:`parallel_lce.kernels.product`."""
     strides = x.stride(0), weight.stride(0), *((0, 0) if out is None else (out.stride(0), out.shape[1]))
     out_tma = out is not None and tma and addressable(out)
     given = x, weight, descriptor(out, tile.rows, tile.entries) if out_tma else out

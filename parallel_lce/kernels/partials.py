@@ -34,7 +34,7 @@ from parallel_lce.kernels.arithmetic import (
     scale_of,
     wide_sum,
 )
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.launch import Relaunched, next_power_of_2
 from parallel_lce.kernels.results import Results, of_kernel, store_losses, store_statistics
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.

@@ -18,7 +18,7 @@ from parallel_lce.core.memory import empty_if, on_device_of
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.kernels.arithmetic import times
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.launch import Relaunched
 
 # Tokens per program; tokens per step of the mean's only program.
 _TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)

@@ -8,10 +8,9 @@ import triton.language as tl
 
 from parallel_lce.core.partials import NEAR_ZERO
 from parallel_lce.kernels.arithmetic import add_product, loaded
-from parallel_lce.kernels.device import hopper_or_later
+from parallel_lce.kernels.launch import Relaunched, hopper_or_later
 from parallel_lce.kernels.logit_map import entry_logits, tile_caps, tile_logits
 from parallel_lce.kernels.product import Product
-from parallel_lce.kernels.relaunch import Relaunched
 
 # Tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)

@@ -72,8 +72,8 @@ from parallel_lce.kernels.arithmetic import (
     times,
     unflattened,
 )
+from parallel_lce.kernels.launch import Relaunched, next_power_of_2
 from parallel_lce.kernels.logit_map import caps_of, recapped, scales_of, slope_of
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.results import factor_stride_of
 
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)

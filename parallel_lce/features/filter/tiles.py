@@ -15,8 +15,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.kernels.arithmetic import add_product
-from parallel_lce.kernels.device import addressable, descriptor
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.launch import Relaunched, addressable, descriptor, next_power_of_2
 from parallel_lce.kernels.token_gradients import Targets
 
 TILE = 128

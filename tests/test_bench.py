@@ -195,9 +195,9 @@ def test_bits_that_differ_are_counted(capsys):
 
 
 def test_each_tile_that_is_measured_is_used():
-    triton_forward = pytest.importorskip("parallel_lce.backends.triton_forward", reason="needs triton")
+    triton = pytest.importorskip("parallel_lce.backends.triton", reason="needs triton")
     x, weight, target = torch.ones(8, 16).bfloat16(), torch.ones(256, 16).bfloat16(), torch.ones(8, dtype=torch.int64)
-    new = mock.patch.object(triton_forward, "new_window_partials", wraps=triton_forward.new_window_partials)
+    new = mock.patch.object(triton, "new_window_partials", wraps=triton.new_window_partials)
     with chosen_backend("triton"), new as made:
         for entries in (64, 128, 64):
             with tune.forced(tune.Tile(64, entries, 32, 4, 2), 2):

@@ -16,7 +16,7 @@ import torch
 import parallel_lce
 from benchmarks.engine.peak_memory import peak_memory
 from cases import DTYPES, make, normal, part
-from parallel_lce.backends import backend_of, torch_backend, triton_forward
+from parallel_lce.backends import backend_of, torch_backend, triton
 from parallel_lce.call import prepare
 from parallel_lce.core.plan import default_budget
 from tools import alone, everywhere, on_ranks, shrunk
@@ -185,7 +185,7 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
     V = 2048
     if backend == "triton":
         V = 8192
-        monkeypatch.setattr(triton_forward, "_PARTIAL_BYTES", 64 * KiB)
+        monkeypatch.setattr(triton, "_PARTIAL_BYTES", 64 * KiB)
     peaks = [measured(alone(device), (N, V, 4), tile=(8, 64), backward=False)[0] for N in (64, 128)]
     per_token = 256  # bytes: columns, statistics and losses, none of them 32 long
     assert peaks[1] - peaks[0] <= 64 * per_token

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Projection
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Coefficients, Columns, integer_view
 from parallel_lce.core.picked import Picked

@@ -14,31 +14,10 @@ import torch
 from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
-from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.core.picked import Picked
-
-
-class Projection(NamedTuple):
-    """``z = logit_map(x @ weight.T + bias)`` for the real rows of a vocabulary shard."""
-
-    # [V/P, D]
-    weight: Tensor
-    # [V/P]
-    bias: Tensor | None
-    # global id of the first row
-    start: int
-    # number of rows that are not padding; they come first
-    real_rows: int
-    logit_map: LogitMap = LogitMap()
-    # Dtype of statistics and sums: torch.float64 for a weight of that dtype.
-    dtype: torch.dtype = torch.float32
-
-    def of_rows(self, rows: slice) -> Projection:
-        """The projection of some tokens."""
-        logit_map = self.logit_map.of_rows(rows)
-        return self if logit_map is self.logit_map else self._replace(logit_map=logit_map)
 
 
 class Saved(Iterable[Tensor | None], Protocol):

@@ -28,7 +28,7 @@ from parallel_lce.backends.formulas import (
     without_factor,
 )
 from parallel_lce.backends.gemm import accumulate, operand, put
-from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection, Scratch
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, Scratch
 from parallel_lce.backends.torch_logits import (
     gradient_of_sets,
     log_softmax_of_sets,
@@ -52,6 +52,7 @@ from parallel_lce.backends.torch_tiles import (
     window_size,
 )
 from parallel_lce.core import partials
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Projection
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.partials import (
     LOWEST_SHIFT,
     MAX,

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import torch_backend
-from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.interface import ForwardTask
 from parallel_lce.backends.triton_backward import BlockBackward
-from parallel_lce.backends.triton_forward import block_forward
-from parallel_lce.backends.triton_operands import aligned_contiguous, product_of, stride_of
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Wanted
-from parallel_lce.core.partials import Columns
+from parallel_lce.core.partials import TARGET, Columns, empty_partial
 from parallel_lce.core.picked import Picked
 from parallel_lce.kernels import dense_logits, partials
 from parallel_lce.kernels import picked as kernels
+from parallel_lce.kernels.codes import CodeColumns
+from parallel_lce.kernels.epilogue import ForwardEpilogue
+from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
 from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows
+from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, new_window_partials, stride_of
 from parallel_lce.kernels.results import Results, mean_loss, results_of, statistics_gradient, without_factor
+from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -34,6 +38,120 @@ FLOPS_PER_BYTE: float = MEASURED.flops_per_byte
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
 CODES: bool = True
+block_backward = BlockBackward
+
+_PARTIAL_BYTES = MEASURED.partial_bytes
+
+
+def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
+    """The number of saved vocabulary rows is rounded down to whole windows."""
+    projection, columns, target = task.projection, task.columns, task.target
+    rows, real = task.x.shape[0], projection.real_rows
+    if rows == 0 or real == 0:
+        partial = empty_partial(columns, rows, projection.dtype, task.x.device, task.out)
+        return partial, (), None if task.wanted is None else results_of(partial, real, task.wanted)
+    x = aligned_contiguous(task.x)
+    product = Product.of(projection, x, 0, real)
+    partial = task.out
+    if partial is None:
+        partial = torch.empty(columns.count, rows, dtype=projection.dtype, device=x.device)
+    stored = _Stored(task, product)
+    if target is None:
+        partial[TARGET].zero_()
+    if target is not None or stored.flat is not None:
+        target_logits(product, target, partial, stored.flat)
+    ranges = _ranges(task, product)
+    results = None
+    if task.wanted is not None and len(ranges) == 1:
+        results = Results.new(task.wanted, partial, rows)
+    saved: Saved | tuple[()] = ()
+    for some in ranges:
+        of_rows, merged, of_tokens = product, partial, target
+        if len(ranges) > 1:
+            of_rows, merged = product.of_rows(some), partial[:, some]
+            of_tokens = None if target is None else target[some]
+        windows = new_window_partials(of_rows.x, product.windows, columns)
+        epilogue = ForwardEpilogue(windows, flat=stored.flat)
+        if task.logits is not None:
+            epilogue = epilogue._replace(logits=task.logits[some], logits_stride=task.logits.stride(0))
+        rounded = None
+        if stored.codes is not None:
+            epilogue = epilogue._replace(codes=stored.codes, target=target, target_logit=partial[TARGET])
+        elif stored.has_mass:
+            # The common rounding of exponentials matters where they are nearly equal. In fp32 it never does.
+            sums, mass = windows.sum_exp, torch.empty(rows, dtype=torch.float32, device=x.device)
+            if x.dtype == torch.bfloat16:
+                sums = torch.empty(windows.max.shape, dtype=torch.float32, device=x.device)
+                epilogue = epilogue._replace(rounded_sums=sums)
+            rounded = RoundedSums(sums, mass, stored.entries, product.tile.entries)
+        of_rows.launch(stored.numbers, epilogue)
+        if task.picked is not None:
+            kernels.picked_logits(of_rows, task.picked.of_rows(some), (windows.max, windows.sum_exp))
+        merge_windows(
+            windows,
+            merged,
+            columns,
+            entries=real,
+            start=projection.start,
+            rounded=rounded,
+            target=of_tokens,
+            results=results,
+        )
+        saved = stored.saved(windows, rounded)
+        del windows, epilogue, rounded  # before the next ones are allocated
+    if results is not None:
+        return partial, saved, results.found()
+    return partial, saved, None if task.wanted is None else results_of(partial, real, task.wanted)
+
+
+def _ranges(task: ForwardTask, product: Product) -> list[slice]:
+    """Rows that are projected together: all, or without saved tensors whole tiles whose window partials fit
+    ``_PARTIAL_BYTES``."""
+    rows, height = product.x.shape[0], product.tile.rows
+    row_bytes = 8 * product.windows * (task.columns.merged - 1)
+    if task.save or rows * row_bytes <= _PARTIAL_BYTES:
+        return [slice(0, rows)]
+    fitting = max(1, _PARTIAL_BYTES // row_bytes)
+    size = -(-rows // (-(-rows // fitting) * height)) * height
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+class _Stored:
+    """What a block saves beside the maxima of its windows."""
+
+    def __init__(self, task: ForwardTask, product: Product) -> None:
+        x, (rows, _), real, width = product.x, product.x.shape, product.weight.shape[0], product.tile.entries
+        assert width % ALIGNED == 0
+        # Saved entries: whole windows.
+        self.entries = save = real if task.save >= real else task.save // width * width
+        self.memory = self.numbers = self.flat = self.codes = None
+        self.has_mass = False
+        if save == 0:
+            return
+        stride, capped = stride_of(save), product.logit_map.softcap is not None
+        if task.buffer is None:
+            dtype = torch.uint8 if task.codes else x.dtype
+            self.memory = torch.empty(rows, stride, dtype=dtype, device=x.device)
+        else:
+            self.memory = task.buffer[: rows * stride].view(rows, stride)
+        numbers = self.memory if stride == save else self.memory[:, :save]
+        self.numbers = numbers.view(torch.float16) if capped else numbers
+        if task.codes:
+            shift = x.new_empty(product.windows, rows, dtype=torch.int32)
+            self.codes = CodeColumns(shift, torch.empty_like(shift, dtype=torch.float32))
+        elif not capped and x.dtype != torch.float16:
+            # Such exponentials are multiplied where they are. Under a soft-cap and in fp16 all are rewritten first.
+            self.has_mass = True
+            if task.columns.differ:
+                self.flat = x.new_empty(rows, dtype=torch.float32)
+
+    def saved(self, windows: PartialColumns, rounded: RoundedSums | None) -> Saved | tuple[()]:
+        if self.memory is None:
+            return ()
+        if self.codes is not None:
+            return Saved(self.memory, windows.max, shift=self.codes.shift, lowest=self.codes.lowest)
+        mass = None if rounded is None else rounded.mass
+        return Saved(self.memory, windows.max, mass, self.flat)
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
@@ -54,7 +172,7 @@ def merge_ranks(
 
 
 def picked_logits(projection: Projection, x: Tensor, picked: Picked) -> None:
-    kernels.picked_logits(product_of(projection, aligned_contiguous(x), 0, projection.real_rows), picked)
+    kernels.picked_logits(Product.of(projection, aligned_contiguous(x), 0, projection.real_rows), picked)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,6 +195,3 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     dense_logits.logits_gradient(logits, target, partial, coefficients, gradient)
     return gradient
-
-
-block_backward = BlockBackward

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import BackwardTask, HiddenGrad
-from parallel_lce.backends.triton_operands import aligned_contiguous
 from parallel_lce.backends.triton_slices import Piece, Slice, is_coded, tiling, window_of
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
+from parallel_lce.kernels.product import aligned_contiguous
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.formulas import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate, matmul
-from parallel_lce.backends.interface import BackwardTask, Projection, SliceProducts
-from parallel_lce.backends.triton_operands import GradientOperands, product_of, stride_of
+from parallel_lce.backends.interface import BackwardTask, SliceProducts
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP, Coefficients
 from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.codes import decode
 from parallel_lce.kernels.launch import next_power_of_2
 from parallel_lce.kernels.picked import write_picked
+from parallel_lce.kernels.product import Product, logits_gradient, stride_of
 from parallel_lce.kernels.results import without_factor
 from parallel_lce.kernels.token_gradients import (
     GradientTerms,
@@ -52,7 +54,7 @@ def is_coded(saved: Saved | tuple[()]) -> bool:
 
 def window_of(saved: Saved, real_rows: int) -> int:
     """Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
-    ``product_of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment."""
+    ``Product.of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment."""
     return next_power_of_2(-(-real_rows // saved.maxima.shape[0]))
 
 
@@ -69,7 +71,7 @@ def tiling(
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
     if start == real:
         return [], [slice(0, rows)]
-    width = max(product_of(projection, x, start, real).tile.entries, window)
+    width = max(Product.of(projection, x, start, real).tile.entries, window)
     fitting, height = max(width, capacity // rows // width * width), rows
     wide = max(width, min(LONG_SLICE, math.isqrt(capacity), widest) // width * width)
     if fitting < min(wide, real) and not saved_entries:
@@ -82,6 +84,27 @@ def tiling(
         [(a, min(a + step, real)) for a in range(start, real, step)],
         [slice(a, min(a + height, rows)) for a in range(0, rows, height)],
     )
+
+
+class GradientOperands(NamedTuple):
+    """Some tokens, and the tensors from which their rows of G are formed."""
+
+    # [R, D]
+    x: Tensor
+    projection: Projection
+    # [>= 3, R], contiguous
+    partial: Tensor
+    # without a factor
+    coefficients: Coefficients
+    # 0-dimensional, or None
+    fp16_scale: Tensor | None
+    # None: they are not known
+    targets: Targets | None = None
+
+    def form(self, start: int, stop: int, gradient: Tensor) -> None:
+        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``, without the targets' terms."""
+        product = Product.of(self.projection, self.x, start, stop)
+        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient)
 
 
 @dataclass

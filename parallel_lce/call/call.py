@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, Projection
+from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.seam import Feature
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.logit_map import LogitMap, Projection
 from parallel_lce.core.memory import with_aligned_rows
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Columns

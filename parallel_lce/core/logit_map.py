@@ -1,10 +1,11 @@
-"""What turns a product into a logit."""
+"""What turns hidden states into logits: a projection, and a map of its products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from parallel_lce.core.options import Options
@@ -84,3 +85,24 @@ class LogitMap(NamedTuple):
             gradient *= self.token_scale
         slope = self.slope(z)
         return gradient if slope is None else gradient.mul_(slope)
+
+
+class Projection(NamedTuple):
+    """``z = logit_map(x @ weight.T + bias)`` for the real rows of a vocabulary shard."""
+
+    # [V/P, D]
+    weight: Tensor
+    # [V/P]
+    bias: Tensor | None
+    # global id of the first row
+    start: int
+    # number of rows that are not padding; they come first
+    real_rows: int
+    logit_map: LogitMap = LogitMap()
+    # Dtype of statistics and sums: torch.float64 for a weight of that dtype.
+    dtype: torch.dtype = torch.float32
+
+    def of_rows(self, rows: slice) -> Projection:
+        """The projection of some tokens."""
+        logit_map = self.logit_map.of_rows(rows)
+        return self if logit_map is self.logit_map else self._replace(logit_map=logit_map)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
-from parallel_lce.backends.interface import ForwardTask, Projection
+from parallel_lce.backends.interface import ForwardTask
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole, hidden_of_blocks
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows

@@ -23,8 +23,8 @@ from types import ModuleType
 import torch
 import triton
 
-from parallel_lce.core.logit_map import LogitMap
-from parallel_lce.core.memory import empty_if
+from parallel_lce.core.logit_map import LogitMap, Projection
+from parallel_lce.core.memory import empty_if, some_rows
 from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.kernels import mainloop_plain
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
@@ -81,6 +81,9 @@ def _has_gluon() -> bool:
     return False
 
 
+# Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
+ALIGNED = 64
+
 Epilogue = ForwardEpilogue | BackwardEpilogue
 
 
@@ -95,6 +98,12 @@ class Product:
     # [V]
     bias: torch.Tensor | None = None
     logit_map: LogitMap = LogitMap()
+
+    @classmethod
+    def of(cls, projection: Projection, x: torch.Tensor, start: int, stop: int) -> Product:
+        """The product of ``x`` with the shard's rows ``[start, stop)``."""
+        bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
+        return cls(x, some_rows(projection.weight, start, stop), bias, projection.logit_map)
 
     def __post_init__(self) -> None:
         self.tma = addressable(self.x, self.weight)
@@ -132,6 +141,19 @@ class Product:
                 **options,
                 num_warps=tile.warps,
             )
+
+
+def stride_of(entries: int) -> int:
+    """Elements from one token's saved exponentials to the next one's."""
+    return -(-entries // ALIGNED) * ALIGNED
+
+
+def aligned_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """``x`` contiguous and aligned to 16 bytes, a copy if it is not. A copy of this size costs little."""
+    x = x.contiguous()
+    if len(x) == 1:  # a contiguous row may have any stride, on which the tile depends
+        x = x.view(-1).view(1, -1)
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def new_window_partials(like: torch.Tensor, windows: int, columns: Columns) -> PartialColumns:

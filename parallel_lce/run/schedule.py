@@ -25,7 +25,6 @@ from parallel_lce.backends.interface import (
     ForwardTask,
     GradBuffers,
     HiddenGrad,
-    Projection,
     Saved,
     Scratch,
 )
@@ -33,6 +32,7 @@ from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, PartialsGather, checksum_of, hidden_of_blocks
 from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block

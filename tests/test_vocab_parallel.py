@@ -72,5 +72,5 @@ def test_the_given_group_is_used(member):
 def test_ranges_of_rows_give_the_same_bits(monkeypatch):
     inputs = normal(33, 125).float(), torch.arange(33), normal(33).float()
     whole = _gradient(vocab_parallel_cross_entropy, *inputs, 0.1)
-    monkeypatch.setattr("parallel_lce.backends.torch_logits._CPU_BLOCK", 4 * 4 * 125)
+    monkeypatch.setattr("parallel_lce.backends.torch_logits._BYTES", 4 * 4 * 125)
     assert all(map(torch.equal, _gradient(vocab_parallel_cross_entropy, *inputs, 0.1), whole))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_lce
 from cases import Tensors, make
 from parallel_lce import backends
-from parallel_lce.backends import torch_tiles
+from parallel_lce.backends import torch_logits
 from parallel_lce.call import prepare
 from parallel_lce.core import plan
 from parallel_lce.core.grad_buffers import GradBuffer
@@ -95,8 +95,8 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
                 patch.setattr(backends.named(name), "FLOPS_PER_BYTE", 0)
             prepare.KNOWN.clear()
         if tile is not None:
-            patch.setattr(torch_tiles, "_TILE_ROWS", tile[0])
-            patch.setattr(torch_tiles, "_TILE_BYTES", 4 * tile[0] * tile[1])
+            patch.setattr(torch_logits, "_TILE_ROWS", tile[0])
+            patch.setattr(torch_logits, "_TILE_BYTES", 4 * tile[0] * tile[1])
         yield
 
 

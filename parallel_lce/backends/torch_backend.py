@@ -1,7 +1,7 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB
-(:mod:`parallel_lce.backends.torch_tiles`). No tensor of size R * V exists but the saved exponentials.
+(:mod:`parallel_lce.backends.torch_logits`). No tensor of size R * V exists but the saved exponentials.
 
 Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
 (:class:`Coefficients`):
@@ -30,25 +30,23 @@ from parallel_lce.backends.formulas import (
 from parallel_lce.backends.gemm import accumulate, operand, put
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Scratch
 from parallel_lce.backends.torch_logits import (
+    add_picked,
+    borrowed,
+    even_slices,
     gradient_of_sets,
     log_softmax_of_sets,
+    logits,
     logits_gradient,
     logits_partial,
     picked_logits,
     picked_rows,
-    target_gradient,
-)
-from parallel_lce.backends.torch_tiles import (
-    add_picked,
-    borrowed,
-    even_slices,
-    logits,
     recapped,
     row_tiles,
     saved_tile,
     set_at_targets,
     take_picked,
     take_targets,
+    target_gradient,
     window_size,
 )
 from parallel_lce.core import partials

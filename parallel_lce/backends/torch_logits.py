@@ -1,14 +1,18 @@
-"""In plain torch: logits of picked entries, sums of picked rows, log-probabilities within sets; partials and gradient
-of the user's logits.
+"""Logits in the torch backend: tiles of a projection, picked entries and their log-probabilities, and a user's logits.
 
-In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits.
+A tile ``[entries, rows]`` is one window of the vocabulary times some rows of a block. Per-token vectors broadcast along
+its contiguous rows. In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.gemm import accumulate, operand
+from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.partials import (
     LOWEST_SHIFT,
@@ -22,10 +26,129 @@ from parallel_lce.core.partials import (
 )
 from parallel_lce.core.picked import Picked
 
+# Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
+# operations are faster on a CPU: each waits for its slowest thread, which the system may have suspended.
+_TILE_BYTES = 64 << 20
+# Most tensors of a tile's shape, the tile included.
+_COPIES = 4
+# Most rows of a tile.
+_TILE_ROWS = 4096
 # Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have the same shape.
 _BYTES = 32 << 20
-# Bytes of the fp32 copy of a range of rows. Torch computes in such ranges, so no second [N, V/P] tensor exists.
-_CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
+
+
+def row_tiles(rows: int) -> list[slice]:
+    return even_slices(0, rows, _TILE_ROWS)
+
+
+def window_size(projection: Projection, rows: int, temporaries: bool) -> int:
+    """Most entries of a window, for tiles of ``rows`` rows. ``temporaries``: further tensors of a tile's shape are
+    needed."""
+    dtype = projection.dtype
+    low_precision = projection.weight.dtype != dtype
+    nbytes = _TILE_BYTES // _COPIES if temporaries or low_precision else _TILE_BYTES
+    return max(1, nbytes // (dtype.itemsize * max(1, rows, projection.weight.shape[1] * low_precision)))
+
+
+def even_slices(start: int, stop: int, most: int) -> list[slice]:
+    """``[start, stop)`` in as few slices of at most ``most`` as possible, of equal size but for the last one."""
+    if stop - start <= most:
+        return [slice(start, stop)] if stop > start else []
+    count = -(-(stop - start) // most)
+    size = -(-(stop - start) // count)
+    return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
+
+
+def logits(
+    projection: Projection, x: Tensor, weight: Tensor, window: slice, out: Tensor, uncapped: Tensor | None = None
+) -> Tensor:
+    """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as operands.
+    ``uncapped``: memory for the tile before the soft-cap."""
+    accumulate(out, weight, x.t(), overwrite=True)
+    if projection.bias is not None:
+        out += projection.bias[window, None]
+    if uncapped is not None:
+        uncapped.copy_(projection.logit_map.scaled(out))
+        return projection.logit_map.capped(out)
+    return projection.logit_map.apply(out)
+
+
+def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -> Tensor:
+    """Memory of a tile."""
+    height = rows.stop - rows.start
+    return scratch.borrow((window.stop - window.start) * height, dtype).view(-1, height)
+
+
+def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> Tensor:
+    """A tile of the saved exponentials, which hold ``save`` entries, tile after tile of rows."""
+    height = rows.stop - rows.start
+    start = rows.start * save + window.start * height
+    return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
+
+
+def recapped(stored: Tensor, softcap: float, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, in ``out``, of what :func:`logits` saved before the soft-cap, and the soft-cap's slope there."""
+    ratio = stored.to(out.dtype).div_(softcap)
+    torch.tanh(ratio, out=out).mul_(softcap)
+    return out, ratio.cosh_().square_().reciprocal_()
+
+
+def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:
+    """Copy the targets' logits out of a tile to ``out [rows]``, 0 for targets outside the tile."""
+    entry = target - window.start
+    inside = entry.clamp(0, tile.shape[0] - 1)
+    torch.gather(tile, 0, inside.unsqueeze(0), out=out.unsqueeze(0))
+    out.masked_fill_(inside != entry, 0.0)
+
+
+def set_at_targets(tile: Tensor, target: Tensor, window: slice, values: Tensor) -> None:
+    """Write ``values [rows]`` to the targets' entries of a tile."""
+    position, hit = _target_positions(tile, target, window)
+    tile.view(-1).scatter_(0, position, torch.where(hit, values, tile.view(-1)[position]))
+
+
+def _target_positions(tile: Tensor, target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions in the tile's memory: only with such does torch add deterministically. And whether a target is in the
+    tile."""
+    entry = target - window.start
+    inside = entry.clamp(0, tile.shape[0] - 1)
+    rows = torch.arange(len(target), device=target.device)
+    return rows * tile.stride(1) + inside * tile.stride(0), inside == entry
+
+
+def take_picked(tile: Tensor, picked: Picked, rows: slice, window: slice) -> None:
+    """Copy the picked entries' logits out of a tile."""
+    position, hit = _picked_positions(picked, rows, window)
+    picked.logits.copy_(tile.view(-1).index_select(0, position).where(hit, picked.logits))
+
+
+def add_picked(tile: Tensor, picked: Picked, rows: slice, window: slice) -> None:
+    """Add the picked entries' terms to a tile of the gradient."""
+    position, hit = _picked_positions(picked, rows, window)
+    # Equal positions are summed in a fixed order, on CUDA too.
+    tile.view(-1).index_put_((position,), picked.gradient.where(hit, 0.0), accumulate=True)
+
+
+def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the picked entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = picked.of_rows(rows).located(window.start, window.stop)
+    height = rows.stop - rows.start
+    return ((picked.ids - window.start) * height + row).where(hit, 0), hit
+
+
+def projected_tiles(
+    projection: Projection, x: Tensor, height: int, width: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Projects again: the logits of at most ``height`` rows and a window of at most ``width`` entries of the shard. All
+    windows of some rows come before those of the next rows, in the order of ids."""
+    for a in range(0, len(x), height):
+        rows = slice(a, a + height)
+        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
+        for first in range(0, projection.real_rows, width):
+            window = slice(first, min(first + width, projection.real_rows))
+            weight = operand(projection.weight[window])
+            memory = x.new_empty(len(weight), len(x_rows), dtype=projection.dtype)
+            yield rows, window, logits(of_rows, x_rows, weight, window, memory).t()
 
 
 def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
@@ -65,24 +188,12 @@ def picked_rows(picked: Picked, source: Tensor, out: Tensor) -> None:
         out[:, columns] = total
 
 
-def _row_blocks(logits: Tensor) -> list[slice]:
-    row_bytes = logits.shape[1] * accumulation_dtype(logits.dtype).itemsize
-    rows = max(1, (_CUDA_BLOCK if logits.is_cuda else _CPU_BLOCK) // row_bytes)
-    return [slice(a, a + rows) for a in range(0, logits.shape[0], rows)]
-
-
-def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """Positions of the targets in the flattened range of rows, and which targets lie in this shard ``[rows]``."""
-    inside = column.clamp(0, entries - 1)
-    return torch.arange(len(column), device=column.device) * entries + inside, inside == column
-
-
 def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-    for block in _row_blocks(logits):
-        z = logits[block].to(partial.dtype, copy=True, memory_format=torch.contiguous_format)
-        position, hit = _target_positions(target[block], logits.shape[1])
-        partial[TARGET, block] = z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0)
-        tile_partial(z.t(), 0, Columns(shifted), partial[:, block])
+    window = slice(0, logits.shape[1])
+    for rows in tiles_of_rows(*logits.shape, partial.element_size()):
+        tile = logits[rows].to(partial.dtype, copy=True, memory_format=torch.contiguous_format).t()
+        take_targets(tile, target[rows], window, partial[TARGET, rows])
+        tile_partial(tile, 0, Columns(shifted), partial[:, rows])
 
 
 def target_gradient(partial: Tensor, coefficients: Coefficients) -> Tensor:
@@ -104,12 +215,13 @@ def target_gradient(partial: Tensor, coefficients: Coefficients) -> Tensor:
 def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     alpha, beta, gamma = coefficients
-    for block in _row_blocks(logits):
-        z = logits[block].contiguous().to(partial.dtype) - partial[MAX, block].unsqueeze(1)
-        z.exp_().mul_((alpha[block] / partial[SUM_EXP, block]).unsqueeze(1)).sub_(gamma[block].unsqueeze(1))
-        position, hit = _target_positions(target[block], logits.shape[1])
-        z.view(-1).scatter_add_(0, position, beta[block] * -hit.to(z.dtype))
-        gradient[block] = z
+    window = slice(0, logits.shape[1])
+    for rows in tiles_of_rows(*logits.shape, partial.element_size()):
+        z = logits[rows].contiguous().to(partial.dtype) - partial[MAX, rows].unsqueeze(1)
+        z.exp_().mul_((alpha[rows] / partial[SUM_EXP, rows]).unsqueeze(1)).sub_(gamma[rows].unsqueeze(1))
+        position, hit = _target_positions(z.t(), target[rows], window)
+        z.view(-1).scatter_add_(0, position, beta[rows] * -hit.to(z.dtype))
+        gradient[rows] = z
     return gradient
 
 

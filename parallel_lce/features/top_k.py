@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import ForwardTask
-from parallel_lce.backends.torch_tiles import projected_tiles
+from parallel_lce.backends.torch_logits import projected_tiles
 from parallel_lce.call.seam import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view

@@ -3,7 +3,7 @@
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from parallel_lce import features as _features  # noqa: F401  (fills call.seam.FEATURES)
+from parallel_lce import features as _features  # noqa: F401  (fills call.call.FEATURES)
 from parallel_lce.functional import linear_cross_entropy, token_loss, token_statistics
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.run.results import TokenStatistics

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_lce.call.call import features_of
 from parallel_lce.call.checks import as_group, described, public
-from parallel_lce.call.seam import features_of
 from parallel_lce.core.options import Options, Tensors, check_options, check_reduction
 from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.run.token_count import TokenCount

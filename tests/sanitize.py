@@ -103,9 +103,9 @@ def run_plain() -> None:
     cuBLAS stores a product. So initcheck does not see a sum that is added to memory which nobody wrote."""
     import torch
 
-    from parallel_lce.kernels import launch, product, target_logits
+    from parallel_lce.kernels import launch, picked, product
 
-    launch.hopper_or_later = target_logits.hopper_or_later = product._has_gluon = lambda *_: False
+    launch.hopper_or_later = picked.hopper_or_later = product._has_gluon = lambda *_: False
     for multiply in (torch.mm, torch.addmm, torch.mv):
         setattr(torch, multiply.__name__, partial(_over_zeros, multiply))
     run_calls()

@@ -25,10 +25,9 @@ from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.codes import CodeColumns
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
-from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows
+from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows, target_logits
 from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, new_window_partials, stride_of
 from parallel_lce.kernels.results import Results, mean_loss, results_of, statistics_gradient, without_factor
-from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
-from parallel_lce.call.seam import features_of
+from parallel_lce.call.call import features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import FLOATS, INTEGERS, SPOKEN, Options, Tensors, as_int64, shortened

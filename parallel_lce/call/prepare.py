@@ -19,9 +19,8 @@ from torch import Tensor
 from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, Inputs, Needs, token_count
+from parallel_lce.call.call import Call, Inputs, Needs, features_of, token_count
 from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
-from parallel_lce.call.seam import features_of
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import BackwardTask, Coefficients, ForwardTask
-from parallel_lce.call.seam import Feature, Shapes
+from parallel_lce.call.call import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, Merged
 from parallel_lce.core.plan import Block

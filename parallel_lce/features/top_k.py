@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import ForwardTask
 from parallel_lce.backends.torch_logits import projected_tiles
-from parallel_lce.call.seam import Feature, Shapes
+from parallel_lce.call.call import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view
 from parallel_lce.core.picked import Picked

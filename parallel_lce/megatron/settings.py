@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel_lce.call.seam import features_of
+from parallel_lce.call.call import features_of
 from parallel_lce.core.options import Options, Tensors, check_flag, check_options
 from parallel_lce.patching import warn
 from parallel_lce.run.token_count import LabelCount

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.call.call import Needs, token_count
+from parallel_lce.call.call import Needs, Shapes, features_of, token_count
 from parallel_lce.call.prepare import needs_of, prepare
-from parallel_lce.call.seam import Shapes, features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors

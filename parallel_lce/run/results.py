@@ -16,9 +16,8 @@ from torch import Tensor
 
 from parallel_lce.backends.formulas import sum_of_weights
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, LossFunction
+from parallel_lce.call.call import Call, LossFunction, features_of
 from parallel_lce.call.checks import described
-from parallel_lce.call.seam import features_of
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, Coefficients, Merged
 from parallel_lce.core.private import saving_without_hooks, version

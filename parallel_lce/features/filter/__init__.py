@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallel_lce.backends.interface import BackwardTask
-from parallel_lce.call.seam import Feature
+from parallel_lce.call.call import Feature
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.plan import Block
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.triton_slices import GradientOperands
+from parallel_lce.backends.triton_backward import GradientOperands
 from parallel_lce.core.memory import HostNumber
 from parallel_lce.features.filter.tiles import FilteredGradient, multiplies
 

@@ -1,4 +1,4 @@
-"""The backward of the triton backend: the gradient of the logits in slices of the vocabulary, and each slice's products.
+"""The backward of the triton backend: the gradient of the logits in slices of the vocabulary, and their products.
 
 With one coefficient c per token (1 where G was recomputed or rewritten), a slice G ``[R, C]`` gives
 

@@ -1,5 +1,5 @@
-"""Logits of single entries: each token's target, and picked entries, with their gradients and their log-softmax, without
-the other rows of the weight.
+"""Logits of single entries, without the other rows of the weight: each token's target, and picked entries, with their
+gradients and their log-softmax.
 
 Token r has the picked ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row
 of the weight, or of the hidden states, per entry: memory bandwidth bounds them. The log-softmax is a kernel because its

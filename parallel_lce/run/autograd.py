@@ -1,20 +1,41 @@
-"""The autograd.Functions of a call. Autograd may run backward through one graph more than once."""
+"""The autograd.Functions of a call. Autograd may run backward through one graph more than once.
+
+In a graph of torch.compile an operator runs the call's Function, as eager mode does. The Function's saved tensors are
+attached to a handle, a tensor of one byte. Graphs carry the handle, and never see that a backward overwrites saved
+tensors.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from parallel_lce.call.call import Call, Needs
+from parallel_lce.call.call import Call, Needs, Shapes, features_of, token_count
+from parallel_lce.call.prepare import needs_of, prepare
+from parallel_lce.core.collectives import Layout
+from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory, on_device_of
-from parallel_lce.core.partials import Coefficients
-from parallel_lce.run.results import DIFFERENTIABLE, NAMES, loss_of, of_statistics
+from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
+from parallel_lce.core.partials import Coefficients, accumulation_dtype
+from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
+from parallel_lce.run.results import DIFFERENTIABLE, NAMES, loss_of, of_statistics, present
 from parallel_lce.run.schedule import accumulate, backward, forward
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice (create_graph=True)"
+# An operator's numbers have 64 bits.
+_LARGEST_BUDGET = 1 << 60
+# A call as an operator's arguments: its tensors that are not None; the options that may change from call to call
+# within one graph, floats that are neither None nor 0 in fp64 on the CPU, since torch.compile would make constants of
+# Python numbers, and counts that are not None; and all else as JSON.
+_CALL = "Tensor[] tensors, Tensor floats, SymInt[] counts, str others"
+# torch.compile's CUDA graphs refuse CPU tensors (the floats) and do not track the memory behind a handle.
+# torch.cuda.graph over forward and backward has neither problem.
+_OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
 def first_order_only(backward: Callable) -> Callable:
@@ -108,3 +129,159 @@ class AccumulatedLoss(torch.autograd.Function):
 def function_of(call: Call) -> type[torch.autograd.Function]:
     """The Function of a planned call. Its inputs are hidden states, weight, bias and the call."""
     return AccumulatedLoss if call.plan.accumulate else Fused
+
+
+def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Tensor], Tensor, list[int], str]:
+    """A call as an operator's arguments."""
+    if options.logits_budget is not None:
+        options = options._replace(logits_budget=min(options.logits_budget, _LARGEST_BUDGET))
+    values = {name: getattr(options, name) for name in Options._fields}
+    zero = tensors.linear_weight.new_zeros((), dtype=torch.float64, device="cpu")
+    floats = {name: zero + values[name] for name in FLOAT_OPTIONS if values[name]}
+    counts = {name: values[name] for name in COUNT_OPTIONS if values[name] is not None}
+    constants = {name: value for name, value in values.items() if name not in (*FLOAT_OPTIONS, *counts)}
+    # A 0 may be a symbol of the graph.
+    constants |= {name: None if values[name] is None else 0.0 for name in FLOAT_OPTIONS if name not in floats}
+    given = {name: tensor for name, tensor in zip(Tensors._fields, tensors) if tensor is not None}
+    group = "" if layout.group is None else layout.group.group_name
+    others = _json([*given], [*floats], [*counts], constants, [*needs_of(tensors)], group)
+    return [*given.values()], torch.stack([*floats.values()]), [*counts.values()], others
+
+
+@constant_in_graphs
+def _json(*values: object) -> str:
+    return json.dumps(values, default=str)  # of a dtype
+
+
+def _decoded(
+    tensors: Sequence[Tensor], floats: Tensor | None, counts: Sequence[int], others: str
+) -> tuple[Options, Tensors, Needs, Any]:
+    """The options, tensors, needs and process group. ``floats``: None while a graph is traced, where they are unknown;
+    results' shapes do not depend on them, so any number will do."""
+    given, names, counted, constants, needs, group = json.loads(others)
+    numbers = [0.5] * len(names) if floats is None else floats.tolist()
+    if (dtype := constants["reduce_dtype"]) is not None:
+        constants["reduce_dtype"] = getattr(torch, dtype.removeprefix("torch."))
+    values: dict[str, Any] = {**constants, **dict(zip(names, numbers)), **dict(zip(counted, counts))}
+    process_group = group_of_name(group) if group else None
+    return Options(**values), Tensors(**dict(zip(given, tensors))), Needs(*needs), process_group
+
+
+class _ForwardInGraph:
+    """A forward that ran in an operator. The Function gets it instead of autograd's ctx."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
+        self.call, inputs = prepare(options, tensors, group, needs)
+        self.function = function_of(self.call)
+        with torch.no_grad():
+            self.results = self.function.forward(self, *inputs, self.call)
+
+    def backward(self, upstream: Sequence[Tensor | None], needs: Needs) -> tuple[Tensor | None, ...]:
+        self.needs_input_grad = needs
+        with torch.no_grad():
+            return self.function.backward(self, *upstream)[:3]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def _ignore(self, *given: Any) -> None:
+        """The operator makes no zeros for missing gradients, and :func:`_save` marks results."""
+
+    set_materialize_grads = mark_non_differentiable = _ignore
+
+
+@torch.library.custom_op(
+    "parallel_lce::forward", mutates_args=(), schema=f"({_CALL}) -> (Tensor[], Tensor)", tags=_OUTSIDE_GRAPHS
+)
+def _forward_operator(*arguments):
+    """The results of a call that are not None, and the handle."""
+    forward = _ForwardInGraph(*_decoded(*arguments))
+    results, handle = forward.__dict__.pop("results"), arguments[0][0].new_zeros(1, dtype=torch.uint8)
+    keep_with(handle, forward)
+    return [results] if isinstance(results, Tensor) else [r for r in results if r is not None], handle
+
+
+@_forward_operator.register_fake
+def _(tensors, floats, counts, others):
+    options, tensors, _, group = _decoded(tensors, None, counts, others)
+    hidden = tensors.input
+    tokens = token_count(hidden, Layout.of(group, options.sequence_parallel))
+    dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
+    if options.reduction is not None:
+        shape = (tokens,) if options.reduction == "none" else ()
+        return [hidden.new_empty(shape, dtype=dtype)], handle
+    shapes: Shapes = {"vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
+    for feature in features_of(options, tensors):
+        shapes |= feature.shapes(options, tensors, tokens)
+    given = [shapes.get(name, ((tokens,), dtype)) for name in present(options, tensors)]
+    return [hidden.new_empty(shape, dtype=each or dtype) for shape, each in given], handle
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    tensors, floats, *ctx.others = inputs
+    results, handle = output
+    options, given, _, _ = _decoded(tensors, None, *ctx.others)
+    ctx.names = ["loss"] if options.reduction is not None else present(options, given)
+    fixed = [result for result, name in zip(results, ctx.names) if name not in ("loss", *DIFFERENTIABLE)]
+    ctx.mark_non_differentiable(*fixed)
+    ctx.save_for_backward(*tensors, floats, handle)
+
+
+def _differentiate(ctx, upstream, _):
+    *tensors, floats, handle = ctx.saved_tensors
+    by_name, wanted = dict(zip(ctx.names, upstream)), ctx.needs_input_grad[0]
+    upstream = [by_name.get(name) for name in (["loss"] if "loss" in by_name else DIFFERENTIABLE)]
+    if all(gradient is None for gradient in upstream):
+        return [None] * len(tensors), None, None, None
+    gradients = iter(torch.ops.parallel_lce.backward(tensors, floats, *ctx.others, handle, upstream, [*wanted]))
+    return [next(gradients) if each else None for each in wanted], None, None, None
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op(
+    "parallel_lce::backward",
+    mutates_args=(),
+    schema=f"({_CALL}, Tensor handle, Tensor?[] upstream, bool[] wanted) -> Tensor[]",
+    tags=_OUTSIDE_GRAPHS,
+)
+def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted):
+    """The gradients of the ``wanted`` tensors. ``upstream``: of the loss, or of the differentiable statistics. The
+    forward runs again if the handle is a copy, or if an earlier backward has used it."""
+    options, given, _, group = _decoded(tensors, floats, counts, others)
+    wanted_of = dict(zip(given.named(), wanted))
+    needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
+    forward = take_from(handle)
+    if forward is None:
+        # The graph has cast the tensors already, by the autocast of its forward.
+        with torch.autocast(given.input.device.type, enabled=False):
+            forward = _ForwardInGraph(options, given, needs, group)
+    gradients = forward.backward(upstream, needs)
+    return [gradient for gradient, each in zip(gradients, needs) if each]
+
+
+@_backward_operator.register_fake
+def _(tensors, floats, counts, others, handle, upstream, wanted):
+    return [tensor.new_empty(tensor.shape) for tensor, each in zip(tensors, wanted) if each]
+
+
+def _refuse_second_order(ctx, *_):
+    raise RuntimeError(FIRST_ORDER)
+
+
+_backward_operator.register_autograd(_refuse_second_order, setup_context=lambda ctx, inputs, output: None)
+
+
+def call_in_graph(options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Any:
+    """The results of the call, from the operator."""
+    if main_grad is not None:
+        raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
+    results, _ = torch.ops.parallel_lce.forward(*encoded(options, tensors, layout))
+    if options.reduction is not None:
+        return results[0]
+    by_name = dict(zip(present(options, tensors), results))
+    return tuple([by_name.get(name) for name in NAMES])

@@ -15,8 +15,7 @@ from parallel_lce.call.call import LossFunction
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
-from parallel_lce.run import ops
-from parallel_lce.run.autograd import function_of
+from parallel_lce.run.autograd import call_in_graph, function_of
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import compacted
 
@@ -110,6 +109,6 @@ def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None,
     if torch.compiler.is_compiling():
         tensors = autocasted(tensors)
         options, layout, shape = check(options, tensors, group, main_grad)
-        return ops.call(options, tensors, layout, main_grad), shape
+        return call_in_graph(options, tensors, layout, main_grad), shape
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     return function_of(call).apply(*inputs, call), call.shape

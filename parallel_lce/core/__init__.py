@@ -1,1 +1,0 @@
-"""Values that every layer shares: options, the plan, partials, collectives."""

@@ -300,6 +300,7 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The
     second call is walked twice, and has one choice."""
     monkeypatch.setattr(form, "PERIOD", 3)
+    monkeypatch.setattr(form, "SEARCHED", 0)  # D is 16
     sizes = (260, 512) if options else (130, 260)
     x, weight, target = sure = problem("bf16", device, *sizes, slope=5.0)
     unsure = [t.detach().div(16).requires_grad_() for t in (x, weight)]  # whose probabilities are all nearly equal
@@ -313,6 +314,10 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
         if len(found) == 3:
             assert all(map(torch.equal, walked[0], gradients(*t, **options)))
     assert "".join(found) == "FF-F-F"
+
+
+def test_few_hidden_elements_pay_only_for_few_active_tiles():
+    assert [form.most_active(size) for size in (4096, 2048, 1024, 512)] == [0.75, 0.75, 0.5, 0.0]
 
 
 @pytest.mark.gpu

@@ -19,8 +19,10 @@ SMALLEST_FILTERED = 1e12
 # Bytes that a recomputed slice may take, so that its products are large enough.
 SLICE_BYTES = 256 << 20
 
-# Largest share of active tiles with which a backward is filtered. A GPU takes as long as without a filter at a share of
-# about 0.88 (H200, 8192 tokens, 16384 to 65536 entries, D=4096), but the host takes longer.
+# The search for active tiles takes as long as the products take over this many of the D hidden elements: with D=4096 a
+# GPU takes as long as without a filter where a share of 0.88 is active, with D=1024 where half is.
+SEARCHED = 512
+# Largest share of active tiles with which a backward is filtered, whatever D: the host takes longer, too.
 MOST_ACTIVE = 0.75
 
 # An odd prime: usual numbers of micro-batches, and of losses that take turns, are all counted.
@@ -32,6 +34,11 @@ def is_large(entries: int, hidden_size: int) -> bool:
     return 4 * entries * hidden_size >= SMALLEST_FILTERED
 
 
+def most_active(hidden_size: int) -> float:
+    """Largest share of active tiles with which a backward is filtered."""
+    return min(MOST_ACTIVE, 1 - SEARCHED / hidden_size)
+
+
 class Choice:
     """Whether the calls of one kind are filtered: only where few enough tiles are active.
 
@@ -41,8 +48,8 @@ class Choice:
     trainings make equal choices.
     """
 
-    def __init__(self) -> None:
-        self._calls, self._filters = 0, True
+    def __init__(self, most_active: float = MOST_ACTIVE) -> None:
+        self._calls, self._filters, self._most_active = 0, True, most_active
         # Of each slice of the call that is counted: its active tiles, and all of its tiles.
         self._counts: list[tuple[HostNumber, int]] = []
 
@@ -55,15 +62,15 @@ class Choice:
             return True, self._counts
         if turn == DELAY and self._counts:
             active = sum([number.read() for number, _ in self._counts])
-            self._filters = active <= MOST_ACTIVE * sum([tiles for _, tiles in self._counts])
+            self._filters = active <= self._most_active * sum([tiles for _, tiles in self._counts])
         return self._filters, None
 
 
 @functools.lru_cache(1024)
-def choice_for(*kind: Any) -> Choice:
-    """The choice for a device, dtype, hidden size, number of real rows and filter: models of the same sizes share one,
+def choice_for(hidden_size: int, *kind: Any) -> Choice:
+    """The choice for a hidden size, device, dtype, number of real rows and filter: models of the same sizes share one,
     and so do filters of nearly the same size."""
-    return Choice()
+    return Choice(most_active(hidden_size))
 
 
 class CallFilter:
@@ -84,7 +91,7 @@ class CallFilter:
         # A captured CUDA graph repeats its kernels. There every backward is filtered, and none is counted.
         captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._filters is None:
-            kind = weight.device, weight.dtype, weight.shape[1], real, round(math.log2(self._eps))
+            kind = weight.shape[1], weight.device, weight.dtype, real, round(math.log2(self._eps))
             self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
             return None

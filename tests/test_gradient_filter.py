@@ -19,13 +19,13 @@ from parallel_lce.features.filter import gradient as form
 from parallel_lce.features.filter.tiles import TILE
 from tools import chosen_backend, on_ranks, shrunk, unchecked
 
-EPS = 2**-7
+EPS, SEARCHED = 2**-7, form.SEARCHED
 
 
 @pytest.fixture(autouse=True)
 def _chosen(kernels):
     form.choice_for.cache_clear()
-    with chosen_backend("triton"):
+    with chosen_backend("triton"), mock.patch.object(form, "SEARCHED", 0):  # D is small in these tests
         yield
     form.choice_for.cache_clear()
 
@@ -300,7 +300,6 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The
     second call is walked twice, and has one choice."""
     monkeypatch.setattr(form, "PERIOD", 3)
-    monkeypatch.setattr(form, "SEARCHED", 0)  # D is 16
     sizes = (260, 512) if options else (130, 260)
     x, weight, target = sure = problem("bf16", device, *sizes, slope=5.0)
     unsure = [t.detach().div(16).requires_grad_() for t in (x, weight)]  # whose probabilities are all nearly equal
@@ -316,7 +315,8 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
     assert "".join(found) == "FF-F-F"
 
 
-def test_few_hidden_elements_pay_only_for_few_active_tiles():
+def test_few_hidden_elements_pay_only_for_few_active_tiles(monkeypatch):
+    monkeypatch.setattr(form, "SEARCHED", SEARCHED)
     assert [form.most_active(size) for size in (4096, 2048, 1024, 512)] == [0.75, 0.75, 0.5, 0.0]
 
 

@@ -280,7 +280,6 @@ def token_loss(
     """
     ignore_index = NO_LABEL if ignore_index is None else ignore_index
     tensors, options = Tensors(input, linear_weight, target, linear_bias), Options.of("token_loss", locals())
-    options = options._replace(loss_function=True)
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     per_token = tuple([adapter.per_token(f"per_token[{n}]", value) for n, value in enumerate(per_token)])
     values = check_values(loss, per_token, reduction, tensors.target)

@@ -192,6 +192,7 @@ def test_a_whole_graph_has_no_place_for_it():
     [
         (lambda s, a: s.lse - s.lse.mean(), True, True),
         (lambda s, a: s.lse.cumsum(0), False, True),
+        (lambda s, a: s.lse.flip(0).cumsum(0).flip(0), False, True),
         (lambda s, a: s.lse.exp() * a, True, False),
     ],
 )
@@ -236,6 +237,23 @@ def test_an_exception_ends_on_every_rank(member, kind, everyone, debug):
     assert said == expected and t.x.grad.isfinite().all()
 
 
+def test_what_the_function_raises_in_a_second_backward_reaches_the_caller(device):
+    (budget, block), (t, *values) = OF_BLOCKS["accumulate"], problem("accumulate", device=device)
+    failing = []
+
+    def loss(*given):
+        if failing:
+            raise RuntimeError("no advantage")
+        return ppo(*given)
+
+    with shrunk(block):
+        total, _ = parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, entropy=True, logits_budget=budget)
+        total.backward(retain_graph=True)
+        failing.append(True)
+        with pytest.raises(RuntimeError, match="no advantage"):
+            total.backward()
+
+
 def test_an_exception_keeps_nothing_of_its_call():
     """Such as its exponentials, beside which a smaller microbatch would run."""
     t, values = small(N=N), []
@@ -270,7 +288,7 @@ def shrinking(statistics):
         (dict(loss=lambda s: s.lse.sum()), rf"losses \[{N}\] on cpu, .* as 'losses' it returned \[\] of torch.float32"),
         (dict(loss=lambda s: s.argmax, argmax=True), "as 'losses' it returned .* of torch.int64"),
         (dict(loss=lambda s: (s.lse, {"kl": 3.0})), "as 'kl' it returned float"),
-        (dict(loss=lambda s: (s.lse, s.lse)), "as 'metrics' it returned .* of torch.float32"),
+        (dict(loss=lambda s: (s.lse, s.lse)), "dict of metrics, got .* of torch.float32"),
         (dict(loss=lambda s: s.expected_logit + 1, argmax=True), "reads expected_logit, .* entropy=True"),
         (dict(loss=shrinking), "loss must not write into its statistics, and it wrote into vocab_size"),
         (dict(gradient_filter=0.1, entropy=True), "cannot be combined with entropy"),
@@ -299,7 +317,7 @@ def test_debug_mode_compares_what_the_function_gets_and_returns(member, kind):
         return losses, {f"kl {member.rank}": metrics["kl"]}
 
     with debug_mode(), shrunk(block):
-        for loss, words in ((scaled, "about the losses of loss"), (renamed, "about the metrics of loss")):
+        for loss, words in ((scaled, "about the loss:"), (renamed, "about the metrics of loss")):
             with pytest.raises(ValueError, match=words):
                 parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, **options)
         old, advantage = values

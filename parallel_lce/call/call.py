@@ -36,8 +36,17 @@ class LossFunction:
     run: Callable[..., Any]
     # [N] each, by the names that the function gives them.
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    # What it raised first. It is raised after the call's collectives, for which the other ranks may wait.
+    # What it raised first.
     failure: Exception | None = None
+
+    def raise_failure(self) -> None:
+        """Raise what the function raised: after the call's collectives, for which the other ranks may wait."""
+        failure, self.failure = self.failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # which its traceback would keep alive, with the call's tensors
 
 
 @dataclass(frozen=True)

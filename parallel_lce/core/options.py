@@ -41,8 +41,6 @@ class Options(NamedTuple):
     ignore_index: int | None = None
     # False: any target is allowed. As in Megatron, the loss of a target outside [0, V) is lse - max.
     outside_is_nan: bool = True
-    # True: the losses are those of a function of the caller's (Call.loss_function).
-    loss_function: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     # A tensor only as a public function gets it: a call has it in Tensors.logit_scale, and 1.0 here.

@@ -116,7 +116,7 @@ def token_loss(
     """
     inner, names = _scored_model(model), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
-    options |= dict(ignore_index=NO_LABEL, loss_function=True)
+    options |= dict(ignore_index=NO_LABEL)
     # Before the model runs, on the last stage alone.
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 

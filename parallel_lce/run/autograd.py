@@ -120,6 +120,8 @@ class AccumulatedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = accumulate(call.with_saved(tensors)[0], *inputs, needs=call.needs)
+            if call.loss_function is not None:
+                call.loss_function.raise_failure()
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
             upstream = in_memory(upstream)

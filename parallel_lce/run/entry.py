@@ -87,17 +87,26 @@ def fused_token_loss(
     main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, 0-dimensional, by a caller's function, and its metrics, of the tokens' shape. ``values``: per token,
-    checked. Other arguments as in :func:`fused_loss`, ``options`` with ``loss_function=True``."""
+    checked. Other arguments as in :func:`fused_loss`. In debug mode every rank raises if the function raises on one,
+    or if the ranks' losses or metrics differ: an exchange after the call's (:func:`parallel_lce.call.debug.agree`)."""
     compaction = None
     if counted_tokens is not None:
         options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
         values = tuple([compaction.of(value) for value in values])
-    function = LossFunction(loss)
-    flat = tuple([value.reshape(-1).contiguous() for value in values])
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
-    call = call.replaced(loss_function=function, values=flat)
-    total = function_of(call).apply(*inputs, call)
-    metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}
+    function, layout = LossFunction(loss), call.layout
+    flat = tuple([value.reshape(-1).contiguous() for value in values])
+    total = function_of(call).apply(*inputs, call.replaced(loss_function=function, values=flat))
+    # A second backward fills new ones.
+    metrics, function.metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}, {}
+    if function.failure is not None:
+        reason = f"loss raised {type(function.failure).__name__}: {function.failure}"
+        debug.report_refusal(layout, RuntimeError(reason))
+    function.raise_failure()
+    if layout.ranks > 1 and debug.enabled():
+        compared = {"the metrics of loss": [*metrics], "the loss": total}
+        compared |= {f"the metric {name!r} of loss": metric for name, metric in metrics.items()}
+        debug.agree(layout, f"{options.function}, whose loss has returned", compared)
     if compaction is None:
         return total, metrics
     return compaction.checked(total), {name: compaction.spread(metric) for name, metric in metrics.items()}

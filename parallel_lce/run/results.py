@@ -16,10 +16,11 @@ from torch import Tensor
 
 from parallel_lce.backends.formulas import sum_of_weights
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, LossFunction, features_of
+from parallel_lce.call.call import Call, features_of
 from parallel_lce.call.checks import described
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, Coefficients, Merged
+from parallel_lce.core.plan import Block
 from parallel_lce.core.private import saving_without_hooks, version
 
 # Relative and absolute difference of two losses of a token in debug mode, beyond which its block matters. A kernel may
@@ -105,8 +106,7 @@ def present(options: Options, tensors: Tensors) -> list[str]:
 def loss_of(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients]:
     """The call's loss, of each token ``[N]`` or 0-dimensional, and the coefficients of its gradient. ``found``: what
     the backend made of the ``merged`` partial."""
-    losses, coefficients, metrics = of_tokens(call, merged, found)
-    finish(call, losses, metrics)
+    losses, coefficients = of_tokens(call, merged, found, Block(0, call.shape.numel() // call.layout.sp_size, 0))
     reduction = call.options.reduction
     if reduction == "none":
         return losses, coefficients
@@ -127,31 +127,32 @@ def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: tup
     return result
 
 
-def of_tokens(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients, dict[str, Tensor]]:
-    """Losses ``[R]`` of the call's tokens, the coefficients of the gradient of their sum, and the metrics ``[R]`` of a
-    caller's function by name. ``call``: with the tensors of these tokens (:meth:`Call.of_tokens`). ``found``: as for
-    :func:`loss_of`. If the function raises, losses and gradients are NaN until :func:`finish` raises what it raised,
-    after the call's collectives."""
+def of_tokens(call: Call, merged: Merged, found: Any, block: Block) -> tuple[Tensor, Coefficients]:
+    """Losses ``[R]`` of a block's tokens, and the coefficients of the gradient of their sum. ``call``: with the tensors
+    of these tokens (:meth:`Call.of_tokens`). ``found``: as for :func:`loss_of`.
+
+    Metrics of a caller's function are kept in its :class:`LossFunction`, as is what it raises: the call's collectives
+    go on, with losses and gradients of NaN."""
     function = call.loss_function
     if function is None:
-        return *found, {}
+        return found
     try:
-        losses, metrics, upstream = _of_function(call, function, found)
+        losses, metrics, upstream = _of_function(call, function.run, found)
     except Exception as failure:
         function.failure = function.failure or failure
         losses = torch.full_like(merged.partial[MAX], torch.nan)
-        return losses, Coefficients(losses), {}
+        return losses, Coefficients(losses)
     coefficients = of_statistics(call, merged.partial, found["vocab_size"], upstream)
     # An ignored token has no loss and no gradient, whatever the function makes of its values.
     ignored = call.target == call.options.ignore_index
-    coefficients = coefficients.each(lambda c: c.masked_fill(ignored, 0.0))
-    metrics = {name: metric.detach().masked_fill(ignored, 0) for name, metric in metrics.items()}
-    return losses.to(call.dtype).masked_fill(ignored, 0.0), coefficients, metrics
+    for name, metric in metrics.items():
+        of_call = function.metrics.setdefault(name, metric.new_zeros(call.shape.numel()))
+        call.layout.put(of_call, block, metric.detach().masked_fill(ignored, 0))
+    losses = losses.to(call.dtype).masked_fill(ignored, 0.0)
+    return losses, coefficients.each(lambda c: c.masked_fill(ignored, 0.0))
 
 
-def _of_function(
-    call: Call, function: LossFunction, found: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
+def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> tuple[Tensor, dict, tuple]:
     """The losses and metrics of a caller's function, and the derivatives of the losses by the statistics, in the order
     of ``DIFFERENTIABLE``."""
     given: dict[str, Any] = {name: found.get(name) for name in NAMES}
@@ -160,13 +161,13 @@ def _of_function(
     with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
         if torch.is_grad_enabled():
             leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
-        losses, metrics = _called(function, given | leaves, call.values)
+        losses, metrics = _called(run, given | leaves, call.values)
         if losses.requires_grad:
             ones = torch.ones_like(losses)
             upstream |= zip(leaves, torch.autograd.grad(losses, [*leaves.values()], ones, allow_unused=True))
     losses = losses.detach()
     if debug.enabled():
-        _check_elementwise(call, function, given, losses)
+        _check_elementwise(call, run, given, losses)
     return losses, metrics, tuple(upstream.values())
 
 
@@ -180,73 +181,45 @@ class _Asked(TokenStatistics):
         return value
 
 
-def _called(
-    function: LossFunction, given: dict[str, Any], values: tuple[Tensor, ...]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _called(run: Callable[..., Any], given: dict[str, Any], values: tuple[Tensor, ...]) -> tuple[Tensor, dict]:
     """The losses and metrics of the function. Raises ``ValueError`` for another result, and for a function that writes
     into its statistics, on which the gradient depends."""
     present, like = {name: value for name, value in given.items() if value is not None}, given["lse"]
     before = {name: version(value) for name, value in present.items()}
-    result: Any = function.run(_Asked(**given), *values)
+    result: Any = run(_Asked(**given), *values)
     for name, value in present.items():
         if version(value) != before[name]:
             raise ValueError(f"loss must not write into its statistics, and it wrote into {name}")
     is_pair = isinstance(result, tuple) and len(result) == 2
     losses, metrics = cast(Any, result if is_pair else (result, {}))
-
-    def fits(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device
-
-    wrong = [("metrics", metrics)]
-    if not (fits(losses) and losses.is_floating_point()):
-        wrong = [("losses", losses)]
-    elif isinstance(metrics, dict):
-        wrong = [(name, value) for name, value in metrics.items() if not fits(value)]
-    for name, value in wrong:
-        where = f" on {value.device}" if isinstance(value, Tensor) else ""
-        raise ValueError(
-            f"loss must return floating-point losses {list(like.shape)} on {like.device}, one for each token, or "
-            f"these and a dict of metrics like them; as {name!r} it returned {described(value)}{where}"
-        )
+    if not isinstance(metrics, dict):
+        raise ValueError(f"loss must return losses, or losses and a dict of metrics, got {described(metrics)}")
+    for name, value in (("losses", losses), *metrics.items()):
+        fits = isinstance(value, Tensor) and value.shape == like.shape and value.device == like.device
+        if not fits or (value is losses and not losses.is_floating_point()):
+            where = f" on {value.device}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"loss must return floating-point losses {list(like.shape)} on {like.device}, one for each token, and "
+                f"metrics like them; as {name!r} it returned {described(value)}{where}"
+            )
     return losses, metrics
 
 
-def _check_elementwise(call: Call, function: LossFunction, given: dict[str, Any], losses: Tensor) -> None:
+def _check_elementwise(call: Call, run: Callable[..., Any], given: dict[str, Any], losses: Tensor) -> None:
     """Debug mode: raise ``ValueError`` if the loss of a token depends on the other tokens of its block: the function
-    runs again on each half of the block."""
-    count, half = len(losses), len(losses) // 2
-    for rows in (slice(half), slice(half, count)) if half else ():
-        of_half = {name: v[rows] if isinstance(v, Tensor) and v.dim() else v for name, v in given.items()}
-        with torch.no_grad():
-            again, _ = _called(function, of_half, tuple([value[rows] for value in call.values]))
-        apart = ~losses[rows].double().isclose(again.double(), *_SAME_LOSS, equal_nan=True)
-        if apart.any():
-            token = int(apart.nonzero()[0])
-            raise ValueError(
-                f"loss must be elementwise: the loss of one token is {losses[rows][token]:.6g} in a block of {count} "
-                f"tokens, and {again[token]:.6g} in a block of {len(again)}. Pass what depends on other tokens, such "
-                "as a mean over a sequence, as values per token"
-            )
-
-
-def finish(call: Call, losses: Tensor, metrics: dict[str, Tensor]) -> None:
-    """After the collectives of a forward: keep the ``metrics`` of a caller's function, and raise what it raised. In
-    debug mode every rank raises if one does, or if the ranks' ``losses`` or metrics differ, ``[N]`` each. Collectives:
-    in debug mode, those of :func:`parallel_lce.call.debug.agree`."""
-    function, layout = call.loss_function, call.layout
-    if function is None:
-        return
-    function.metrics, failure, function.failure = metrics, function.failure, None
-    if failure is not None:
-        debug.report_refusal(layout, RuntimeError(f"loss raised {type(failure).__name__}: {failure}"))
-        try:
-            raise failure
-        finally:
-            del failure  # which its traceback would keep alive, with the call's tensors
-    if layout.ranks > 1 and debug.enabled():
-        compared = {"the metrics of loss": [*metrics], "the losses of loss": losses}
-        compared |= {f"the metric {name!r} of loss": metric for name, metric in metrics.items()}
-        debug.agree(layout, f"{call.options.function}, whose loss has returned", compared)
+    runs again on half of them, in reverse order."""
+    rows = torch.arange(len(losses) - 1, len(losses) // 2 - 1, -1, device=losses.device)
+    of_half = {name: v[rows] if isinstance(v, Tensor) and v.dim() else v for name, v in given.items()}
+    with torch.no_grad():
+        again, _ = _called(run, of_half, tuple([value[rows] for value in call.values]))
+    apart = ~losses[rows].double().isclose(again.double(), *_SAME_LOSS, equal_nan=True)
+    if apart.any():
+        token = int(apart.nonzero()[0])
+        raise ValueError(
+            f"loss must be elementwise: the loss of one token is {losses[rows][token]:.6g} in a block of "
+            f"{len(losses)} tokens, and {again[token]:.6g} in a block of {len(again)}. Pass what depends on other "
+            "tokens, such as a mean over a sequence, as values per token"
+        )
 
 
 def divisor_of(call: Call) -> Tensor | None:

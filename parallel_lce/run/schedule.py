@@ -264,19 +264,16 @@ def accumulate(
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         blocks = len(call.plan.blocks)
         sums = GradientSums(call, hidden, projection, needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
-        per_token, metrics = hidden.new_empty(call.shape.numel(), dtype=dtype), {}
+        per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
         divisor = results.divisor_of(call)
         for waiting in _projected_blocks(call, hidden, projection):
             block, of_tokens = waiting.block, call.of_tokens(waiting.block)
             merged, found = waiting.partials.finish(call.backend, of_tokens.wanted, waiting.found)
-            losses, coefficients, of_metrics = results.of_tokens(of_tokens, merged, found)
+            losses, coefficients = results.of_tokens(of_tokens, merged, found, block)
             layout.put(per_token, block, losses)
-            for name, values in of_metrics.items():
-                layout.put(metrics.setdefault(name, values.new_zeros(len(per_token))), block, values)
             coefficients = coefficients._replace(divisor=divisor)
             sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)
             del waiting  # before the next block is projected
         gradients = sums.deliver(shape)
-        results.finish(call, per_token, metrics)
         total = per_token.sum()
         return total if divisor is None else total / divisor, gradients

@@ -39,7 +39,6 @@ VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
 
 SUPPORTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 OTHERS = [v for v in SUPPORTED if v != releases.installed("megatron-core")]
-OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow) for v in OTHERS]
 
 
 def of_other_releases(cases: list[tuple]) -> list:
@@ -78,17 +77,12 @@ class Model:
     masked: bool = False  # half of the tokens do not count, and skip_masked
     dtype: torch.dtype = torch.float32
     budget: int | None = None
-    steps: int = 2
     microbatches: int = 2
-
-    @property
-    def tensor(self) -> int:
-        return self.ranks // (self.pipeline * self.context * self.data)
 
     @property
     def parallel(self) -> dict[str, int | None]:
         return {
-            "tensor_model_parallel_size": self.tensor,
+            "tensor_model_parallel_size": self.ranks // (self.pipeline * self.context * self.data),
             "pipeline_model_parallel_size": self.pipeline,
             "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
             "context_parallel_size": self.context,
@@ -110,16 +104,18 @@ def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
         Model(**one, tied=True, mtp=1, budget=0),
         Model(**one, ddp="fp32", tied=True, per_token=True),
         Model(**one, ddp="fp32", mtp=1, overlap=True, fusion=True, budget=0),
+        Model(**one, ddp="fp32", mtp=1, fusion=True, masked=True),
         Model(ranks=tp, ddp="fp32", frozen=True),
         Model(**one, ddp="bf16", dtype=torch.bfloat16),
         Model(**two, data=2, ddp="fp32", overlap=True, distributed_optimizer=True),
         Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
         Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
         Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
-        Model(**two, context=2, ddp="fp32", mtp=1, per_token=True),
+        Model(**two, pipeline=2, ddp="fp32", tied=True, masked=True),
+        Model(**two, context=2, ddp="fp32", mtp=2, per_token=True, masked=True),
         Model(**one, family="mamba", ddp="fp32", tied=True),
-        Model(ranks=tp, family="bert", tied=True),
-        Model(ranks=tp, family="t5", tied=True),
+        Model(ranks=tp, family="bert", tied=True, masked=True),
+        Model(ranks=tp, family="t5", tied=True, masked=True),
     ]
 
 

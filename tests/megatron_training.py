@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import megatron.core
@@ -19,19 +19,14 @@ from parallel_lce.backends import backend_of
 from parallel_lce.megatron import patch
 from world import Member
 
-
-@dataclass
-class Trained:
-    """Of each microbatch the losses ``[b, s]`` (last stage alone), of each step the gradients, None
-    for parameters without; and the parameters after the last step."""
-
-    losses: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+STEPS = 2
 
 
-def train(member: Member, spec: Model, loss_options: dict) -> Trained:
-    """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism."""
+def train(member: Member, spec: Model, loss_options: dict) -> tuple[list[torch.Tensor], dict]:
+    """``STEPS`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism.
+
+    Returns the losses ``[b, s]`` of each microbatch (last stage alone); and, by step and name, the gradients, None for
+    parameters without, and the parameters after the last step."""
     models = build_chunks(member, spec, loss_options)
     config, trained = models[0].config, models
     if spec.ddp:
@@ -48,15 +43,16 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
         if spec.overlap:
             functions = [m.no_sync for m in trained]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
-    optimizer, done = _distributed_optimizer(spec, trained) if spec.distributed_optimizer else None, Trained()
-    for step in range(spec.steps):
+    optimizer = _distributed_optimizer(spec, trained) if spec.distributed_optimizer else None
+    losses, tensors = [], {}
+    for step in range(STEPS):
         if spec.ddp:
             for m in trained:
                 m.zero_grad_buffer()
         numbers = range(step * spec.microbatches, (step + 1) * spec.microbatches)
         iterators = [iter(numbers) for _ in models]
         get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, spec, member.device, done),
+            forward_step_func=partial(_forward_step, spec, member.device, losses),
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=trained,
             num_microbatches=spec.microbatches,
@@ -64,14 +60,14 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
             micro_batch_size=BATCH,
             forward_only=False,
         )
-        done.gradients.append({n: _copy(_gradient(p, spec)) for n, p in _parameters(models)})
+        tensors |= {(step, name): _copy(_gradient(p, spec)) for name, p in _parameters(models)}
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         else:
             _step_downhill(models, spec)
-    done.parameters = {n: _copy(p) for n, p in _parameters(models)}
-    return done
+    tensors |= {("last", name): _copy(p) for name, p in _parameters(models)}
+    return losses, tensors
 
 
 def in_ddp(config, model: torch.nn.Module, disable_bucketing: bool = False, **options) -> torch.nn.Module:
@@ -87,12 +83,12 @@ def _parameters(models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.P
         yield from model.named_parameters(prefix=str(number))
 
 
-def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, model):
+def _forward_step(spec: Model, device: torch.device, done: list, numbers, model):
     data = batch(next(numbers), spec, device)
     output = losses_of(model, spec, data)
 
     def loss_function(losses: torch.Tensor):
-        done.losses.append((losses.detach() * (data.counted if spec.masked else 1)).float().cpu())
+        done.append((losses.detach() * (data.counted if spec.masked else 1)).float().cpu())
         total, tokens = (losses * data.counted).sum(), data.counted.sum().int()
         return total, tokens, {"loss": total.detach()}
 
@@ -139,27 +135,27 @@ def compare(member: Member, spec: Model, cross_entropy: str = "output_layer") ->
     relative to their norm. Masked tokens are not projected."""
     # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
     drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
-    stock = train(member, replace(spec, fusion=False) if drops else spec, {})
+    stock, truth = train(member, replace(spec, fusion=False) if drops else spec, {})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="parallel_lce")  # no real logits may appear
         with counted_forwards(backend_of(torch.zeros(1, 1, device=member.device))) as rows:
-            ours, tolerance = train(member, spec, switched(spec, cross_entropy)), tolerance_of(spec)
+            ours, found = train(member, spec, switched(spec, cross_entropy))
+    tolerance = tolerance_of(spec)
     if spec.masked:
         _check_rows(sum(rows), member, spec)
-    for a, b in zip(ours.losses, stock.losses, strict=True):
+    for a, b in zip(ours, stock, strict=True):
         assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
-    for found, truth in zip([*ours.gradients, ours.parameters], [*stock.gradients, stock.parameters], strict=True):
-        assert found.keys() == truth.keys()
-        for name, tensor in found.items():
-            assert (tensor is None) == (truth[name] is None), name
-            if tensor is not None:
-                assert_close(tensor, truth[name], tolerance, 1e-12 * tolerance, name)
+    assert found.keys() == truth.keys()
+    for name, tensor in found.items():
+        assert (tensor is None) == (truth[name] is None), name
+        if tensor is not None:
+            assert_close(tensor, truth[name], tolerance, 1e-12 * tolerance, name)
 
 
 def _check_rows(rows: int, member: Member, spec: Model) -> None:
     """Half of the tokens do not count. MTP has other labels, and from 0.19 on the largest logits of all tokens."""
     heads, new = spec.mtp or 0, tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
-    tokens = BATCH * SEQUENCE // spec.context * spec.steps * spec.microbatches
+    tokens = BATCH * SEQUENCE // spec.context * STEPS * spec.microbatches
     last = member.rank >= member.ranks - member.ranks // spec.pipeline
     assert bool(rows) == last and rows <= tokens * (0.5 + heads * (1 + new)), rows
 
@@ -182,14 +178,3 @@ def side_by_side(
             found.append([v.detach() for v in body(model, batch(0, spec, member.device), ours)])
     for number, (truth, mine) in enumerate(zip(*found, strict=True)):
         assert_close(mine, truth, tolerance, name=number)
-
-
-def words_of(run: Callable) -> list[str]:
-    """What this package warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        # As Megatron-LM's programs do on all ranks but the first, which may have no output layer.
-        warnings.filterwarnings("ignore", category=UserWarning)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        run()
-    return [str(w.message) for w in caught if "parallel_lce" in str(w.message)]

@@ -20,11 +20,6 @@ from tools import arguments_to, debug_mode, on_ranks
 from world import Member
 
 
-def of_each_token(labels: torch.Tensor) -> torch.Tensor:
-    """Temperatures."""
-    return 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(3)).to(labels.device)
-
-
 def scored(ours: bool, model: torch.nn.Module, data: Batch, temperature: float | torch.Tensor = 1.0, **arguments):
     """By token_log_probs, or of the model's own gathered logits in float64."""
     inner, caught, given = model, [], (data.tokens, data.positions, data.mask)
@@ -52,25 +47,22 @@ def policy_loss(statistics, old, advantage):
     return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
 
 
-def _half(member: Member, model):
+def _half(model):
     return in_ddp(model.config, Float16Module(model.config, model))
 
 
-def _compiled(member: Member, model):
+def _compiled(model):
     """Only what is around the layers, which have nothing to do with the loss."""
     model.decoder.forward = torch.compiler.disable(model.decoder.forward)
     return torch.compile(model, backend="eager")
 
 
-def _plain(member: Member, model):
-    return model
-
-
+# What is around the model, and which it is.
 WRAPPED = {
-    "plain": (_plain, dict(sequence_parallel=True)),
-    "tied": (_plain, dict(tied=True, mtp=1, sequence_parallel=True)),
-    "mamba": (_plain, dict(family="mamba", sequence_parallel=True)),
-    "context": (_plain, dict(context=2, mtp=1)),
+    "plain": (None, dict(sequence_parallel=True)),
+    "tied": (None, dict(tied=True, mtp=1, sequence_parallel=True)),
+    "mamba": (None, dict(family="mamba", sequence_parallel=True)),
+    "context": (None, dict(context=2, mtp=1)),
     "half": (_half, dict(dtype=torch.bfloat16)),
     "compiled": (_compiled, dict(ranks=1)),
 }
@@ -82,11 +74,12 @@ def _compare(member: Member, how: str, by: str = "token_log_probs", switch: bool
 
     def values(model, data, ours):
         # Of a stock model that is compiled the logits could not be caught.
-        wrapped = model if how == "compiled" and not ours else wrap(member, model)
+        wrapped = model if wrap is None or (how == "compiled" and not ours) else wrap(model)
         mask = {"loss_mask": (data.labels >= 0).float()} if spec.mtp else {}
         per_token = torch.randn(2, *data.labels.shape, generator=torch.Generator().manual_seed(4)).to(member.device)
         per_token[0] -= 4
-        for temperature in (0.7, of_each_token(data.labels)):
+        of_each_token = 0.5 + per_token[1].sigmoid()
+        for temperature in (0.7, of_each_token):
             model.zero_grad()
             if ours and by == "token_loss":
                 given = data.tokens, data.positions, data.mask, data.labels, policy_loss, *per_token
@@ -99,16 +92,12 @@ def _compare(member: Member, how: str, by: str = "token_log_probs", switch: bool
                 total = losses.where(data.labels != -100, 0.0).sum()
                 metrics = {name: metric.masked_fill(data.labels == -100, 0) for name, metric in metrics.items()}
             (0.5 * total).backward()
-        return total, metrics["ratio"], metrics["clipped"].float(), *gradients(model)
+        gradients = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
+        return total, metrics["ratio"], metrics["clipped"].float(), *(g for g in gradients if g is not None)
 
     side_by_side(member, spec, values, tolerance_of(spec), options=None if switch else {})
     if how == "compiled":
         torch._dynamo.reset()
-
-
-def gradients(model) -> list[torch.Tensor]:
-    found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
-    return [g for g in found if g is not None]
 
 
 @pytest.mark.parametrize("switch", [False, True])
@@ -151,41 +140,31 @@ def test_another_pipeline_stage_gives_the_models_output(member):
         assert token_loss(model, data.tokens, data.positions, data.mask, None, policy_loss) == "hidden states"
 
 
-# What changes of a call with labels [b, s], and what its refusal says.
-REFUSED = [
-    (lambda y: dict(labels=None), "of an integer dtype, got NoneType$"),
-    (lambda y: dict(labels=y[:, :3]), r"target must have shape \[16, 2\] .*, got \[3, 2\]"),
-    (lambda y: dict(temperature=y.new_ones(16, 1).float()), r"target's shape \[16, 2\], got one of shape \[1, 16\]"),
-    (lambda y: dict(entropy=1), "entropy must be True or False, got 1"),
-]
-
-
 @on_ranks(2)
 def test_what_one_rank_refuses_every_rank_raises(member):
-    """In debug mode, instead of waiting."""
+    """In debug mode, instead of waiting: before the model runs, and after it."""
     spec = Model(ranks=member.ranks)
     model, data = build(member, spec, {}), batch(0, spec, member.device)
-    given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
-    given |= dict(labels=data.labels)
+    too_few = data.labels[:, :3]
+    refusals = (None, "an integer dtype, got NoneType$"), (too_few, r"shape \[16, 2\] .*, got \[3, 2\]")
     with debug_mode():
-        for changes, message in REFUSED:
+        for labels, message in refusals:
             said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
             with pytest.raises(ValueError, match=said):
-                token_log_probs(**given | (changes(data.labels) if member.rank else {}))
+                token_log_probs(model, data.tokens, data.positions, data.mask, labels if member.rank else data.labels)
 
 
 @on_ranks(1)
 def test_models_that_cannot_be_scored_are_refused(member):
     model, data = build(member, Model(), {}), batch(0, Model(), member.device)
-    given = dict(model=model, input_ids=data.tokens, position_ids=data.positions, attention_mask=data.mask)
-    given |= dict(labels=data.labels)
+    given = data.tokens, data.positions, data.mask, data.labels
     bert = build(member, Model(family="bert"), {})
     for other, name in (bert, "HybridModel, got BertModel"), (torch.nn.Linear(2, 2), "of Megatron's, .* got Linear"):
         with pytest.raises(ValueError, match=name):
-            token_log_probs(**given | dict(model=other))
+            token_log_probs(other, *given)
     model.register_forward_hook(lambda module, inputs, output: output[0])
     with pytest.raises(RuntimeError, match="GPTModel's forward must return compute_language_model_loss"):
-        token_log_probs(**given)
+        token_log_probs(model, *given)
 
 
 # Changes of test_megatron_habits.py, and what the refusal says.

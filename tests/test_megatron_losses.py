@@ -1,5 +1,5 @@
-"""Losses that Megatron's configuration does not have, z-loss, label smoothing and the true vocabulary, and metrics of
-their tokens, against float64; of deferred logits, also beside a use of them."""
+"""Losses that Megatron's configuration does not have, z-loss, label smoothing, the true vocabulary and those of counted
+tokens alone, and metrics of their tokens; of deferred logits, also beside a use of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
+from blocks import counted_forwards
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build
-from megatron_training import in_ddp, switched
+from megatron_training import in_ddp, side_by_side, switched
+from parallel_lce.backends import backend_of
 from parallel_lce.megatron import patch, token_log_probs, token_loss, token_metrics
 from tools import on_ranks
 
@@ -103,23 +105,79 @@ def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
         hook.remove()
 
 
-@pytest.mark.parametrize("how", ["losses", "metrics", "log-probabilities", "a loss of one's own"])
+@pytest.mark.parametrize("scored", [False, True])
 @on_ranks(1)
-def test_logits_can_be_made_until_the_backward_of_their_loss(member, how):
+def test_logits_can_be_made_until_the_backward_of_their_loss(member, scored):
     """DistributedDataParallel and its optimizers may change the weight from then on."""
-    patch(token_metrics=how == "metrics")
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     given, kept = (data.tokens, data.positions, data.mask), []
     model.output_layer.register_forward_hook(lambda layer, inputs, output: kept.append(output[0]))
     for _ in range(2):
-        if how == "log-probabilities":
-            loss = token_log_probs(model, *given, data.labels).log_probs.sum()
-        elif how == "a loss of one's own":
-            loss, _ = token_loss(model, *given, data.labels, lambda statistics: -statistics.target_log_prob)
-        else:
-            loss = model(*given, labels=data.labels).sum()
+        found = token_log_probs(model, *given, data.labels).log_probs if scored else model(*given, labels=data.labels)
     made = kept[0].sum()
-    loss.backward()
+    found.sum().backward()
     assert torch.equal(kept[0].sum(), made)  # of the call that has had no backward
     with pytest.raises(RuntimeError, match="are wanted after the backward of their loss"):
         kept[1].sum()
+
+
+# --- skip_masked --------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_masked_tokens_have_no_loss(member):
+    """Whatever names the mask. Others have the very losses of before."""
+    model, data = build(member, Model(), switched(Model())), batch(0, Model(masked=True), member.device)
+    given, mask = (data.tokens, data.positions, data.mask), data.counted
+    whole = model(*given, labels=data.labels)
+    assert whole[0, 3] != 0
+    marked = data.labels.masked_fill(mask == 0, -100)
+    patch(skip_masked=True)
+    calls = (
+        lambda: model(*given, None, data.labels, loss_mask=mask),
+        lambda: model(*given, labels=data.labels, loss_mask=mask.bool()),
+        lambda: model(*given, labels=marked),
+    )
+    for call in calls:
+        with counted_forwards(backend_of(model.output_layer.weight)) as rows:
+            found = call()
+        torch.testing.assert_close(found, whole * mask)
+        assert sum(rows) == int(mask.sum())
+    model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].add_(0), None))
+    with pytest.warns(match="'add_' of the output layer's result"):
+        found = calls[0]()
+    torch.testing.assert_close(found, whole * mask)
+
+
+@on_ranks(1)
+def test_a_loss_that_makes_other_labels(member):
+    patch(skip_masked=True)
+
+    def results(model, data, ours):
+        own = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda labels, logits: own(labels.clamp(min=0), logits)
+        labels = data.labels.masked_fill(torch.arange(data.labels.shape[1], device=member.device) < 8, -100)
+        losses = model(data.tokens, data.positions, data.mask, labels=labels)
+        return [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
+
+    side_by_side(member, Model(mtp=1), results)
+
+
+@on_ranks(1)
+def test_scores_of_the_counted_labels(member):
+    model, data = build(member, Model(mtp=1), switched(Model())), batch(0, Model(masked=True), member.device)
+    labels = data.labels.masked_fill(data.counted == 0, -100)
+    given, mask = (data.tokens, data.positions, data.mask, labels), {"loss_mask": torch.ones_like(labels)}
+
+    def scores() -> list[torch.Tensor]:
+        total, metrics = token_loss(model, *given, lambda t: (-t.target_log_prob, {"p": t.target_log_prob}), **mask)
+        found = token_log_probs(model, *given, entropy=True, **mask)
+        return [total, metrics["p"], found.log_probs, found.entropy * data.counted]
+
+    whole = scores()
+    patch(skip_masked=True)
+    with counted_forwards(backend_of(model.output_layer.weight)) as rows:
+        found = scores()
+    assert sum(rows) == 2 * int(data.counted.sum()) + 2 * labels.numel()  # MTP has other labels
+    torch.testing.assert_close(found, whole)
+    assert not token_log_probs(model, *given, entropy=True, **mask).entropy[labels < 0].any()

@@ -20,14 +20,9 @@ def _masked(gradient):
     return gradient * (torch.arange(len(gradient), device=gradient.device) >= 40)[:, None]
 
 
-def _mask_later(parameter):
-    parameter.grad.copy_(_masked(parameter.grad))
-
-
 # What is done to the output weight, and how the loss is differentiated: what is compared.
 GRADIENTS = {
     "hook": (lambda w: w.register_hook(_masked), None),
-    "post-accumulate hook": (lambda w: w.register_post_accumulate_grad_hook(_mask_later), None),
     "grad of the weight": (None, lambda loss, w, x: torch.autograd.grad(loss, [w])),
     "another use": (None, lambda loss, w, x: ((loss + w.square().sum()).backward(), w.main_grad)[1:]),
     "inputs without it": (None, lambda loss, w, x: (loss.backward(inputs=[x]), x.main_grad)[1:]),

@@ -17,7 +17,6 @@ from parallel_lce.backends import torch_backend
 from parallel_lce.transformers import LogitsWarning
 from transformers_standin import CausalLM
 
-STAND_INS = "torchtitan", "spmd_types"
 COMMAND = ["--device", "cpu", "--rounds", "2"]
 
 
@@ -29,10 +28,10 @@ def libraries(monkeypatch):
     library.LlamaConfig = library.Qwen2Config = SimpleNamespace
     make = lambda config, **_: CausalLM(config.vocab_size, config.hidden_size, tied=True)  # noqa: E731
     library.AutoModelForCausalLM = SimpleNamespace(from_config=make)
-    with torchtitan_standin.installed() as door:
-        own = {name: each for name, each in sys.modules.items() if name.partition(".")[0] in STAND_INS or each is door}
-    for name, module in {**own, "transformers": library, "liger_kernel": None}.items():  # None: its import fails
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # its import fails
+    with torchtitan_standin.installed():
+        yield
 
 
 def measured(path, *more: str) -> tuple[int, dict[str, dict[str, dict]]]:

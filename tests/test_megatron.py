@@ -154,6 +154,7 @@ def test_what_is_not_fused_is_said_once_at_construction(member):
 @on_ranks(1)
 def test_fuse_and_explain(member):
     """Of a model of any other loss. Its settings are its own, also beside another model in another thread."""
+    no_layer = "this pipeline stage has no output layer"
     first, second, data = build(member, Model(), {}), build(member, Model(), {}), batch(0, Model(), member.device)
     assert explain(first) == ["it was built before patch(), and not given to fuse()"]
     assert fuse([first, second], z_loss=0.1) == fuse(second, z_loss=0.3) * 2 == ["fused", "fused"]
@@ -180,15 +181,12 @@ def test_fuse_and_explain(member):
     unfused.config.cross_entropy_loss_fusion, unfused.config.cross_entropy_fusion_impl = True, "linear"
     assert "returns losses of Megatron's own" in fuse(unfused)[0]
     second.output_layer = None
-    assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", NO_LAYER]
-    assert fuse([first, second]) == ["fused", NO_LAYER]
+    assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", no_layer]
+    assert fuse([first, second]) == ["fused", no_layer]
     unpatch()
     assert explain(first) == ["unpatch() was called; call fuse(model)"]
     with pytest.raises(ValueError, match="zloss is no setting: take one of cross_entropy, "):
         fuse(first, zloss=1)
-
-
-NO_LAYER = "this pipeline stage has no output layer"
 
 
 @on_ranks(1)

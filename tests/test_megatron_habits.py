@@ -107,27 +107,16 @@ def test_patches(member, patch, before):
         unpatch()
 
 
-class _Around(torch.nn.Module):
-    """A module around the output layer, without its attributes."""
+class _Adapter(torch.nn.Module):
+    """As of LoRA."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
-        return self.inner(hidden, weight, runtime_gather_output)
-
-
-class _Adapter(_Around):
-    """As of LoRA."""
-
-    def forward(self, hidden, weight=None, runtime_gather_output=None):
         factor = tensor_parallel.copy_to_tensor_model_parallel_region(hidden).mean(-1, keepdim=True)
         return self.inner(hidden, weight)[0] * (1 + factor), None
-
-
-def _around(kind):
-    return lambda model: setattr(model, "output_layer", kind(model.output_layer))
 
 
 class _SoftCap:
@@ -194,7 +183,10 @@ def _detach(sharded):
 
 # What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
-    "adapter": (_around(_Adapter), "'mul' of the output layer's result"),
+    "adapter": (
+        lambda model: setattr(model, "output_layer", _Adapter(model.output_layer)),
+        "'mul' of the output layer's result",
+    ),
     "parametrization": (_double_weight, "no parameter named weight"),
     "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
@@ -205,7 +197,6 @@ CHANGES = {
     ),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
     "a loss of its own": (_own_loss, None),
-    "a module around it": (_around(_Around), None),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
     "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),

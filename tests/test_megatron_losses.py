@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from blocks import counted_forwards
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build
-from megatron_training import in_ddp, side_by_side, switched
+from megatron_training import in_ddp, switched
 from parallel_lce.backends import backend_of
 from parallel_lce.megatron import patch, token_log_probs, token_loss, token_metrics
 from tools import on_ranks
@@ -147,20 +147,6 @@ def test_masked_tokens_have_no_loss(member):
     with pytest.warns(match="'add_' of the output layer's result"):
         found = calls[0]()
     torch.testing.assert_close(found, whole * mask)
-
-
-@on_ranks(1)
-def test_a_loss_that_makes_other_labels(member):
-    patch(skip_masked=True)
-
-    def results(model, data, ours):
-        own = model.compute_language_model_loss
-        model.compute_language_model_loss = lambda labels, logits: own(labels.clamp(min=0), logits)
-        labels = data.labels.masked_fill(torch.arange(data.labels.shape[1], device=member.device) < 8, -100)
-        losses = model(data.tokens, data.positions, data.mask, labels=labels)
-        return [losses, *torch.autograd.grad(losses.sum(), [*model.parameters()])]
-
-    side_by_side(member, Model(mtp=1), results)
 
 
 @on_ranks(1)

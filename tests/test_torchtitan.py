@@ -4,7 +4,6 @@ beside its own chunked loss."""
 import copy
 import importlib
 import re
-import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import field, make_dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from parallel_lce.patching import is_own
 from releases import ROOT, folder_of
 from tools import on_ranks, started
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, installed
+from transformers_models import warned
 from world import mesh_of
 
 # Beside torch: all that its trainer imports.
@@ -182,12 +182,11 @@ def test_other_losses_and_wrappers_are_left_alone_in_words():
 def trained(loss_fn, lm_head, x, labels, change=lambda lm_head, loss_fn: None) -> tuple[list, list[str]]:
     change(lm_head, loss_fn.loss_fn)
     loss_fn.set_lm_head(lm_head)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned((UserWarning,)) as said:
         for _ in range(2):
             loss, _ = loss_fn(x, labels, COUNT)
             loss.backward()
-    return [loss.detach(), x.grad, *(p.grad for p in lm_head.parameters())], [str(each.message) for each in said]
+    return [loss.detach(), x.grad, *(p.grad for p in lm_head.parameters())], said
 
 
 @pytest.mark.parametrize("masked", ["some", "all"])

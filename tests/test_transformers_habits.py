@@ -22,7 +22,6 @@ from transformers_models import RELEASES, V, batch, beside_stock, model_of, on_r
 from transformers_standin import ModulesToSave
 
 BEFORE, AFTER = "makes its logits before its loss, since ", "makes its logits beside its fused loss, since "
-BETWEEN = "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
 
 
 def trained(model, given, use=lambda out: None) -> list:
@@ -36,16 +35,8 @@ def trained(model, given, use=lambda out: None) -> list:
     return [loss.detach(), value, *(p.grad for p in model.parameters())]
 
 
-def uses(use):
-    return lambda model, given, patch: trained(patch(model), given, use)
-
-
 def after(change):
     return lambda model, given, patch: (change(patch(model)), trained(model, given))[1]
-
-
-def in_place(model):
-    model.lm_head.register_forward_hook(lambda layer, given, z: z.mul_(2))
 
 
 def a_loss(logits, labels, vocab_size, **_):
@@ -185,18 +176,19 @@ def of_its_own(model, given, patch):
 
 # name: (habit, what is said of it). The last loss is fused if nothing is said, or that its logits are made beside it.
 HABITS = {
-    "ids of a part": (uses(lambda out: out["logits"][:, :-1].detach().argmax(dim=-1)), None),
     "loss_function = f": (after(lambda model: setattr(model, "loss_function", a_loss)), BEFORE),
     "loss_function around": (after(around), AFTER),
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
-    "the logits in place": (after(in_place), BETWEEN),
+    "the logits in place": (
+        after(lambda model: model.lm_head.register_forward_hook(lambda layer, given, z: z.mul_(2))),
+        "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer",
+    ),
     "a derived head": (derive_head, None),
     "its own forward, as of a plan": (with_a_forward, "did not defer the logits"),
     "head replaced": (after(replace_head), "did not defer the logits: call patch(model) again"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
     "reentrant checkpoint": (in_a_checkpoint, AFTER),
-    "deepcopy": (copied(copy.deepcopy), None),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),
     "parametrized head": (parametrized, AFTER),

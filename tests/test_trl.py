@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from cases import normal
 from measures import assert_near
 from parallel_lce import trl as door
 from test_checks import _Wrapper
@@ -79,16 +80,11 @@ def agree(own, ours, leaves, rest) -> None:
             assert error <= 2 * allowed + 2e-7 * exact.double().norm(), (i, error, allowed)
 
 
-def normal(*shapes):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
 @RELEASES
 @on_releases()
 def test_log_probs_and_their_gradients_are_trls(member, release):
     with patched(release) as (own, ours):
-        h, w, b = normal((23, D), (V, D), (V,))
+        h, w, b = normal(23, D).float(), normal(V, D, seed=1).float(), normal(V, seed=2).float()
         targets = torch.arange(23) * 4
         for cap, scale, temperature, bias, names in itertools.product(
             (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], (*OUTPUTS[:1], "logits"))

@@ -22,8 +22,6 @@ elif __name__ == "verl.utils.kernel.linear_cross_entropy":
 elif __name__ == "verl.models.mcore.model_forward_fused":
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # noqa: F401
 
-get_non_tensor_data = dict.get
-
 
 def TensorDict(data, batch_size=None):
     return data

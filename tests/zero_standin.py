@@ -2,6 +2,7 @@
 
 import sys
 from collections import OrderedDict
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -28,18 +29,19 @@ def zero3_linear_wrap(hidden, weight, bias=None):
     return torch._C._nn.linear(hidden, weight, bias)
 
 
+@contextmanager
 def installed():
-    """A context in which this module is DeepSpeed's one of this name, and its linear everybody's."""
-    home = with_modules({"deepspeed.runtime.zero.linear": sys.modules[__name__]})
-    linear = mock.patch.object(F, "linear", zero3_linear_wrap)
-    return home, linear
+    """This module is DeepSpeed's one of this name, and its linear everybody's."""
+    with with_modules({"deepspeed.runtime.zero.linear": sys.modules[__name__]}):
+        with mock.patch.object(F, "linear", zero3_linear_wrap):
+            yield
 
 
 class ZeRO3:
-    """``model`` trained by SGD. A parameter is empty but within its module's forward and backward."""
+    """``model``, and its SGD. A parameter is empty but within its module's forward and backward."""
 
-    def __init__(self, model: nn.Module, rate: float) -> None:
-        self.model, self.rate, self.gathered = model, rate, 0
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.gathered = model, 0
         self.whole = {parameter: parameter.data for parameter in model.parameters()}
         for parameter in self.whole:
             parameter.ds_id = id(parameter)
@@ -94,6 +96,6 @@ class ZeRO3:
     def step(self) -> None:
         for parameter, whole in self.whole.items():
             if parameter.grad is not None:
-                whole -= self.rate * parameter.grad
+                whole -= parameter.grad
             parameter.grad = None
         self._release(*self.whole)

@@ -59,7 +59,6 @@ LOSS = LanguageModule, "compute_language_model_loss"
 PATCHES = {
     "forward": (ColumnParallelLinear, "forward", _twice),
     "linear": (layers, "linear_with_grad_accumulation_and_async_allreduce", _twice),
-    "autocast": (ColumnParallelLinear, "forward", lambda own: torch.autocast("cpu", enabled=False)(own)),
     "cross-entropy": (cross_entropy._VocabParallelCrossEntropy, "forward", _twice),
     "its function": (
         tensor_parallel,

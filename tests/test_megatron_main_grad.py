@@ -16,13 +16,9 @@ def _weight(model):
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
-def _masked(gradient):
-    return gradient * (torch.arange(len(gradient), device=gradient.device) >= 40)[:, None]
-
-
 # What is done to the output weight, and how the loss is differentiated: what is compared.
 GRADIENTS = {
-    "hook": (lambda w: w.register_hook(_masked), None),
+    "hook": (lambda w: w.register_hook(lambda gradient: 2 * gradient), None),
     "grad of the weight": (None, lambda loss, w, x: torch.autograd.grad(loss, [w])),
     "another use": (None, lambda loss, w, x: ((loss + w.square().sum()).backward(), w.main_grad)[1:]),
     "inputs without it": (None, lambda loss, w, x: (loss.backward(inputs=[x]), x.main_grad)[1:]),

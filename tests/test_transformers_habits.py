@@ -122,15 +122,10 @@ def replaced(owner, name):
     return habit
 
 
-class Doubling(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        return 2 * out if function is F.linear else out
-
-
 def in_a_mode(model, given, patch):
-    with Doubling():
-        return patch(model)(**given)["loss"]
+    """Of torch functions, which may replace any of them."""
+    with torch.overrides.BaseTorchFunctionMode():
+        return trained(patch(model), given)
 
 
 def state(model, given, patch):

@@ -86,7 +86,7 @@ def _trained(model, spec, data) -> list[torch.Tensor]:
     return [losses, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-# A wrapped loss is one thing before the switch is installed and the model built, and another after.
+# What is also replaced before the switch is installed and the model built. For the others that is the same.
 BEFORE = "forward", "cross-entropy", "a z-loss", "a partialmethod"
 CASES = [(name, False) for name in PATCHES] + [(name, True) for name in BEFORE]
 

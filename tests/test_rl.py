@@ -46,7 +46,7 @@ def _verl(member: Member, shape, temperature, reduction, vocab_size, summed):
     ("shape", "temperature", "reduction", "vocab_size", "summed"),
     [((N,), None, "none", None, False), ((5, 6), "tensor", "MEAN", V - 5, False), ((3, 10), 2, "sum", None, True)],
 )
-@pytest.mark.thinned("ranks")
+@pytest.mark.thinned
 def test_results_and_gradients_are_those_of_logits(
     shape, temperature, reduction, vocab_size, summed, ranks, worlds, device
 ):

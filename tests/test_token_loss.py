@@ -238,8 +238,8 @@ def test_an_exception_ends_on_every_rank(member, kind, everyone, debug):
 
 
 def test_what_the_function_raises_in_a_second_backward_reaches_the_caller(device):
-    (budget, block), (t, *values) = OF_BLOCKS["accumulate"], problem("accumulate", device=device)
-    failing = []
+    (budget, block), (t, *values) = OF_BLOCKS["accumulate"], problem(device=device)
+    x, failing = t.x.requires_grad_(), []
 
     def loss(*given):
         if failing:
@@ -247,7 +247,7 @@ def test_what_the_function_raises_in_a_second_backward_reaches_the_caller(device
         return ppo(*given)
 
     with shrunk(block):
-        total, _ = parallel_lce.token_loss(t.x, t.weight, t.target, loss, *values, entropy=True, logits_budget=budget)
+        total, _ = parallel_lce.token_loss(x, t.weight, t.target, loss, *values, entropy=True, logits_budget=budget)
         total.backward(retain_graph=True)
         failing.append(True)
         with pytest.raises(RuntimeError, match="no advantage"):

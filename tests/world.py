@@ -25,8 +25,8 @@ TIMEOUT = 120.0
 _START = 120.0  # seconds in which processes start
 # The whole run's, not that of the test that happens to need a world first.
 _BACKEND = os.environ.get(backends.VARIABLE, "")
-# Of seconds each. Processes are forked from one that has those that this process has imported.
-_SLOW_IMPORTS = ("torch", "torch._inductor.config", "megatron.core")
+# Of up to seconds each. Processes are forked from one that has those that this process has imported.
+_SLOW_IMPORTS = ("torch", "torch._inductor.config", "megatron.core", "parallel_lce.features.filter.gradient")
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def of(request):
 def _cheap(c) -> bool:
     """Of few entries, from which the truth is computed, and of few tiles; logits have a weight ``[V, V]``."""
     tiles = 1 if c.tile is None else -(-c.N // c.tile[0]) * -(-c.V // c.tile[1])
-    most = 80_000 if c.kind == "divergence" else 200_000  # of two layers
-    return c.V * max(c.N, c.V if c.kind == "logits" else c.D) <= most and tiles <= 40
+    most = 50_000 if c.kind == "divergence" else 100_000  # of two layers
+    return c.V * max(c.N, c.V if c.kind == "logits" else c.D) <= most and tiles <= 24
 
 
 def _hold(of, number, fewer, wanted, run, ranks=1, settings=SETTINGS) -> None:

@@ -108,7 +108,7 @@ def test_no_graph_notices_that_tritons_backward_writes_over_what_is_kept(kernels
         assert any(assert_as_eager(compiled(loss)[0], loss, t, device))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @on_ranks(2)
 def test_losses_over_ranks_are_those_of_eager_mode(member, sequence_parallel):
     torch._dynamo.reset()

@@ -25,7 +25,7 @@ CASES = {
     "fp16": dict(dtype=torch.float16),
     "logits below -44": dict(far=-70.0),
 }
-SLOW = "plain", "a soft-cap", "fp16"
+SLOW = "plain", "a soft-cap", "a bias", "fp16"
 
 
 def problem(device, R, V, *, bias=False, dtype=torch.bfloat16, far=0.0, **options):
@@ -100,7 +100,9 @@ def test_the_tokens_and_the_memory_around_it(name, device, kernels):
                 assert torch.equal(linear_cross_entropy(x, weight, target, logits_budget=budget, **of_loss), base_loss)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "-44" not in name])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "a bias")) for n in CASES if "-44" not in n]
+)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.thinned
 @on_ranks()

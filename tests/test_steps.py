@@ -149,7 +149,7 @@ class Step:
 
 DATA = 5  # sets of inputs at most; repetitions that follow each other have different ones
 REPETITIONS = {"cpu": 20, "cuda": 200}
-FEWER = 6  # on a CPU without --all
+FEWER = 4  # on a CPU without --all
 SLEEP = 2e-3  # seconds that a host sleeps at most, at one place
 CYCLES = 3_000_000  # of a GPU asleep at most, at one place: some 2 ms
 OFTEN = 0.12  # of the places where a delay may be
@@ -335,7 +335,7 @@ def test_delays_change_no_bit(call, worlds, device, request):
         pytest.skip("a CPU's size is too small for codes")
     if call.backend == "triton":
         request.getfixturevalue("kernels")
-        repetitions //= 6 if device == "cpu" else 1
+        repetitions //= 4 if device == "cpu" else 1
     answers = everywhere(worlds, device, call.ranks, _disturbed, call, repetitions, CALLS.index(call))
     for rank, (differs, same) in enumerate(answers):
         red = [(i, each) for i, each in enumerate(differs) if any(each)]

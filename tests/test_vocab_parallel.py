@@ -39,7 +39,7 @@ def _gradient(function, logits, target, upstream, *options) -> list[torch.Tensor
     return [loss.detach(), *torch.autograd.grad(loss, leaf, upstream)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.thinned

@@ -24,8 +24,7 @@ from parallel_lce.core.plan import Block
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
-from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.schedule import GradientSums
+from parallel_lce.run.schedule import GradientSums, first_order_only
 
 
 @outside_graphs

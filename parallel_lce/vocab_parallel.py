@@ -17,7 +17,7 @@ from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.core.private import outside_graphs
-from parallel_lce.run.autograd import first_order_only
+from parallel_lce.run.schedule import first_order_only
 
 # The kernels for existing logits form no matrix product, so they take fp32, too.
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,7 +1,7 @@
 """The options of a call, and what each may be.
 
 Checks and plan of a call are cached by its :class:`Options` (:mod:`parallel_lce.call.prepare`), debug mode compares
-them between ranks, and a compiled graph carries them (:mod:`parallel_lce.run.autograd`).
+them between ranks, and a compiled graph carries them (:mod:`parallel_lce.run.compile`).
 """
 
 from __future__ import annotations

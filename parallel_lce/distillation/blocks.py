@@ -33,8 +33,7 @@ from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
-from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.schedule import GradientSums
+from parallel_lce.run.schedule import GradientSums, first_order_only
 
 # Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128

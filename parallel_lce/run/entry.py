@@ -15,8 +15,9 @@ from parallel_lce.call.call import LossFunction
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
-from parallel_lce.run.autograd import call_in_graph, function_of
+from parallel_lce.run.compile import call_in_graph
 from parallel_lce.run.results import TokenStatistics
+from parallel_lce.run.schedule import function_of
 from parallel_lce.run.token_count import compacted
 
 

@@ -283,6 +283,13 @@ def test_options_and_sizes_may_change_from_call_to_call(changing, dynamic, devic
     assert counter.frame_count <= 2
 
 
+def test_a_call_without_any_count_is_compiled(device):
+    """Neither its options nor its size have one: the list of them is empty."""
+    t = operands(24, device)
+    call = lambda x, w, y: parallel_lce.rl.linear_cross_entropy(x, w, y.clamp(min=0))[0]  # noqa: E731
+    assert_as_eager(compiled(call)[0], call, t, device)
+
+
 def test_shapes_are_refused_in_the_trace_and_targets_of_debug_mode_in_each_run(device):
     t = operands(24, device)
     loss = torch.compile(parallel_lce.linear_cross_entropy, backend="eager")

@@ -136,11 +136,13 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, upstream, _):
     *tensors, floats, handle = ctx.saved_tensors
     by_name, wanted = dict(zip(ctx.names, upstream)), ctx.needs_input_grad[0]
+    # PyTorch takes an empty list of counts for one of tensors, and wants a list of their gradients.
+    others = None, None if ctx.others[0] else [], None
     upstream = [by_name.get(name) for name in (["loss"] if "loss" in by_name else DIFFERENTIABLE)]
     if all(gradient is None for gradient in upstream):
-        return [None] * len(tensors), None, None, None
+        return [None] * len(tensors), *others
     gradients = iter(torch.ops.parallel_lce.backward(tensors, floats, *ctx.others, handle, upstream, [*wanted]))
-    return [next(gradients) if each else None for each in wanted], None, None, None
+    return [next(gradients) if each else None for each in wanted], *others
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_save)

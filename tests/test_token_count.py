@@ -132,6 +132,9 @@ def test_what_is_no_ids_is_not_counted():
     for target in (torch.ones(3), [1, 2]):
         with pytest.raises(ValueError, match="target must be a tensor of ids or a mask of bool, got"):
             parallel_lce.count_tokens(target)
+    for index in ("pad", 1.5, True, 2**70):
+        with pytest.raises(ValueError, match="ignore_index must be an integer of 64 bits or None, got"):
+            parallel_lce.count_tokens(torch.arange(3), index)
 
 
 @ON_GPUS

@@ -19,7 +19,17 @@ from parallel_lce.call.prepare import autocasted, check, gradients_of, needs_of,
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
-from parallel_lce.core.options import INTEGERS, NO_LABEL, SPOKEN, Options, Tensors, as_int64, is_count, shortened
+from parallel_lce.core.options import (
+    INTEGERS,
+    NO_LABEL,
+    SPOKEN,
+    Options,
+    Tensors,
+    as_int64,
+    check_option,
+    is_count,
+    shortened,
+)
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import transforming, version
 
@@ -63,11 +73,12 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
     Collectives: none.
 
     Raises:
-        ValueError: ``target`` is no tensor of an integer dtype or bool.
+        ValueError: ``target`` is no tensor of an integer dtype or bool, or ``ignore_index`` no integer of 64 bits.
     """
     if not isinstance(target, Tensor) or target.dtype not in (*INTEGERS, torch.bool):
         given = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"target must be a tensor of ids or a mask of bool, got {given}")
+    check_option("ignore_index", ignore_index)
     if target.dtype is torch.bool:
         return TokenCount(target)
     return TokenCount(as_int64(target) != (NO_LABEL if ignore_index is None else ignore_index))

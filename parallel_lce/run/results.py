@@ -21,7 +21,7 @@ from parallel_lce.call.checks import described
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, Coefficients, Merged
 from parallel_lce.core.plan import Block
-from parallel_lce.core.private import saving_without_hooks, version
+from parallel_lce.core.private import pytree, saving_without_hooks, version
 
 # Relative and absolute difference of two losses of a token in debug mode, beyond which its block matters. A kernel may
 # round the last tokens of a vector in another way.
@@ -87,6 +87,9 @@ class TokenStatistics:
                 values[name] = change(value)
         return TokenStatistics(**values)
 
+
+# In it wrappers such as DDP look for the tensors that a module returns.
+pytree.register_dataclass(TokenStatistics)
 
 NAMES = tuple(f.name for f in fields(TokenStatistics))
 _COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))

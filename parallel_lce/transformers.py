@@ -67,6 +67,9 @@ class _Door:
     ) -> Tensor:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
         if type(logits) is not DeferredLogits:
+            if not self.said and torch.is_grad_enabled():
+                why = "its output layer did not defer the logits: call patch(model) again if that was replaced"
+                self.say(f"computes its own loss: {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")
         shifted = given is None
@@ -245,8 +248,7 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
     finally:
         _running.reset(token)
     if call.labelled and not call.deferred and not door.said and model.training and torch.is_grad_enabled():
-        others = "its output layer did not defer the logits: call patch(model) again if that was replaced"
-        door.say(f"computes its own loss: its forward does not call model.loss_function, or {others}")
+        door.say("computes its own loss: its forward does not call model.loss_function")
     if call.metrics and isinstance(output, dict) and output.get("loss") is not None:
         return _with_fields(type(output), (*call.metrics,))(**output, **call.metrics)
     return output

@@ -78,6 +78,13 @@ def after_accelerate(model, given, patch):
     return trained(patch(model), given)
 
 
+def dispatched(model, given, patch):
+    """As ``device_map`` does it: a forward on each module's instance, of its class before the patch."""
+    for module in model.modules():
+        module.forward = functools.wraps(module.forward)(functools.partial(module.forward))
+    return trained(patch(model), given)
+
+
 def in_a_checkpoint(model, given, patch):
     """With an auxiliary loss of the logits."""
     patch(model)
@@ -183,6 +190,7 @@ HABITS = {
     "head replaced": (after(replace_head), "did not defer the logits: call patch(model) again"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
+    "dispatched": (dispatched, "computes its own loss: its output layer did not defer the logits"),
     "reentrant checkpoint": (in_a_checkpoint, AFTER),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),

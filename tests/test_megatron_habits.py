@@ -266,6 +266,18 @@ def test_the_group_is_the_models(member):
 
 
 @on_ranks(1)
+def test_labels_may_change_before_backward(member):
+    """Those of a single sequence, too, which transposed are the same memory."""
+
+    def trained(model, data, ours):
+        losses = model(data.tokens[:1], data.positions[:1], data.mask, labels=data.labels[:1])
+        data.labels.zero_()
+        return [losses, *torch.autograd.grad(losses.mean(), [*model.parameters()])]
+
+    side_by_side(member, Model(), trained)
+
+
+@on_ranks(1)
 def test_old_releases_are_refused(member):
     model = build(member, Model(), {})
     with mock.patch.object(megatron.core, "__version__", "0.13.1"):

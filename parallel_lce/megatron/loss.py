@@ -164,13 +164,14 @@ def run(
         options["gradient_filter"] = chosen.gradient_filter  # else gradients are large where probabilities are small
     if layer.training and given.get("reduction") == "none":
         options |= dict(z_loss=chosen.z_loss, label_smoothing=chosen.label_smoothing)
+    target = labels.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # labels may change before backward
     each = temperature.transpose(0, 1) if isinstance(temperature, Tensor) else None
     if each is None:
         options["temperature"] = temperature
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
-        tensors = Tensors(hidden, weight, labels.transpose(0, 1), bias, temperature=each)
+        tensors = Tensors(hidden, weight, target, bias, temperature=each)
         of_call, count = Options("Megatron's output layer", **options), _count_of(labels)
         return entry(of_call, tensors, layer.tp_group, main_grad=main_grad, counted_tokens=count, **(named or {}))
 

@@ -202,7 +202,9 @@ def test_a_loss_that_is_chosen_in_the_constructor(member):
     with mock.patch.object(LanguageModule, "__init__", select_cross_entropy):
         with pytest.raises(ValueError, match="parallel_lce"):
             build(member, Model(), {"cross_entropy_fusion_impl": "parallel_lce"})
-        assert explain(build(member, Model(), switched(Model()))) == ["fused"]
+        model = build(member, Model(), switched(Model()))
+        assert explain(model) == ["fused"]
+        assert type(model.config.cross_entropy_fusion_impl) is str  # else configurations cannot be written as YAML
         unpatch()
 
 

@@ -163,9 +163,10 @@ def _language_module() -> Any:
     return LanguageModule
 
 
-class _Chosen(str):
-    """ "native", in the configuration of a model that chose this package: Megatron's own code knows that name. There
-    ``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
+_CHOSEN = str(b"native", "ascii")
+""" "native", in the configuration of a model that chose this package, known by its identity: Megatron's own code knows
+the name, and programs write configurations to files, which a subclass of str would hinder. There
+``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
 
 
 def _consuming(own: Callable) -> Callable:
@@ -176,7 +177,7 @@ def _consuming(own: Callable) -> Callable:
         chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
         if chosen and config.cross_entropy_loss_fusion:
             # Megatron 0.20 raises for names that it does not know.
-            config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _Chosen("native"), False
+            config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _CHOSEN, False
         own(self, *given, **named)
 
     return __init__
@@ -187,7 +188,7 @@ def _fusing(own: Callable) -> Callable:
     def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
         name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
-        if isinstance(name, _Chosen):
+        if name is _CHOSEN:
             reason = _fuse_one(self, None)
         else:
             found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"

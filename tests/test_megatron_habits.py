@@ -2,6 +2,7 @@
 answer with the switch, too. What they do to logits anywhere is in test_deferred.py."""
 
 import functools
+import os
 from contextlib import nullcontext
 from unittest import mock
 
@@ -17,8 +18,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, l
 
 import parallel_lce.megatron
 from measures import assert_close
-from megatron_models import HIDDEN, Model, build, losses_of
-from megatron_training import side_by_side
+from megatron_models import HIDDEN, Model, batch, build, losses_of
+from megatron_training import side_by_side, switched
 from parallel_lce.megatron import token_log_probs, unpatch
 from tools import on_ranks
 from transformers_models import warned
@@ -230,6 +231,22 @@ def test_changed_models(member, change):
         return _trained(model.train(), spec, data)
 
     side_by_side(member, spec, changed)
+
+
+@on_ranks(2)
+def test_debug_mode_finds_a_change_of_one_rank(member):
+    """Such as that of the padding rows, which the last rank has. Its loss has other collectives."""
+    spec = Model(ranks=member.ranks)
+    model = build(member, spec, switched(spec))
+
+    def without_padding(layer, inputs, output):
+        if member.rank == 1:
+            output[0][..., -8:] = -1e4
+
+    model.output_layer.register_forward_hook(without_padding)
+    said = """function: rank 0 has "Megatron's output layer", rank 1 has "Megatron's own loss, of real logits"$"""
+    with mock.patch.dict(os.environ, PARALLEL_LCE_DEBUG="1"), pytest.raises(ValueError, match=said):
+        losses_of(model, spec, batch(0, spec, member.device))
 
 
 @on_ranks(2)

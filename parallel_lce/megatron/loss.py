@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel_lce.call import debug
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
 from parallel_lce.core.private import outside_graphs
@@ -87,6 +89,9 @@ def with_fused_loss(own: Any) -> Any:
         if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(group)):
             losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
         else:
+            layout = Layout.of(group, False)
+            if debug.enabled() and layout.ranks > 1:  # is the loss fused on another rank?
+                debug.agree(layout, "Megatron's own loss, of real logits", {})
             losses = own(self, labels, logits, *others, **named)
         return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
 

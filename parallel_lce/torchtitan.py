@@ -135,6 +135,8 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     # fully_shard derives a class.
     if not (distributed and is_own(type(lm_head).forward, "torch.nn.modules.linear", "Linear.forward")):
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
+    if "weight" in vars(lm_head):  # would be set on another module than lm_head
+        return "a hook of lm_head makes its weight, as of pruning; make it permanent"
     around = hooks(lm_head, "forward", "backward", "backward_pre")
     if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's
         return "lm_head has a hook on its logits or their gradient; remove it"

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils import prune
 
 from blocks import counted_forwards
 from cases import normal
@@ -210,6 +211,7 @@ HABITS = {  # what else programs do to lm_head or to the loss: an expected word,
     "its forward": (lambda head, _: setattr(head, "forward", lambda x: Doubled.forward(head, x)), "a Linear, has"),
     "a derived class": (lambda head, _: setattr(head, "__class__", Doubled), "a Doubled, has a forward of its own"),
     "a hook": (lambda head, _: head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),
+    "pruning": (lambda head, _: prune.l1_unstructured(head, "weight", 0.3), "makes its weight"),
     "a function": (lambda _, loss: setattr(loss, "fn", lambda y, *_, **__: y.square().sum()), "other code"),
 }  # fmt: skip
 

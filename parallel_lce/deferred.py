@@ -268,7 +268,8 @@ class DeferredLogits(Tensor):
         for function, arguments, _ in self.state.steps:
             name = _name(function)
             if name in _PRODUCTS | _QUOTIENTS:
-                factor = arguments[0] if name in _PRODUCTS else 1.0 / arguments[0]
+                number = float(arguments[0])  # also of NumPy
+                factor = number if name in _PRODUCTS else 1.0 / number
                 if cap is None:
                     scale *= factor
                 else:

@@ -10,6 +10,7 @@ import pickle
 import weakref
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint as checkpoints
@@ -95,6 +96,7 @@ def _doubled(z):
 USES = {
     "nothing": (lambda z: z, True),
     "a scale": (lambda z: 2 * z / 3 * 0.5, True),
+    "a number of NumPy": (lambda z: z * np.float32(2), True),
     "a soft-cap in fp32": (lambda z: 30 * torch.tanh(z.to(torch.float32) / 30), True),
     "a view": (lambda z: z.view(-1, V), True),
     "transposed": (lambda z: z.transpose(0, 1).contiguous().transpose(0, 1), True),

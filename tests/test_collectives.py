@@ -278,7 +278,7 @@ def test_one_rank_needs_none(member):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("budget", "reduction"), [(None, "mean"), (0, "none"), (0, "sum")])
-@pytest.mark.thinned("sequence_parallel")
+@pytest.mark.thinned
 @on_ranks(4)
 def test_only_the_given_group_is_used(member, budget, reduction, sequence_parallel):
     """Two tensor-parallel pairs side by side."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.call.checks import as_group, described, int64_ids, public, renamed
+from parallel_lce.call.checks import as_group, described, int64_ids, is_dtensor, public, renamed
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, check_flag, shortened
 from parallel_lce.functional import statistics_of
@@ -111,13 +111,20 @@ def from_parallel_hidden_states_to_logprobs(
     with renamed(process_group="cp_group"):
         if (cp_ranks := Layout.of(as_group(cp_group), False).ranks) > 1:
             raise ValueError(f"process_group must have one rank, got {cp_ranks}")
-    target = int64_ids("target", target)
-    if target.dim() != 2:
-        raise ValueError(f"target must be [B, S], got {list(target.shape)}")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
+    hidden, target = tensor_parallel_hidden_states, int64_ids("target", target)
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        raise ValueError(f"tensor_parallel_hidden_states must be [S/P, B, D], got {described(hidden)}")
+    with renamed(process_group="tp_group"):
+        ranks = 1 if is_dtensor(hidden) else Layout.of(as_group(tp_group), False).ranks
+    expected = [hidden.shape[1], hidden.shape[0] * ranks]
+    for name, value in (("target", target), ("mask", mask)):
+        if isinstance(value, Tensor) and list(value.shape) != expected:
+            of = f"tensor_parallel_hidden_states {list(hidden.shape)} of each of {ranks} rank(s)"
+            raise ValueError(f"{name} must be [B, S] = {expected} for {of}, got {list(value.shape)}")
+    if isinstance(mask, Tensor):
         mask = mask.t()
     options = Options("token_statistics", sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
-    tensors = Tensors(tensor_parallel_hidden_states, output_weight_layer, target.roll(-1, -1).t(), bias)
+    tensors = Tensors(hidden, output_weight_layer, target.roll(-1, -1).t(), bias)
     with renamed(hidden="tensor_parallel_hidden_states", weight="output_weight_layer"):
         log_probs, outside = _of_ids(
             options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens

@@ -3,6 +3,7 @@ same signature; and by every rank in debug mode, if one alone has it. test_agree
 
 import fractions
 import re
+import warnings
 from unittest import mock
 
 import numpy as np
@@ -83,6 +84,8 @@ TENSORS = [
     ("temperature", r"must be .*, got one of shape \[\]$", ZEROS[0]),
     ("weight", "of torch.* is not supported: use token_weight", torch.ones(V)),
 ]
+with warnings.catch_warnings(action="ignore"):  # a prototype
+    TENSORS.append(("input", "must be a dense tensor, got a nested one", torch.nested.nested_tensor([ZEROS])))
 for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
     TENSORS.append((name, "must be a dense tensor, got one of layout torch.sparse_coo", value.to_sparse()))
     TENSORS.append((name, WRAPPED, value.as_subclass(_Wrapper)))

@@ -182,8 +182,9 @@ def check_kind(name: str, value: Tensor) -> None:
             f"{name} is a {type(value).__name__}, a subclass of Tensor with a __torch_dispatch__ of its own, whose "
             "memory may hold anything: pass a plain tensor"
         )
-    if value.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        given = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise ValueError(f"{name} must be a dense tensor, got {given}")
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
 

@@ -129,7 +129,11 @@ def _signature(
     for tensor in tensors:
         if tensor is None:
             key.append(None)
-        elif type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
+        elif (
+            type(tensor) in _PLAIN_TENSORS
+            and tensor.layout is torch.strided
+            and not (tensor.is_nested or tensor.is_neg())
+        ):
             key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
         else:
             return None

@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(
         entries = vocab_parallel_logits.shape[-1]
         logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
         backend = backend_of(logits, _SUITABLE)
-        if layout.ranks > 1 and debug.enabled():
+        if debug.enabled() and layout.ranks > 1:
             values = dict(target=target, tokens=tuple(target.shape), dtype=logits.dtype, backend=backend.NAME)
             values |= {"entries per rank": entries, "label_smoothing": label_smoothing}
             shard = layout.rank * entries, entries, debug.fingerprint(logits)

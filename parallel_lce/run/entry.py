@@ -104,7 +104,7 @@ def fused_token_loss(
         reason = f"loss raised {type(function.failure).__name__}: {function.failure}"
         debug.report_refusal(layout, RuntimeError(reason))
     function.raise_failure()
-    if layout.ranks > 1 and debug.enabled():
+    if debug.enabled() and layout.ranks > 1:
         compared = {"the metrics of loss": [*metrics], "the loss": total}
         compared |= {f"the metric {name!r} of loss": metric for name, metric in metrics.items()}
         debug.agree(layout, f"{options.function}, whose loss has returned", compared)

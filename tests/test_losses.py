@@ -64,6 +64,14 @@ def test_weights_of_tokens_learn_under_autocast(device):
     assert torch.equal(found, losses)
 
 
+@pytest.mark.parametrize("logits_budget", [None, 0])
+def test_a_mean_of_no_weight_is_0_and_has_no_gradient(logits_budget, device):
+    t = small(device, **SHAPE)
+    options = dict(token_weight=torch.zeros(40, device=device), logits_budget=logits_budget)
+    loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+    assert loss == 0 and not any(map(torch.any, torch.autograd.grad(loss, [t.x, t.weight])))
+
+
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):
     if interpreted := device == "cpu":

@@ -318,6 +318,12 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
 def test_few_hidden_elements_pay_only_for_few_active_tiles(monkeypatch):
     monkeypatch.setattr(form, "SEARCHED", SEARCHED)
     assert [form.most_active(size) for size in (4096, 2048, 1024, 512)] == [0.75, 0.75, 0.5, 0.0]
+    for hidden_size in (4096, 1024):
+        choice = form.choice_for(hidden_size, "any kind")
+        _, counts = choice.begin()
+        counts.append((HostNumber(torch.tensor(6)), 10))
+        choice.begin()
+        assert choice.begin() == (hidden_size == 4096, None)
 
 
 @pytest.mark.gpu
@@ -325,7 +331,11 @@ def test_a_count_is_copied_behind_the_stream_that_made_it():
     """The next call may be on another."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and there is none")
-    count, other, chosen = torch.zeros((), dtype=torch.int64, device="cuda"), torch.cuda.Stream(), form.Choice()
+    count, other, chosen = (
+        torch.zeros((), dtype=torch.int64, device="cuda"),
+        torch.cuda.Stream(),
+        form.Choice(form.MOST_ACTIVE),
+    )
     other.wait_stream(torch.cuda.current_stream())
     _, counts = chosen.begin()
     with torch.cuda.stream(other):

@@ -14,16 +14,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate, operand
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.logit_map import Projection
-from parallel_lce.core.partials import (
-    LOWEST_SHIFT,
-    MAX,
-    SUM_EXP,
-    TARGET,
-    Coefficients,
-    Columns,
-    accumulation_dtype,
-    tile_partial,
-)
+from parallel_lce.core.partials import LOWEST_SHIFT, MAX, SUM_EXP, TARGET, Coefficients, Columns, tile_partial
 from parallel_lce.core.picked import Picked
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large

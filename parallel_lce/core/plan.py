@@ -129,6 +129,11 @@ class Plan:
         return tuple(blocks)
 
     @cached_property
+    def whole(self) -> Block:
+        """All tokens."""
+        return Block(0, self.part_rows, 0)
+
+    @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
         """The forward's blocks. The block that saves exponentials is the backward's first. The other rows are cut only
         where gathered hidden states would exceed :data:`GATHERED_BYTES`."""

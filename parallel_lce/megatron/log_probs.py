@@ -116,14 +116,13 @@ def token_loss(
     """
     inner, names = _scored_model(model), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
-    options |= dict(ignore_index=NO_LABEL)
     # Before the model runs, on the last stage alone.
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
     def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
         assert labels is not None
         named = dict(loss=loss, values=tuple(map(swapped, values)))
-        total, metrics = run(logits, labels, fused_token_loss, temperature, named, **options)
+        total, metrics = run(logits, labels, fused_token_loss, temperature, named, ignore_index=NO_LABEL, **options)
         names.extend(metrics)
         return total, *map(swapped, metrics.values())
 

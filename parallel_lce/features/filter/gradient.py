@@ -48,7 +48,7 @@ class Choice:
     trainings make equal choices.
     """
 
-    def __init__(self, most_active: float = MOST_ACTIVE) -> None:
+    def __init__(self, most_active: float) -> None:
         self._calls, self._filters, self._most_active = 0, True, most_active
         # Of each slice of the call that is counted: its active tiles, and all of its tiles.
         self._counts: list[tuple[HostNumber, int]] = []

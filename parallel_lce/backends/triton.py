@@ -142,7 +142,7 @@ class _Stored:
             # Such exponentials are multiplied where they are. Under a soft-cap and in fp16 all are rewritten first.
             self.has_mass = True
             if task.columns.differ:
-                self.flat = x.new_empty(rows, dtype=torch.float32)
+                self.flat = torch.empty(rows, dtype=torch.float32, device=x.device)
 
     def saved(self, windows: PartialColumns, rounded: RoundedSums | None) -> Saved | tuple[()]:
         if self.memory is None:

@@ -144,7 +144,7 @@ class Slice:
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         if self.products is None:
-            gradient = some_rows(self.gradient.t(), entries.start, entries.stop)
+            gradient = some_rows(self.gradient.transpose(0, 1), entries.start, entries.stop)
             accumulate(total, gradient, x, overwrite=overwrite)
         else:
             self.products.add_weight(total, x, entries, overwrite)
@@ -481,5 +481,5 @@ class BlockBackward:
             return piece.x
         memory = None if self._grads.dx is None or self._dx_written else self._grads.dx.memory
         if memory is None or memory.dtype != piece.x.dtype or not memory.is_contiguous():
-            memory = torch.empty_like(piece.x)
+            memory = torch.empty(piece.x.shape, dtype=piece.x.dtype, device=piece.x.device)
         return scale_and_add_targets(piece.x, vocab_slice.dw_factor, None, memory)

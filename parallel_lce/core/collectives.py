@@ -143,7 +143,7 @@ class HiddenReduction:
     @cached_property
     def _total(self) -> Tensor:
         """Allocated with the first block."""
-        return self._like.new_empty(self._like.shape)
+        return torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
 
     def open_block(self, block: Block) -> Tensor:
         """Memory for the local dX ``[R, D]`` of the next block."""
@@ -280,7 +280,7 @@ class PartialsGather:
         self._work: dist.Work | None = None
         self._extra = extra
         if layout.ranks == 1:
-            self.local = like.new_empty(columns.count, rows, dtype=dtype)
+            self.local = torch.empty(columns.count, rows, dtype=dtype, device=like.device)
             return
         size = columns.count * rows
         self._packed = like.new_empty(layout.ranks, size + extra + TRAILER, dtype=dtype)

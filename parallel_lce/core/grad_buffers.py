@@ -72,7 +72,7 @@ class GradBuffer:
         self._real = real_rows
         self._main_grad = main_grad
         if main_grad is None:
-            self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            self._target = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=parameter.device)
             padding = real_rows if num_accumulations else 0
             if padding < parameter.shape[0]:
                 self._target[padding:].zero_()

@@ -75,11 +75,12 @@ class ForwardEpilogue(NamedTuple):
 
 class BackwardEpilogue(NamedTuple):
     """``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap,
-    with p = exp(z - lse). Tensors are ``[R]`` fp32. ``fp16_scale`` is 0-dimensional."""
+    with p = exp(z - lse). Tensors are fp32, and ``[R]`` unless a comment says otherwise. ``fp16_scale`` is
+    0-dimensional."""
 
     KIND = "backward"
-    max: torch.Tensor
-    sum_exp: torch.Tensor
+    # [>= 2, R], contiguous: the maximum and the sum of exponentials
+    partial: torch.Tensor
     alpha: torch.Tensor
     gamma: torch.Tensor | None
     delta: torch.Tensor | None
@@ -92,7 +93,7 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
     """Values of the tile's tokens for :func:`finish_tile`. The first are the tokens' scales."""
     valid = r < rows
     if KIND == "backward":
-        return _gradient_rows(epilogue, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), r, valid)
+        return _gradient_rows(epilogue, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), r, rows)
     else:
         scales, flat = loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0)
         if epilogue.codes is None:
@@ -144,19 +145,20 @@ def finish_tile(
 
 
 @triton.jit
-def _gradient_rows(epilogue, logit_map, token_scales, r, valid):
+def _gradient_rows(epilogue, logit_map, token_scales, r, rows):
     """Values per token: scale, maximum, factor of the exponentials, alpha, delta, epsilon, gamma.
 
     The factor contains 1 / sum_exp and, without delta and epsilon, alpha. Factor and gamma contain the scales and
     ``fp16_scale``. Epsilon contains 1 / sum_exp.
     """
-    base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
+    valid = r < rows
+    base = finite_base(tl.load(epilogue.partial + r, mask=valid, other=0.0))
     grad_scale = logit_map.scale
     if logit_map.token_scale is not None:
         grad_scale = token_scales * logit_map.scale
     if epilogue.fp16_scale is not None:
         grad_scale *= tl.load(epilogue.fp16_scale)
-    to_p = 1.0 / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
+    to_p = 1.0 / tl.load(epilogue.partial + rows + r, mask=valid, other=1.0)
     factor = to_p * grad_scale
     alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
     delta, epsilon = loaded(epilogue.delta, r, valid, 1.0), loaded(epilogue.epsilon, r, valid, to_p)

@@ -136,7 +136,7 @@ def logits_gradient(
     """
     alpha, _, gamma, delta, epsilon, _, factor, divisor = coefficients
     assert factor is divisor is None
-    epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
+    epilogue = BackwardEpilogue(partial, alpha, gamma, delta, epsilon, fp16_scale)
     product.launch(out, epilogue)
 
 

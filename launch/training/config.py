@@ -75,7 +75,7 @@ class TrainConfig(Section):
 
 
 class LossConfig(Section):
-    impl: Literal["stock", "parallel_lce"] = "parallel_lce"
+    impl: Literal["stock", "native", "parallel_lce"] = "parallel_lce"  # native: Megatron's own fused loss
     logits_budget_mib: Number | None = None  # passed to patch(); None: its default
     gradient_filter: Annotated[float, Field(gt=0, lt=1)] | None = None  # likewise; None: exact gradients
 

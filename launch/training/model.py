@@ -84,16 +84,17 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
 
 
 def _loss_options(config: Config) -> dict[str, Any]:
-    """What tells a run with either loss from the other."""
+    """What tells a run with one loss from the others."""
     if config.loss.impl == "stock":
         return {}
-    import parallel_lce.megatron
+    if config.loss.impl == "parallel_lce":
+        import parallel_lce.megatron
 
-    budget = config.loss.logits_budget_mib
-    parallel_lce.megatron.patch(
-        logits_budget=None if budget is None else int(budget * 2**20), gradient_filter=config.loss.gradient_filter
-    )
-    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
+        budget = config.loss.logits_budget_mib
+        parallel_lce.megatron.patch(
+            logits_budget=None if budget is None else int(budget * 2**20), gradient_filter=config.loss.gradient_filter
+        )
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": config.loss.impl}
 
 
 def padded_vocab_size(config: Config) -> int:

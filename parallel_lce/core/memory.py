@@ -30,7 +30,8 @@ def in_memory(tensor: Tensor) -> Tensor:
     """The tensor with its final values in memory: waits for a functional collective, materializes a negated view."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = _Waited.apply(tensor)
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
+    # Dynamo cannot trace is_neg().
+    return tensor.resolve_neg() if torch.compiler.is_compiling() or tensor.is_neg() else tensor
 
 
 def out_of_inference(tensor: Tensor) -> Tensor:

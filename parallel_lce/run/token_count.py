@@ -125,8 +125,8 @@ class Compaction:
             return
         flat = mask.reshape(-1)
         total = flat.sum()
-        # [count], positions of the counted tokens
-        self._kept = flat.logical_not().to(torch.uint8).argsort(stable=True)[:count]
+        # [count], positions of the counted tokens; behind the last one 0
+        self._kept = torch.nonzero_static(flat, size=count, fill_value=0).view(-1)
         self._wrong = total != count
         if not torch.compiler.is_compiling():
             _check_count(count, total, self._wrong)
@@ -155,7 +155,7 @@ class Compaction:
             return value
         if not value.is_floating_point():
             return value.masked_fill(self._wrong, -1)
-        return value * value.new_ones(()).masked_fill(self._wrong, torch.nan)
+        return value * torch.where(self._wrong, torch.nan, 1.0)
 
 
 def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import prepare
-from parallel_lce.core.collectives import gather_hidden, gather_with_trailer
+from parallel_lce.core.collectives import PartialsGather, checksum_of, gather_hidden
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors
-from parallel_lce.core.partials import TRAILER
+from parallel_lce.core.partials import TARGET, Columns
 from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import outside_graphs
@@ -61,7 +61,7 @@ def selected_log_probs(
         dense. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
-    states, N/P * D elements per rank; an all-gather of the logits, E + 3 elements of fp32 per rank. Backward: an
+    states, N/P * D elements per rank; an all-gather of the logits, E + 6 elements of fp32 per rank. Backward: an
     all-reduce of dX, N * D elements of ``reduce_dtype``, or under sequence parallelism a reduce-scatter, unless
     ``reduce_hidden_grad=False``; under sequence parallelism the hidden states are gathered again for dW.
 
@@ -74,48 +74,37 @@ def selected_log_probs(
     tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids, picked_offsets=offsets)
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, adapter = adapted(options, tensors, process_group)
-    log_probs, _ = log_probs_of(options, tensors, group)
-    return adapter.of_tokens(log_probs)
-
-
-def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
-    """Log-softmax over each token's picked entries, in their shape, and V."""
     call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
-    log_probs, vocab_size = _LogProbs.apply(*inputs, call)
-    return log_probs.view(tensors.picked.shape), vocab_size
+    return adapter.of_tokens(_LogProbs.apply(*inputs, call).view(tensors.picked.shape))
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-softmax ``[E]``, and V."""
+    """Log-softmax ``[E]``"""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor | int]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         layout, shard, picked = call.layout, call.shard, call.picked
         assert picked is not None
-        count = len(picked.ids)
         with device_without_autocast(weight):
             x = _gathered(call, flattened(hidden))
-            # A row is a rank's logits, -inf for other ranks' ids, and its trailer.
-            packed = x.new_full((layout.ranks, count + TRAILER), -torch.inf, dtype=call.dtype)
-            local = picked._replace(ids=picked.ids - shard.start, logits=packed[layout.rank, :count])
+            # This rank's logits, -inf for other ranks' ids. The sum of one token's zeros is NaN if the ranks differ.
+            gather = PartialsGather(x, 1, shard, Columns(), layout, call.dtype, extra=len(picked.ids))
+            gather.local.zero_()
+            local = picked._replace(ids=picked.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
             call.backend.picked_logits(call.projection(weight, bias), x, local)
-            vocab_size, differing = gather_with_trailer(packed, shard, layout, picked[:3])
-            logits = packed[:, :count].amax(0)
-            log_probs = call.backend.log_softmax_of_sets(logits, picked)
-            for wrong in (differing, picked.invalid):
-                if wrong is not None:
-                    log_probs.masked_fill_(wrong, torch.nan)
+            gather.start(checksum_of(*picked[:3]) if layout.ranks > 1 else 0)
+            (merged, _), _ = gather.finish(call.backend)
+            logits = gather.extras.amax(0)
+            log_probs = call.backend.log_softmax_of_sets(logits, picked).add_(merged[TARGET])
+            if picked.invalid is not None:
+                log_probs.masked_fill_(picked.invalid, torch.nan)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
-        if isinstance(vocab_size, Tensor):
-            ctx.mark_non_differentiable(vocab_size)
-        return log_probs, vocab_size
+        return log_probs
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
+    def backward(ctx: Any, saved: tuple, upstream: Tensor):
         hidden, weight, bias, *tensors, log_probs, logits = saved
         call, _ = ctx.call.with_saved(tensors)
         backend, real, picked, flat = call.backend, call.shard.real_rows, call.picked, flattened(hidden)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import TRAILER, Columns, Merged, matching, trailer_of
+from parallel_lce.core.partials import TRAILER, Columns, Merged, trailer_of
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import constant_in_graphs
 
@@ -236,25 +236,6 @@ def checksum_of(*ids: Tensor) -> Tensor:
     flat = torch.cat(ids)
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(_MIXER)
     return ((flat + 1) * factors).sum() % _DIGESTS
-
-
-def gather_with_trailer(
-    packed: Tensor, shard: Shard, layout: Layout, ids: tuple[Tensor, ...] | None = None
-) -> tuple[Tensor | int, Tensor | None]:
-    """All-gather ``packed [P, n + 3]``, and wait for it. This rank has written the first n elements of its row. This
-    function writes the trailer. ``ids``: int64 tensors that must be the same on all ranks.
-
-    Returns V, and a 0-dimensional flag that is true if the ranks' trailers do not match. A single rank gathers nothing;
-    its flag is None.
-    """
-    if layout.ranks == 1:
-        return shard.real_rows, None
-    own = packed[layout.rank]
-    shard.write_trailer(packed, 0 if ids is None else checksum_of(*ids))
-    gather_whole(packed, own, layout)
-    trailers = trailer_of(packed).long()
-    vocab_size = trailers[:, 1].sum() if shard.vocab_size is None else shard.vocab_size
-    return vocab_size, ~matching(trailers, shard.vocab_size)
 
 
 class PartialsGather:

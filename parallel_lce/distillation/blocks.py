@@ -59,7 +59,8 @@ class _Divergences(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         *inputs, ctx.task, factor = given
         student, teacher, *_ = ctx.task
-        ctx.gradients, numbers = _pass(ctx.task, inputs, student.needs, factor, True)
+        gradients, numbers = _pass(ctx.task, inputs, student.needs, factor)
+        ctx.gradients = None if factor is None else gradients
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses = numbers[DIVERGENCE]
         # An ignored token has loss 0, even if its logits are NaN.
@@ -72,25 +73,24 @@ class _Divergences(torch.autograd.Function):
         student, teacher, *settings = ctx.task
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
-        upstream, summed = in_memory(upstream), factor is not None
-        if not summed or gradients is None:
-            student, tensors = student.with_saved(tensors)
-            teacher, _ = teacher.with_saved(tensors)
-            needs, times = Needs(*ctx.needs_input_grad[:3]), factor if summed else upstream
-            gradients, _ = _pass((student, teacher, *settings), inputs, needs, times, summed, numbers)
-        if summed:
-            scaled = student.backend.scaled
+        upstream, scaled = in_memory(upstream), student.backend.scaled
+        if gradients is not None:
             with device_without_autocast(inputs[1]):
                 gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
-        return *gradients, *[None] * 5
+            return *gradients, *[None] * 5
+        student, tensors = student.with_saved(tensors)
+        teacher, _ = teacher.with_saved(tensors)
+        times = upstream if factor is None else torch.where(factor == 0, 0.0, factor * upstream)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        return *_pass((student, teacher, *settings), inputs, needs, times, numbers)[0], *[None] * 5
 
 
 def _pass(
-    task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, known: Tensor | None = None
+    task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, known: Tensor | None = None
 ) -> tuple[Gradients, Tensor]:
     """One pass over the blocks of a ``task``: student, teacher, beta and blocks. Returns the gradients of the sum of
     factor times divergence, None each without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known``
-    from an earlier pass. ``summed``: dW and dbias stay in the statistics' dtype: they will be scaled."""
+    from an earlier pass. In the first pass dW and dbias stay in the statistics' dtype: they will be scaled."""
     student, teacher, beta, blocks = task
     layout, dtype = student.layout, student.dtype
     # Saved-tensor hooks may have changed strides.
@@ -99,12 +99,12 @@ def _pass(
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
     times = fp16_unscale = None
-    if factor is not None and any(needs):
+    if factor is None:
+        needs = Needs(False, False, False)
+    else:
         times, fp16_unscale = _gradient_factors(factor, beta, projection, gradient_dtype)
-    forms = times is not None
+    sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
-    needs = needs if forms else Needs(False, False, False)
-    sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if summed else None)
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
     with device_without_autocast(projection.weight):
         of_blocks = [hidden_of_blocks(each, blocks, layout) for each in (x, y)]
@@ -114,7 +114,7 @@ def _pass(
             logits, partial = _logits(student, of_block, x)
             its_logits, its_partial = _logits(teacher, teacher.of_block(of_teacher, block), y)
             own, of_tokens = layout.take(numbers, block).contiguous(), layout.take(times, block)
-            gradient = _aligned(x, of_block, gradient_dtype) if forms else None
+            gradient = _aligned(x, of_block, gradient_dtype) if any(needs) else None
             work = partial_of(part.divergence, logits, its_logits, own, beta, of_tokens, of_block.logit_map)
             if known is None:
                 own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)

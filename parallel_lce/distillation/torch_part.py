@@ -72,7 +72,8 @@ def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Ten
 
     def term(q: Tensor, log_ratio: Tensor) -> Tensor:
         near = log_ratio.abs() < NEAR_RATIO
-        return torch.where(near, q * (log_ratio + torch.expm1(-log_ratio)), _product(q, log_ratio).add_(r - q))
+        small = log_ratio.where(near, 0.0)  # autograd multiplies what `where` drops by 0
+        return torch.where(near, q * (small + torch.expm1(-small)), _product(q, log_ratio).add_(r - q))
 
     if beta in (0, 1):
         return term(q, of_q) if beta == 0 else term(p, of_p)
@@ -97,8 +98,4 @@ def of_classes(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     log_q = log_q.clamp(min=LOWEST_SHIFT)
     if beta > 0:
         log_p = log_p.clamp(min=LOWEST_SHIFT)
-    of_p, of_q = log_ratios(log_p - log_q, beta)
-    of_p, of_q = log_p.exp() * of_p, log_q.exp() * of_q
-    if beta in (0, 1):
-        return (of_q if beta == 0 else of_p).sum(-1)
-    return (beta * of_q + (1 - beta) * of_p).sum(-1)
+    return _terms(log_p.exp(), log_q.exp(), *log_ratios(log_p - log_q, beta), beta).sum(-1)

@@ -218,20 +218,14 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 def log_softmax_of_sets(logits: Tensor, picked: Picked) -> Tensor:
     owner, lengths, lowest = picked.owner, picked.end - picked.begin, torch.finfo(logits.dtype).min
-    # Of a token without a finite logit this is a number, too.
+    # Of a token without a finite logit this is a number, too. In fp64 1 - p suffices for a confident token.
     maxima = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True, initial=lowest)
-    shifted = logits - maxima[owner]
-    # The sum of all exponentials but the largest, which is 1. Adding this 1 would round away a confident token's 1 - p.
-    largest = shifted == 0
-    others = picked.sums(shifted.exp().masked_fill_(largest, 0.0))
-    others += (picked.sums(largest.to(shifted.dtype)) - 1).clamp_(min=0)
-    log_probs = shifted - others.log1p()[owner]
-    return log_probs.masked_fill_(logits == -torch.inf, -torch.inf)  # also beside a NaN
+    shifted = logits.double() - maxima[owner]
+    log_probs = shifted - picked.sums(shifted.exp()).log()[owner]
+    return log_probs.masked_fill_(logits == -torch.inf, -torch.inf).to(logits.dtype)  # also beside a NaN
 
 
 def gradient_of_sets(log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
-    upstream = upstream.where(log_probs != -torch.inf, 0.0)
-    # u - p sum(u), without the difference where p is near 1.
-    others = picked.sums(upstream)[picked.owner] - upstream
-    return -upstream * log_probs.expm1() - log_probs.exp() * others
+    upstream = upstream.where(log_probs != -torch.inf, 0.0).double()
+    return (upstream - log_probs.double().exp() * picked.sums(upstream)[picked.owner]).to(log_probs.dtype)

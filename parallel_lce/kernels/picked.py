@@ -157,23 +157,9 @@ def lce_backward_picked_rows(
 
 
 @triton.jit
-def _log_1_plus(x):
-    """log(1 + x) for x >= 0, without the rounding of 1 + x (Kahan)."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-
-
-@triton.jit
-def _one_minus_exp(x):
-    """1 - exp(x) for x <= 0, by its series where exp(x) is near 1."""
-    series = -x * (1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0)))
-    return tl.where(x > -0.05, series, 1.0 - tl.exp(x))
-
-
-@triton.jit
 def _load(values, e, stop):
-    """Numbers of the entries e; -inf from ``stop`` on."""
-    return tl.load(values + e, mask=e < stop, other=-float("inf"))
+    """Numbers of the entries e, in fp64, whose 1 - p suffices for a confident token; -inf from ``stop`` on."""
+    return tl.load(values + e, mask=e < stop, other=-float("inf")).to(tl.float64)
 
 
 @Relaunched
@@ -181,22 +167,18 @@ def _load(values, e, stop):
 def lce_forward_log_softmax_of_sets(logits, begin, end, log_probs):
     token = tl.program_id(0)
     start, stop = tl.load(begin + token), tl.load(end + token)
-    maximum = -float("inf")
+    maximum = tl.full((), -float("inf"), tl.float64)
     for first in range(start, stop, _STEP):
-        z = _load(logits, first + tl.arange(0, _STEP), stop)
-        maximum = tl.maximum(maximum, tl.max(z, 0))
+        maximum = tl.maximum(maximum, tl.max(_load(logits, first + tl.arange(0, _STEP), stop), 0))
     base = finite_base(maximum)
-    # The sum without one largest exponential, which is 1: adding that 1 would round away a confident token's 1 - p.
-    others, largest = 0.0, 0.0
+    total = tl.zeros((), tl.float64)
     for first in range(start, stop, _STEP):
-        z = _load(logits, first + tl.arange(0, _STEP), stop)
-        others += tl.sum(tl.where(z == maximum, 0.0, tl.exp(z - base)), 0)
-        largest += tl.sum(tl.where(z == maximum, 1.0, 0.0), 0)
-    log_sum = _log_1_plus(others + tl.maximum(largest - 1.0, 0.0))
+        total += tl.sum(tl.exp(_load(logits, first + tl.arange(0, _STEP), stop) - base), 0)
+    log_sum = tl.log(total)
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
         z = _load(logits, e, stop)
-        tl.store(log_probs + e, tl.where(z == -float("inf"), z, z - base - log_sum), mask=e < stop)
+        tl.store(log_probs + e, tl.where(z == -float("inf"), z, z - base - log_sum).to(tl.float32), mask=e < stop)
 
 
 @Relaunched
@@ -204,18 +186,17 @@ def lce_forward_log_softmax_of_sets(logits, begin, end, log_probs):
 def lce_backward_log_softmax_of_sets(log_probs, upstream, begin, end, gradient):
     token = tl.program_id(0)
     start, stop = tl.load(begin + token), tl.load(end + token)
-    total = 0.0
+    total = tl.zeros((), tl.float64)
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
         log_p = _load(log_probs, e, stop)
-        total += tl.sum(tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0), 0)
+        total += tl.sum(tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0).to(tl.float64), 0)
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
         log_p = _load(log_probs, e, stop)
         u = tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0)
-        # u - p * total, without cancellation where p is near 1.
-        tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
+        tl.store(gradient + e, (u - tl.exp(log_p) * total).to(tl.float32), mask=e < stop)
 
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:

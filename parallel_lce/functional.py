@@ -166,7 +166,7 @@ def token_statistics(
             ranks, else the statistics are NaN, as for offsets that do not rise from 0 to E. An id may come twice; one
             outside ``[0, V)`` has log-probability -inf and no gradient.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, without a gradient. The hidden states are
-            projected a second time, in blocks of 64 MiB of fp32 logits.
+            projected a second time, some of them at a time: 64 MiB of fp32 logits, or those of 128 tokens.
         mask: bool, of the tokens' shape. Where it is false, statistics are 0, ids -1, and there is no gradient. These
             tokens cost nothing with ``counted_tokens``, the number of the others; without it ``input`` is copied, with
             0 for them. On a GPU and in a compiled graph a wrong number makes statistics NaN and ids -1.

@@ -282,3 +282,17 @@ class Backend(Protocol):
         """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
         merged over all ranks. ``coefficients [3, N]``."""
         ...
+
+
+def block_logits(backend: Backend, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits ``[R, V/P]`` of a block, in the statistics' dtype, and this rank's partials ``[3, R]``."""
+    logits = aligned_logits(x, projection, projection.dtype)
+    partial, *_ = backend.block_forward(ForwardTask(projection, x, None, Columns(), 0, logits=logits))
+    return logits, partial
+
+
+def aligned_logits(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
+    """New memory ``[R, V/P]`` with rows at multiples of 16 elements: cuBLAS wants 16 bytes, and Triton loads several
+    elements at a time."""
+    entries = projection.real_rows
+    return x.new_empty(len(x), -(-entries // 16) * 16, dtype=dtype)[:, :entries]

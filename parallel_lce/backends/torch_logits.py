@@ -6,12 +6,10 @@ its contiguous rows. In kernels: parallel_lce.kernels.picked and parallel_lce.ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate, operand
+from parallel_lce.backends.gemm import accumulate
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.partials import LOWEST_SHIFT, MAX, SUM_EXP, TARGET, Coefficients, Columns, tile_partial
@@ -125,21 +123,6 @@ def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tenso
     row, hit = picked.of_rows(rows).located(window.start, window.stop)
     height = rows.stop - rows.start
     return ((picked.ids - window.start) * height + row).where(hit, 0), hit
-
-
-def projected_tiles(
-    projection: Projection, x: Tensor, height: int, width: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Projects again: the logits of at most ``height`` rows and a window of at most ``width`` entries of the shard. All
-    windows of some rows come before those of the next rows, in the order of ids."""
-    for a in range(0, len(x), height):
-        rows = slice(a, a + height)
-        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
-        for first in range(0, projection.real_rows, width):
-            window = slice(first, min(first + width, projection.real_rows))
-            weight = operand(projection.weight[window])
-            memory = x.new_empty(len(weight), len(x_rows), dtype=projection.dtype)
-            yield rows, window, logits(of_rows, x_rows, weight, window, memory).t()
 
 
 def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
-from parallel_lce.backends.interface import ForwardTask
+from parallel_lce.backends.interface import aligned_logits, block_logits
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole, hidden_of_blocks
 from parallel_lce.core.logit_map import Projection
@@ -111,10 +111,10 @@ def _pass(
         for block, *incoming in zip(blocks, *of_blocks):
             x, y = [each.wait() for each in incoming]
             of_block = student.of_block(projection, block)
-            logits, partial = _logits(student, of_block, x)
-            its_logits, its_partial = _logits(teacher, teacher.of_block(of_teacher, block), y)
+            logits, partial = block_logits(student.backend, of_block, x)
+            its_logits, its_partial = block_logits(teacher.backend, teacher.of_block(of_teacher, block), y)
             own, of_tokens = layout.take(numbers, block).contiguous(), layout.take(times, block)
-            gradient = _aligned(x, of_block, gradient_dtype) if any(needs) else None
+            gradient = aligned_logits(x, of_block, gradient_dtype) if any(needs) else None
             work = partial_of(part.divergence, logits, its_logits, own, beta, of_tokens, of_block.logit_map)
             if known is None:
                 own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
@@ -149,13 +149,6 @@ def _gradient_factors(
     return times * fp16_scale, 1 / fp16_scale
 
 
-def _logits(call: Call, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits ``[R, V/P]`` of a block, in the statistics' dtype, and this rank's partials ``[3, R]``."""
-    logits = _aligned(x, projection, projection.dtype)
-    partial, *_ = call.backend.block_forward(ForwardTask(projection, x, None, Columns(), 0, logits=logits))
-    return logits, partial
-
-
 def _add(sums: GradientSums, block: Block, x: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
     """Add a block's gradients, from ``x [R, D]`` and the ``gradient [R, V/P]`` of its output, times the ``factor``."""
     projection = sums.projection
@@ -173,13 +166,6 @@ def _add(sums: GradientSums, block: Block, x: Tensor, gradient: Tensor, factor: 
         summed = gradient.sum(0, dtype=projection.dtype)
         put(total, summed if factor is None else summed.mul_(factor), empty)
         sums.dbias.close(0, real, total)
-
-
-def _aligned(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
-    """New memory ``[R, V/P]`` with rows at multiples of 16 elements: cuBLAS wants 16 bytes, and Triton loads several
-    elements at a time."""
-    entries = projection.real_rows
-    return x.new_empty(len(x), -(-entries // 16) * 16, dtype=dtype)[:, :entries]
 
 
 def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) -> Tensor:

@@ -1,7 +1,7 @@
 """The largest logits of each token, and their ids: the argument ``top_k`` of :func:`parallel_lce.token_statistics`.
 
-Each rank finds the K largest of its shard, projecting the block again, one tile of logits at a time. The ranks send
-them with the partials, and each merges all.
+Each rank finds the K largest of its shard, projecting the block again, some rows at a time. The ranks send them with
+the partials, and each merges all.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import ForwardTask
-from parallel_lce.backends.torch_logits import projected_tiles
+from parallel_lce.backends.interface import Backend, ForwardTask, block_logits
 from parallel_lce.call.call import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view
-from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import Block
 
-# Tokens and entries of a tile of logits.
-_TILE = 2048, 8192
+# Most logits in memory, but at least those of as many tokens as a product's tile has.
+_LOGITS, _FEWEST_TOKENS = 16 << 20, 128
 
 
 class TopK(Feature):
@@ -62,24 +60,20 @@ class TopK(Feature):
         }
 
 
-def largest_of_block(task: ForwardTask, k: int, backend: Any) -> tuple[Tensor, Tensor]:
+def largest_of_block(task: ForwardTask, k: int, backend: Backend) -> tuple[Tensor, Tensor]:
     """The ``k`` largest logits ``[R, k]`` of each token in the shard, and their ids in the whole vocabulary, int64: the
     largest first, and the lowest id first among equals. Where the shard has fewer entries, -inf and ``NO_ENTRY``."""
     projection, x = task.projection, task.x
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
     ids = torch.full((len(x), k), NO_ENTRY, device=x.device)
-    for rows, window, z in projected_tiles(projection, x, _TILE[0], max(k, _TILE[1])):
-        here = torch.arange(window.start, window.stop, device=x.device) + projection.start
-        of_window = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
-        both = torch.cat([values[rows], of_window[0]], 1), torch.cat([ids[rows], of_window[1]], 1)
-        values[rows], ids[rows] = largest(*both, k)
-    if not backend.SAME_BITS:
-        return values, ids
-    # With the bits of the fused projection: a matrix product rounds in a way that depends on its number of rows.
-    logits = torch.empty_like(values)
-    picked = Picked.of(ids - projection.start, None, len(x))._replace(logits=logits.view(-1))
-    backend.picked_logits(projection, x, picked)
-    return largest(logits, ids, k)
+    entries = projection.real_rows
+    here, found = torch.arange(entries, device=x.device) + projection.start, min(k, entries)
+    step = max(_FEWEST_TOKENS, _LOGITS // max(1, entries) // _FEWEST_TOKENS * _FEWEST_TOKENS)
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
+        logits, _ = block_logits(backend, projection.of_rows(rows), x[rows])
+        values[rows, :found], ids[rows, :found] = largest(logits, here.expand(len(logits), -1), found)
+    return values, ids
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

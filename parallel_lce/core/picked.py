@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import as_int64
 from parallel_lce.core.plan import Block
 
 
@@ -31,16 +30,15 @@ class Picked(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Picked:
-        """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, of any integer dtype. With offsets that do not
-        begin with 0, do not end with E, or decrease, no token has an entry."""
-        ids = as_int64(ids).contiguous()
+        """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, int64. With offsets that do not begin with 0, do
+        not end with E, or decrease, no token has an entry."""
+        ids = ids.contiguous()
         if offsets is None:
             count = ids.shape[-1]
             begin = torch.arange(tokens, device=ids.device) * count
             return cls(ids.view(-1), begin, begin + count, torch.Size((tokens, count)))
-        bounds: Any = as_int64(offsets)
-        invalid = (bounds[0] != 0) | (bounds[-1] != len(ids)) | (bounds.diff() < 0).any()
-        bounds = bounds.masked_fill(invalid, 0)
+        invalid = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
+        bounds = offsets.masked_fill(invalid, 0)
         return cls(ids, bounds[:-1], bounds[1:], ids.shape, invalid)
 
     def of_rows(self, rows: slice) -> Picked:

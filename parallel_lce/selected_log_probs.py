@@ -74,15 +74,24 @@ def selected_log_probs(
     tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids, picked_offsets=offsets)
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, adapter = adapted(options, tensors, process_group)
+    log_probs, _ = log_probs_of(options, tensors, group)
+    return adapter.of_tokens(log_probs)
+
+
+def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
+    """Log-softmax over each token's picked entries, in their shape, and V."""
     call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
-    return adapter.of_tokens(_LogProbs.apply(*inputs, call).view(tensors.picked.shape))
+    log_probs, vocab_size = _LogProbs.apply(*inputs, call)
+    return log_probs.view(tensors.picked.shape), vocab_size
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-softmax ``[E]``"""
+    """Log-softmax ``[E]``, and V."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor | int]:
         layout, shard, picked = call.layout, call.shard, call.picked
         assert picked is not None
         with device_without_autocast(weight):
@@ -93,18 +102,18 @@ class _LogProbs(torch.autograd.Function):
             local = picked._replace(ids=picked.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
             call.backend.picked_logits(call.projection(weight, bias), x, local)
             gather.start(checksum_of(*picked[:3]) if layout.ranks > 1 else 0)
-            (merged, _), _ = gather.finish(call.backend)
+            (merged, vocab_size), _ = gather.finish(call.backend)
             logits = gather.extras.amax(0)
             log_probs = call.backend.log_softmax_of_sets(logits, picked).add_(merged[TARGET])
             if picked.invalid is not None:
                 log_probs.masked_fill_(picked.invalid, torch.nan)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
-        return log_probs
+        return log_probs, vocab_size
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor):
+    def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors, log_probs, logits = saved
         call, _ = ctx.call.with_saved(tensors)
         backend, real, picked, flat = call.backend, call.shard.real_rows, call.picked, flattened(hidden)

@@ -135,6 +135,7 @@ OF_DIVERGENCE = [
     ("teacher_logit_softcap", "must be None or", 0, ZEROS),
 ]
 OF_TOP_K = [
+    ("tail", "must be 'class' or 'renormalize', got", "none"),
     ("beta", "must be 0, 1", 2),
     ("teacher_ids", "must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
     ("teacher_ids", "must be ids of an integer dtype, got", None, torch.zeros(N, 1)),

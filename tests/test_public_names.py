@@ -37,7 +37,7 @@ FUNCTIONS = {
     "parallel_lce.distillation": {
         "divergence": "student_hidden student_weight teacher_hidden teacher_weight * teacher_bias "
         f"teacher_logit_scale teacher_logit_softcap {DIVERGENCE}",
-        "top_k_divergence": f"student_hidden student_weight teacher_ids teacher_log_probs * {DIVERGENCE}",
+        "top_k_divergence": f"student_hidden student_weight teacher_ids teacher_log_probs * tail {DIVERGENCE}",
     },
     "parallel_lce.rl": {
         "linear_cross_entropy": "hidden weight labels temperature reduction dist_process_group * bias vocab_size "

@@ -26,6 +26,7 @@ from parallel_lce.distillation.blocks import divergences
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import DTensorAdapter, adapted
 from parallel_lce.run.entry import fused_statistics
+from parallel_lce.selected_log_probs import log_probs_of
 
 _NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 # Arguments by the names of linear_cross_entropy.
@@ -136,6 +137,7 @@ def top_k_divergence(
     teacher_ids: Tensor,
     teacher_log_probs: Tensor,
     *,
+    tail: str = "class",
     beta: float = 0.0,
     logit_scale: float | Tensor = 1.0,
     logit_softcap: float | None = None,
@@ -161,18 +163,23 @@ def top_k_divergence(
             parallelism. A token should have each id once. Ids outside the vocabulary, such as -1, are no entries.
         teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. An entry of -inf is no
             entry either. Values of ignored tokens are not used.
-
-    The probability of all other entries is one more class. It is 1 - sum of the K, and at least 1e-7 (2e-16 for fp64),
-    the precision of that difference; no gradient flows through a student's tail below that.
+        tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
+            1e-7 (2e-16 for fp64), the precision of that difference; no gradient flows through a student's tail below
+            that. 'renormalize': both distributions are renormalised over the K entries. Then only the weight's rows of
+            these entries are read, and ``logits_budget`` is not used. A student that excludes all entries of a token
+            has probability 0 for each.
 
     Returns:
         As :func:`divergence`. A token without any entry has divergence 0.
 
-    Collectives: those of :func:`parallel_lce.token_statistics` with ``selected``.
+    Collectives: those of :func:`parallel_lce.token_statistics` with ``selected``, or of
+    :func:`parallel_lce.selected_log_probs` with 'renormalize'.
     """
+    if tail not in ("class", "renormalize"):
+        raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
     teacher_ids = int64_ids("teacher_ids", teacher_ids)
     with renamed(**_STUDENT):
-        options, given, group, adapter = _adapted_student("top_k_divergence", locals(), teacher_ids)
+        options, given, group, adapter = _adapted_student(f"top_k_divergence of {tail=}", locals(), teacher_ids)
         log_q = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
         check(options, autocasted(given), group)
         ids = given.picked
@@ -184,13 +191,21 @@ def top_k_divergence(
         debug.compare_later({"counted tokens": counted})
         # Padding entries, and stored values of ignored tokens, must not reach a gradient.
         ids = ids.masked_fill((log_q == -torch.inf) | ~counted.unsqueeze(-1), -1)
-        statistics = fused_statistics(options, given._replace(target=None, picked=ids), group)
-    log_p = statistics.selected_log_prob
+        given = given._replace(target=None, picked=ids)
+        if tail == "renormalize":
+            log_p, size = log_probs_of(options, given, group)
+        else:
+            statistics = fused_statistics(options, given, group)
+            log_p, size = statistics.selected_log_prob, statistics.vocab_size
     assert log_p is not None  # asked for
     # As the student's, which are -inf outside the vocabulary.
-    log_q = log_q.to(log_p.dtype).masked_fill((ids < 0) | (ids >= statistics.vocab_size), -torch.inf)
-    losses = of_classes(_with_tail(log_p), _with_tail(log_q), float(beta))
-    return adapter.loss(_reduced(losses, factors, reduction))
+    log_q = log_q.to(log_p.dtype).masked_fill((ids < 0) | (ids >= size), -torch.inf)
+    if tail == "class":
+        log_p, log_q = _with_tail(log_p), _with_tail(log_q)
+    else:
+        total = log_q.logsumexp(-1, keepdim=True)
+        log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
+    return adapter.loss(_reduced(of_classes(log_p, log_q, float(beta)), factors, reduction))
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:

@@ -442,6 +442,7 @@ def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options:
 
 def _same_rows(hidden: Tensor, view: Tensor) -> Tensor:
     """Of hidden states ``[..., D]`` the rows that a view of their logits shows."""
-    width = hidden.shape[-1]
+    hidden, width = hidden.contiguous(), hidden.shape[-1]
     strides = [width * rows for rows in view.stride()[:-1]]
-    return hidden.contiguous().as_strided((*view.shape[:-1], width), (*strides, 1), width * int(view.storage_offset()))
+    first = hidden.storage_offset() + width * int(view.storage_offset())  # hidden may be a slice itself
+    return hidden.as_strided((*view.shape[:-1], width), (*strides, 1), first)

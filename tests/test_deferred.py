@@ -123,12 +123,12 @@ USES = {
 def _compared(run, frozen: str = "") -> Layer:
     """``run(layer, hidden)`` gives the loss and the gradients of real logits."""
     torch.manual_seed(0)
-    layer, found, rows = Layer(), [], torch.randn(*SHAPE, D, dtype=torch.float64)
+    layer, found, rows = Layer(), [], torch.randn(3, 5, D, dtype=torch.float64)
     layer.weight.requires_grad_(frozen != "weight")
     for layer.defers in (False, True):
         layer.zero_grad()
         hidden = rows.clone().requires_grad_(frozen != "hidden")
-        loss = run(layer, hidden)
+        loss = run(layer, hidden[1:])  # a slice, as of the tokens whose logits are kept
         loss.backward()
         found.append([loss.detach(), *(t.grad for t in (hidden, *layer.parameters()) if t.requires_grad)])
     for truth, mine in zip(*found, strict=True):

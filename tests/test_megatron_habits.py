@@ -188,7 +188,7 @@ CHANGES = {
         "'mul' of the output layer's result",
     ),
     "parametrization": (_double_weight, "no parameter named weight"),
-    "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
+    "forward": (_replace_forward, "the loss gets real logits: call the model, not its forward"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "soft-cap": (_soft_cap, None),
     "hook of rank 0": (
@@ -260,6 +260,23 @@ def test_gathered_logits_have_the_loss_of_shards(member):
         return _trained(model, Model(ranks=member.ranks), data)
 
     side_by_side(member, Model(ranks=member.ranks), gathered)
+
+
+@on_ranks(2)
+def test_sequence_parallelism_is_that_of_the_layers_call(member):
+    """Megatron turns it off around a call on gathered hidden states, and on again before the loss."""
+    spec = Model(ranks=member.ranks, sequence_parallel=True)
+
+    def of_gathered(model, data, ours):
+        def gather(layer, given):
+            layer.sequence_parallel = False
+            return tensor_parallel.gather_from_sequence_parallel_region(given[0])
+
+        model.output_layer.register_forward_pre_hook(gather)
+        model.output_layer.register_forward_hook(lambda layer, *given: setattr(layer, "sequence_parallel", True))
+        return _trained(model, spec, data)
+
+    side_by_side(member, spec, of_gathered)
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ from parallel_lce.run.results import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
-_REAL = "the loss gets real logits: leave the output layer's forward in place, fuse(model) if it is new"
+_REAL = "the loss gets real logits: call the model, not its forward; leave the output layer's, fuse(model) if it is new"
 
 
 class TokenMetrics(NamedTuple):
@@ -160,7 +160,7 @@ def run(
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
-    options = dict(given, **(logits.epilogue() or {}), sequence_parallel=layer.sequence_parallel)
+    options = dict(given, **(logits.epilogue() or {}), sequence_parallel=call.whole is not None)
     options |= dict(reduce_dtype=chosen.reduce_dtype, vocab_size=chosen.vocab_size, logits_budget=chosen.logits_budget)
     if fusion.heads > 1:  # all calls keep saved memory until backward
         default = default_budget(call.hidden.device)

@@ -36,9 +36,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
-        """``logits_budget`` and ``gradient_filter`` are those of :func:`parallel_lce.linear_cross_entropy`. With
-        ``skip_masked`` labels of ``IGNORE_INDEX`` cost nothing, except in a CUDA graph: the host waits for the model's
-        forward and counts them, and the cross-entropy is not compiled."""
+        """The options: docs/torchtitan.md."""
 
         logits_budget: int | None = None
         gradient_filter: float | None = None
@@ -56,13 +54,11 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of this rank's tokens in fp32, divided by ``global_valid_tokens``, a DTensor if ``pred`` is one; and
-        no metrics. As of ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``, and ``backward()`` of
-        the result itself must follow. Hidden states ``pred [b, s, D]`` and ids ``labels [b, s]`` are the same on all
-        tensor-parallel ranks.
+        no metrics. As of ``ChunkedLossWrapper`` this call also runs the backward of ``lm_head``. Hidden states ``pred
+        [b, s, D]`` and ids ``labels [b, s]`` are the same on all tensor-parallel ranks.
 
         Collectives: those of :func:`parallel_lce.linear_cross_entropy` on the tensor-parallel group, without a
-        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients. ``ValueError``: as that
-        function; no ``lm_head`` is set, or its rows are no shard of torchtitan's.
+        reduction of dX; FSDP's of ``lm_head``: one all-gather, one reduction of gradients.
         """
         lm_head: Any = self.lm_head
         if lm_head is None:
@@ -151,8 +147,7 @@ def linear_cross_entropy(
     gradient_filter: float | None = None,
     skip_masked: bool = False,
 ) -> ChunkedLossWrapper.Config:
-    """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these fields. Subclasses of the
-    wrapper's config, and those of other losses than ``CrossEntropyLoss``, stay as they are, with a warning."""
+    """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these fields."""
     if type(cfg) is ChunkedLossWrapper.Config and type(cfg.loss_fn) is CrossEntropyLoss.Config:
         options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter, skip_masked=skip_masked)
         return derive(cfg, LinearCrossEntropyLoss.Config, **options)

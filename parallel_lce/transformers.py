@@ -292,16 +292,12 @@ def patch(
     logits_budget: int | None = None,
     gradient_filter: float | None = None,
 ) -> _Model:
-    """Lets a causal language model of transformers compute its training loss without logits. Returns ``model``.
-
-    In training the loss of labels is :func:`parallel_lce.linear_cross_entropy` of the hidden states ``[b, s, D]``: a
-    0-dimensional tensor; NaN, as transformers', if no label counts. ``output.logits`` are made at their first use. A
-    :class:`LogitsWarning` says once what makes logits where gradients are enabled. Collectives: those of the model.
+    """Lets a causal language model of transformers compute its training loss without logits: docs/transformers.md.
+    Returns ``model``. A second call replaces the options. Collectives: those of the model.
 
     Args:
         model: one whose ``get_output_embeddings()`` is, or contains, an ``nn.Linear`` and whose ``loss_function`` is
-            transformers' ``ForCausalLMLoss``, also sharded, but not within another module other than PEFT's. A second
-            call replaces the options.
+            transformers' ``ForCausalLMLoss``, also sharded, but not within another module other than PEFT's.
         token_accuracy: outputs with a fused loss get ``token_accuracy``, 0-dimensional fp32: the fraction of this
             call's counted tokens whose label has the largest logit. Tuples get none.
         token_metrics: outputs with a fused loss get, for each position's next token, ``predicted_ids``, the id of the
@@ -311,11 +307,8 @@ def patch(
         logits_budget, gradient_filter: as in :func:`parallel_lce.linear_cross_entropy`, but the default budget is the
             environment's, else 128 MiB.
 
-    Raises:
-        ValueError: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate; as the
-            fused functions, also in a forward.
-        RuntimeError: logits get a hook after the loss, or are used for the first time after FSDP or ZeRO has taken back
-            the weight, an optimizer's step, or a write that raises a version.
+    Raises ``ValueError``: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate;
+    as the fused functions, also in a forward.
     """
     if token_metrics and gradient_filter is not None:
         raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")

@@ -79,12 +79,8 @@ def patch(*, logits_budget: int | None = None) -> None:
     built before and after. ``logits_budget`` is as in :func:`parallel_lce.linear_cross_entropy`, but by default the
     environment's, else 128 MiB; a second call replaces it.
 
-    What ours refuses TRL's own computes, with one :class:`TRLWarning` for each reason: a parameter of ZeRO-3, a
-    quantized weight, a tensor as temperature or scale, a soft-cap that is not positive. A function that somebody else
-    has replaced stays, with a warning. Collectives: those by which TRL gathers a sharded weight.
-
-    Raises:
-        ImportError: there is no TRL, or one without this head. ValueError: an invalid ``logits_budget``.
+    What ours refuses TRL's own computes, with one :class:`TRLWarning` for each reason, and a function that somebody
+    else has replaced stays. ``ImportError``: there is no TRL, or one without this head.
     """
     check_option("logits_budget", logits_budget)
     unpatch()

@@ -78,16 +78,10 @@ def _mask_of(batch: Any) -> Tensor | None:
 
 
 def patch(*, skip_masked: bool | None = None) -> None:
-    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`, which raises
-    ``RuntimeError`` on Megatron with TP > 1 but without sequence parallelism. A function of other code stays, and so
-    does what was imported before: with a warning.
-
-    ``skip_masked``: in the FSDP engine with ``use_remove_padding`` and without Ulysses, tokens that a batch's
-    ``loss_mask`` leaves out of verl's losses cost nothing, from a process's second batch on; their log-probabilities
-    and entropies are 0. Default: ``PARALLEL_LCE_SKIP_MASKED``, else False. A second call replaces it.
-
-    Raises:
-        ImportError: there is no verl, or one without this function. ValueError: an invalid ``skip_masked``.
+    """Replace verl's ``linear_cross_entropy`` by :func:`parallel_lce.rl.linear_cross_entropy`: docs/rl.md. What other
+    code has replaced stays, and so does what was imported before: with a warning. ``skip_masked``: by default
+    ``PARALLEL_LCE_SKIP_MASKED``, else False; a second call replaces it. ``ImportError``: there is no verl, or one
+    without this function.
     """
     if skip_masked is None:
         if (text := os.environ.get("PARALLEL_LCE_SKIP_MASKED") or "0") not in ("0", "1"):

@@ -54,32 +54,23 @@ def token_log_probs(
     entropy: bool = False,
     **forward_arguments: object,
 ) -> TokenLogProbs | Tensor:
-    """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
+    """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits: docs/rl.md.
 
-    Calls ``model`` itself, with its wrappers and hooks. The first call fuses it (:func:`parallel_lce.megatron.fuse`).
-    Its settings apply; with ``entropy`` gradients are exact.
+    Calls ``model``, a GPTModel, MambaModel or HybridModel in any wrappers, and fuses it at the first call. Its settings
+    apply; with ``entropy`` gradients are exact.
 
     Args:
-        model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers.
         input_ids, position_ids, attention_mask, forward_arguments: as in the model's forward. ``loss_mask`` masks only
             the losses of multi-token prediction, whose gradients any backward through the result includes.
         labels: ``[b, s]``, already shifted: this rank's under context parallelism, ``[1, tokens]`` of packed sequences.
-            Targets as in :func:`parallel_lce.token_statistics`; padding rows belong to the vocabulary unless the
-            setting ``vocab_size`` excludes them. May be None on pipeline stages other than the last.
+            Targets as in :func:`parallel_lce.token_statistics`. May be None on pipeline stages other than the last,
+            which return the model's own output.
         temperature: divides the logits: a number > 0, or one per token ``[b, s]``, as in that function.
-        entropy: whether to return the entropy of the divided logits, too.
-
-    Returns:
-        On the last pipeline stage :class:`TokenLogProbs`, on others the model's own output.
 
     Collectives: those of the model's forward up to the output layer, then those of
-    :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
-    the weight's gradient goes to ``main_grad`` if DistributedDataParallel has made one, else to autograd.
-
-    Raises:
-        ValueError: the model cannot be fused, or labels or temperature do not fit.
-        TypeError: the model's forward does not take one of ``forward_arguments``.
-        RuntimeError: something in the model's forward makes real logits.
+    :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``.
+    ``ValueError``: the model cannot be fused, or labels or temperature do not fit. ``RuntimeError``: something in the
+    model's forward makes real logits.
     """
     inner = _scored_model(model)
 

@@ -40,25 +40,13 @@ def patch(
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
     package's loss, of models that are built from now on. Other models say once that they are not fused.
 
-    A later call changes the given settings of all models that it fused, from their next loss on, and keeps the others;
-    None gives a setting its default. Replaced are ``__init__``, ``setup_embeddings_and_output_layer`` and
+    docs/megatron.md has the settings. The default ``logits_budget`` is divided by ``1 + mtp_num_layers``. A later call
+    changes the given settings of all models that it fused, from their next loss on, and keeps the others; None gives a
+    setting its default. Replaced are ``__init__``, ``setup_embeddings_and_output_layer`` and
     ``compute_language_model_loss`` of Megatron's ``LanguageModule``.
 
-    Args:
-        logits_budget, gradient_filter, z_loss, label_smoothing: as in :func:`parallel_lce.linear_cross_entropy`. The
-            default budget is divided by ``1 + mtp_num_layers``. The last two are for models in training mode.
-        cross_entropy: ``"output_layer"``, the default; or ``"logits"``: real logits, and
-            :func:`parallel_lce.vocab_parallel_cross_entropy` of them. Then no setting may change the loss.
-        reduce_dtype: None or ``torch.float32``, in which dX is summed over the ranks.
-        skip_masked: True: tokens with ``loss_mask`` 0 or label -100 have the loss 0, no gradient and no cost.
-        vocab_size: the number of real entries. Default: padding rows behind them take part in the softmax, as in stock.
-        token_metrics: True: the loss also gives :func:`token_metrics`.
-
     Collectives of the loss: those of :func:`parallel_lce.linear_cross_entropy` on the model's tensor-parallel group.
-
-    Raises:
-        ImportError: megatron-core is missing, or older than 0.14.
-        ValueError: a value is not allowed.
+    ``ImportError``: megatron-core is missing, or older than 0.14. ``ValueError``: a value is not allowed.
     """
     resolved = settings.resolve(settings.current, {n: value for n, value in locals().items() if value is not KEPT})
     language_module = _language_module()
@@ -85,8 +73,7 @@ def fuse(model: Any, **given: Any) -> list[str]:
     """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
 
     ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
-    layer becomes a subclass of the same name, with the same parameters and state dict. Where the loss cannot be fused,
-    Megatron's own runs, and :class:`LogitsWarning` says why.
+    layer becomes a subclass of the same name, with the same parameters and state dict.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none. Raises as :func:`patch`, and
     ``ValueError`` for a chunk that is no language model of Megatron's.

@@ -22,7 +22,7 @@ from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
-from parallel_lce.distillation.blocks import divergences
+from parallel_lce.distillation.blocks import divergences, reduced
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import DTensorAdapter, adapted
 from parallel_lce.run.entry import fused_statistics
@@ -123,7 +123,7 @@ def divergence(
     task = (student, teacher), inputs + teacher_inputs, float(beta)
     # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
     if reduction == "none" or inputs[0].dtype == torch.float16:
-        losses = _reduced(divergences(*task).view(student.shape), factors.view(student.shape), reduction)
+        losses = reduced(divergences(*task).view(student.shape), factors.view(student.shape), reduction)
     else:
         losses = divergences(*task, factors)
     return adapter.loss(losses)
@@ -205,7 +205,7 @@ def top_k_divergence(
     else:
         total = log_q.logsumexp(-1, keepdim=True)
         log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
-    return adapter.loss(_reduced(of_classes(log_p, log_q, float(beta)), factors, reduction))
+    return adapter.loss(reduced(of_classes(log_p, log_q, float(beta)), factors, reduction))
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
@@ -220,12 +220,6 @@ def _factors(target: Tensor | None, ignore_index: int | None, reduction: str, sh
     if target is not None:
         factors.masked_fill_(target == (NO_LABEL if ignore_index is None else ignore_index), 0.0)
     return factors / factors.sum().clamp(min=1) if reduction == "mean" else factors
-
-
-def _reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
-    # An ignored token has no loss and no gradient, even if its logits are NaN.
-    losses = torch.where(factors == 0, 0.0, losses) * factors
-    return losses if reduction == "none" else losses.sum()
 
 
 def _adapted_student(

@@ -63,8 +63,7 @@ class _Divergences(torch.autograd.Function):
         ctx.gradients = None if factor is None else gradients
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses = numbers[DIVERGENCE]
-        # An ignored token has loss 0, even if its logits are NaN.
-        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
+        return losses if factor is None else reduced(losses, factor, "sum")
 
     @staticmethod
     @first_order_only
@@ -83,6 +82,12 @@ class _Divergences(torch.autograd.Function):
         times = upstream if factor is None else torch.where(factor == 0, 0.0, factor * upstream)
         needs = Needs(*ctx.needs_input_grad[:3])
         return *_pass((student, teacher, *settings), inputs, needs, times, numbers)[0], *[None] * 5
+
+
+def reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
+    # An ignored token has no loss and no gradient, even if its logits are NaN.
+    losses = torch.where(factors == 0, 0.0, losses) * factors
+    return losses if reduction == "none" else losses.sum()
 
 
 def _pass(

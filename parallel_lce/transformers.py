@@ -308,7 +308,8 @@ def patch(
             environment's, else 128 MiB.
 
     Raises ``ValueError``: another kind of model; metrics of a model whose ``forward`` was replaced, as by accelerate;
-    as the fused functions, also in a forward.
+    as the fused functions, also in a forward. ``RuntimeError``: logits get a hook after the loss, or are used for the
+    first time when the weight may have changed.
     """
     if token_metrics and gradient_filter is not None:
         raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")

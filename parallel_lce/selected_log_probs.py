@@ -96,15 +96,18 @@ class _LogProbs(torch.autograd.Function):
         assert picked is not None
         with device_without_autocast(weight):
             x = _gathered(call, flattened(hidden))
-            # This rank's logits, -inf for other ranks' ids. The sum of one token's zeros is NaN if the ranks differ.
+            # This rank's logits, -inf for other ranks' ids.
             gather = PartialsGather(x, 1, shard, Columns(), layout, call.dtype, extra=len(picked.ids))
-            gather.local.zero_()
             local = picked._replace(ids=picked.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
             call.backend.picked_logits(call.projection(weight, bias), x, local)
-            gather.start(checksum_of(*picked[:3]) if layout.ranks > 1 else 0)
+            if layout.ranks > 1:
+                gather.local.zero_()  # of one token. Their sum is NaN if the ranks differ.
+                gather.start(checksum_of(*picked[:3]))
             (merged, vocab_size), _ = gather.finish(call.backend)
             logits = gather.extras.amax(0)
-            log_probs = call.backend.log_softmax_of_sets(logits, picked).add_(merged[TARGET])
+            log_probs = call.backend.log_softmax_of_sets(logits, picked)
+            if layout.ranks > 1:
+                log_probs.add_(merged[TARGET])
             if picked.invalid is not None:
                 log_probs.masked_fill_(picked.invalid, torch.nan)
         ctx.call = call

@@ -2,18 +2,21 @@
 and by each strategy. test_fuzz.py draws options, layouts and shapes, and judges each row on its own."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from cases import DTYPES
+import parallel_lce
+from cases import DTYPES, normal
 from fuzz.draw import Configuration
 from fuzz.run import assemble, execute
 from fuzz.truth import dense
 from fuzz.values import make, operands
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce.core.partials import accumulation_dtype
-from tools import everywhere
+from tools import everywhere, shrunk
 
 BLOCK = 33_000  # bytes: 64 tokens of a window of 256 vocabulary rows
 
@@ -80,6 +83,8 @@ KERNELS = [
     # Three blocks and more, of which the larger shard saves a part alone. A block's consumed exponentials must not
     # serve a block whose buffer is already another's.
     (of(512, 1280, 64, "bf16", (1024, 256), budget=327680, ignored="none", sharpness=2.0, block_bytes=16_384), 1.5),
+    # Pieces of the rows, in each of which an entry may be the target of several tokens.
+    (of(600, 700, 72, "bf16", budget=0, bias="plain", block_bytes=1 << 19), 1.1),
 ]
 
 
@@ -89,7 +94,58 @@ def test_blocks_pieces_and_shards(c, factor, worlds, backend, device):
     assert_holds(c, factor, backend, worlds, device)
 
 
+def test_products_of_some_rows(worlds, device, kernels):
+    from parallel_lce.backends import triton_backward
+
+    with mock.patch.object(triton_backward, "PRODUCT_BYTES", 1):
+        assert_holds(of(300, 130, 8, "bf16"), 1.1, "triton", worlds, device)
+
+
 def test_long_sums(worlds, device):
     c = of(137, 640, 2048, "bf16", (320, 320), budget=0, bias="plain", block_bytes=1 << 16)
     # Partial dX are summed in their own dtype over the ranks.
     assert_holds(c, 2.0, "", worlds, device)
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("options", [{}, dict(reduction="none", ignore_index=7), dict(label_smoothing=0.3)], ids=str)
+@pytest.mark.thinned
+def test_losses_and_gradients_are_torchs(options, dtype, budget, device):
+    """In float64, where both are exact: the definitions that the float64 reference of all tests shares."""
+    x, weight, bias = (normal(*shape, seed=7).to(device) for shape in ((80, 17), (63, 17), (63,)))
+    leaves = [v.requires_grad_() for v in (x, weight, bias)]
+    target = torch.randint(63, (80,), generator=torch.Generator().manual_seed(0))
+    target[::4] = options.get("ignore_index", -100 if dtype == torch.int64 else 5)
+    expected = F.cross_entropy(F.linear(*leaves), target.to(device), **options)
+    # What torch's functions have and this does not may be given as None.
+    given = dict(linear_bias=bias, logits_budget=budget, weight=None, options=None, **options)
+    with shrunk(2048, (16, 32)):
+        loss = parallel_lce.linear_cross_entropy(x, weight, target.to(dtype).to(device), **given)
+        found = [loss, *torch.autograd.grad(loss.sum(), leaves)]
+    for value, its in zip(found, (expected, *torch.autograd.grad(expected.sum(), leaves))):
+        torch.testing.assert_close(value, its, rtol=1e-11, atol=1e-13)
+
+
+def _of_head(x, weight, target, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of plain torch: logits in the dtype, a softmax at least in fp32."""
+    log_p = (x.to(dtype) @ weight.to(dtype).T).to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+    return log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+@pytest.mark.parametrize("deviation", [0.01, 5.0, 20.0])
+def test_log_probabilities_and_entropies_err_no_more_than_an_fp32_heads(deviation, device):
+    """Normal logits of this standard deviation; targets drawn from the softmax, as from a policy."""
+    x, weight = normal(200, 256, seed=1).bfloat16(), (normal(3000, 256, seed=2) * deviation / 16).bfloat16()
+    p = (x.float() @ weight.float().T).softmax(1)
+    target = p.multinomial(1, generator=torch.Generator().manual_seed(0))[:, 0]
+    x, weight, target = (tensor.to(device) for tensor in (x, weight, target))
+    found = parallel_lce.token_statistics(x, weight, target, entropy=True)
+    heads = [_of_head(x, weight, target, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float32)]
+    # Roundings of a logit are relative to the sum of |x_k w_k|; tensor cores truncate where fp32 rounds.
+    sums = (x.float() * weight[target].float()).abs().sum(1).max().item()
+    slack = 4 * torch.finfo(torch.float32).eps * max(1.0, sums)
+    for ours, true, *others in zip((found.target_log_prob, found.entropy), *heads):
+        off, of_rounded, of_head = ((value - true).abs().max().item() for value in (ours, *others))
+        assert off <= 2 * of_head + slack and off < 1e-3
+        assert deviation < 1 or 10 * off < of_rounded

@@ -1,4 +1,5 @@
 """Exponentials that are saved as codes of one byte: Triton's kernels interpreted on the CPU, compiled with ``-m gpu``.
+The fuzz has losses and gradients of ordinary ones.
 
 Each row of x picks a column of the weight, so that logits are known exactly, and the gradient of the weight shows the
 gradient of each logit.
@@ -11,13 +12,12 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import normal
 from parallel_lce import linear_cross_entropy, token_statistics
-from tools import chosen_backend, everywhere, planned, shrunk
+from tools import chosen_backend, planned, shrunk
 
 R, V = 18, 700
 BLOCK = 256 * R
 WINDOW = 256  # of the tile's entries or a multiple
-# Bytes: of all codes, or of most.
-ALL, MOST = R * V + BLOCK, R * 640 + BLOCK
+ALL = R * V + BLOCK  # bytes of all codes
 
 
 def problem(device: str = "cpu", far: bool = False):
@@ -47,44 +47,6 @@ def allowed_errors(z, target):
     padded = torch.nn.functional.pad(hidden, (0, -V % WINDOW)).unflatten(1, (-1, WINDOW))
     largest = padded.amax(2, keepdim=True).expand_as(padded).flatten(1)[:, :V]
     return p, 0.02 * hidden**0.75 * largest**0.25 + 1e-9 * largest
-
-
-@pytest.mark.parametrize(("ranks", "budget", "parallel"), [(1, ALL, 0), (1, MOST, 0), (2, MOST, 0), (2, ALL, 1)])
-def test_a_loss(worlds, device, kernels, ranks, budget, parallel):
-    with chosen_backend("triton"):
-        everywhere(worlds, device, ranks, _loss, budget, bool(parallel))
-
-
-def _loss(member, budget, parallel):
-    x, weight, target, z = problem(member.device, far=True)
-    part = slice(V // 3 * member.rank, V if member.rank == member.ranks - 1 else V // 3)
-    tokens = slice(R // 2 * member.rank, R // 2 * (member.rank + 1)) if parallel else slice(None)
-    x, weight = x[tokens].requires_grad_(), weight[part].requires_grad_()
-    upstream = torch.linspace(0.5, 2, R, device=member.device)
-    where = dict(process_group=member.group, vocab_start=part.start, vocab_size=V, sequence_parallel=parallel)
-    budget = (budget - BLOCK) // member.ranks + BLOCK
-    with shrunk(BLOCK):
-        loss = linear_cross_entropy(x, weight, target, reduction="none", logits_budget=budget, **where)
-        assert planned().codes
-        loss.backward(upstream, retain_graph=True)
-        first = weight.grad.clone(), x.grad.clone()
-        x.grad = weight.grad = None
-        loss.backward(upstream)
-    true = torch.nn.functional.cross_entropy(z, target, reduction="none")
-    assert ((loss.double() - true).abs() <= 1e-5).all()
-    p, allowed = allowed_errors(z, target)
-    hit = torch.arange(V, device=z.device) == target[:, None]
-    scale = upstream.double()[:, None] * (target >= 0)[:, None]
-    exact, allowed = scale * (p - hit.double()), scale * allowed
-    # G and dW are rounded. The rest of a target's term is in fp32.
-    allowed += 2.0**-8 * exact.abs() + 1e-7 * scale
-    for dweight, dx in (first, (weight.grad, x.grad)):  # the second backward recomputes all logits
-        error = (dweight.double() - exact[:, part].t()).abs()
-        assert (error <= allowed[:, part].t()).all(), (error / allowed[:, part].t()).max()
-        of_x = exact @ z.t()
-        rows = allowed @ z.t().abs() + 2.0**-7 * of_x.abs() + 2.0**-8 * (exact.abs() @ z.t().abs())
-        found = (dx.double() - of_x[tokens]).abs()
-        assert (found <= rows[tokens]).all(), (found / rows[tokens]).max()
 
 
 @pytest.mark.parametrize("targets", [False, True])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, make, part
+from measures import error, size
 from parallel_lce.backends import backend_of
 from parallel_lce.core import collectives
 from parallel_lce.distillation import divergence
@@ -296,8 +297,8 @@ def _uneven_ranks(member: Member, sizes: tuple):
     """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
     t = part(make(N, sum(sizes), D, device=member.device), member, shards=sizes)
     found = []
-    for size, budget in ((sum(sizes), 0), (sum(sizes), 12000), (sum(sizes), None), (None, 12000)):
-        where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=size)
+    for vocab_size, budget in ((sum(sizes), 0), (sum(sizes), 12000), (sum(sizes), None), (None, 12000)):
+        where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
         options = dict(reduction="none" if budget else "mean", logits_budget=budget, **where)
         with shrunk(2000, (8, 16)), recorded(member.group) as events:
             parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
@@ -309,3 +310,41 @@ def test_uneven_shards_start_the_same_collectives(worlds, device):
     everyone = worlds(3).run(_uneven_ranks, (100, 0, 17))
     assert everyone == [everyone[0]] * 3
     assert len({len(events) for events in everyone[0][:3]}) > 1, "the budget must change the blocks"
+
+
+# --- ``reduce_dtype`` -------------------------------------------------------------------------------
+
+
+def cancelling(device="cpu"):
+    """All rows of the weight share an offset, which adds nothing to the sum over the vocabulary, where the logits'
+    gradient adds up to 0, but to each rank's part."""
+    t = make(N, ROWS * 2, 16, "bf16", device)
+    t.weight += 8
+    return t
+
+
+def _gradients(member: Member, reduction: str, sequence_parallel: bool, reduce_dtype) -> list[torch.Tensor]:
+    """This rank's dX and dW."""
+    t = part(cancelling(member.device), member, sequence_parallel)
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
+    with shrunk(N // 2 * ROWS * 2, (8, 16)):
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum()
+        found = torch.autograd.grad(loss / (N if reduction == "none" else 1), [t.x, t.weight])
+    assert [g.dtype for g in found] == [torch.bfloat16] * 2
+    return [g.cpu() for g in found]
+
+
+@pytest.mark.parametrize(("reduction", "sequence_parallel"), [("none", True), ("mean", False)])
+def test_a_sum_of_dx_in_fp32_that_cancels_keeps_its_digits(reduction, sequence_parallel, worlds):
+    t = cancelling()
+    x, w = t.x.double(), t.weight.double()
+    g = (torch.softmax(x @ w.t(), 1) - torch.nn.functional.one_hot(t.target, len(w))) / N
+    parts = [a @ b for a, b in zip(g.chunk(2, 1), w.chunk(2))]
+    truth, errors, of_weight = sum(parts), [], []
+    assert sum(map(size, parts)) > 10 * size(truth), "the case must cancel"
+    for reduce_dtype in (None, torch.float32):
+        dx, dw = zip(*worlds(2).run(_gradients, reduction, sequence_parallel, reduce_dtype))
+        errors.append(error(torch.cat(dx) if sequence_parallel else dx[0], truth))
+        of_weight.append(torch.cat(dw))
+    # What is left is the rounding of the logits' gradient, which the sum's does not add to.
+    assert errors[1] <= 0.5 * errors[0] and torch.equal(*of_weight), errors

@@ -133,71 +133,49 @@ ONE = AXIS | dict(tokens=8192, budget=512 * MiB, ranks=1, gradients=MAIN_GRAD)
 HEAD = dict(tokens=8192, shard_rows=128256, hidden_size=4096, itemsize=2, budget=DEFAULT_BUDGET, gradients=BF16)
 SMALL = dict(tokens=8192, shard_rows=32768, hidden_size=2048, itemsize=2, budget=0, gradients=BF16)
 LONG = dict(tokens=1 << 16, shard_rows=32768, hidden_size=512, itemsize=4, budget=0, gradients=FP32)
-EXISTING = replace(BF16, weight_new=False)
-# Each has a call, what changes of it, and whether the plan then is so.
-CHOICES = {
-    "by vocabulary": [
-        (AXIS, {}, True),
-        (AXIS, dict(tokens=65536, shard_rows=4096), False),
-        # Blocks of 64 MiB would add to dW every 256 tokens.
-        (AXIS, dict(tokens=8192, gradients=MAIN_GRAD), True),
-        # Blocks of 8192 tokens take as long, and less memory where an fp32 dW, or main_grad, costs nothing.
-        (AXIS, dict(tokens=16384, gradients=MAIN_GRAD), False),
-        (AXIS, dict(tokens=128256 + 8192), True),
-        (AXIS, dict(tokens=128256 + 8193), False),
-        (AXIS, dict(tokens=1500, budget=340 * MiB), True),  # three quarters of it are saved
-        # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
-        (ONE, dict(ranks=2), True),
-        (ONE, dict(tokens=1 << 17), False),  # few entries of so many tokens are saved
-        (ONE, dict(tokens=16384, shard_rows=32768), False),  # as fast, without an fp32 dX
-        # Equal in time and memory: on several ranks dX of a block is reduced while the next is computed.
-        (AXIS, dict(tokens=16384, shard_rows=16384, budget=256 * MiB), False),
-        (AXIS, dict(tokens=16384, shard_rows=16384, budget=256 * MiB, ranks=1), True),
-    ],
+# What is chosen, of a call and what changes of it, and whether that is so.
+CHOICES = [
+    ("by vocabulary", AXIS, {}, True),
+    ("by vocabulary", AXIS, dict(tokens=65536, shard_rows=4096), False),
+    # Blocks of 8192 tokens take as long, and less memory where an fp32 dW, or main_grad, costs nothing.
+    ("by vocabulary", AXIS, dict(tokens=16384, gradients=MAIN_GRAD), False),
+    ("by vocabulary", AXIS, dict(tokens=128256 + 8192), True),
+    ("by vocabulary", AXIS, dict(tokens=128256 + 8193), False),
+    # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
+    ("by vocabulary", ONE, dict(ranks=2), True),
+    # Equal in time and memory: on several ranks dX of a block is reduced while the next is computed.
+    ("by vocabulary", AXIS, dict(tokens=16384, shard_rows=16384, budget=256 * MiB), False),
+    ("by vocabulary", AXIS, dict(tokens=16384, shard_rows=16384, budget=256 * MiB, ranks=1), True),
     # Where it keeps no more than saving.
-    "accumulate": [
-        (HEAD, {}, True),
-        (HEAD, dict(hidden_size=4097), False),
-        # Saving then allocates no dW, and the fp32 dW of accumulating has to be paid by the logits alone.
-        (HEAD, dict(gradients=EXISTING), False),
-        (HEAD, dict(gradients=EXISTING, tokens=12288), True),
-        (SMALL, {}, True),
-        (SMALL, dict(hidden_size=4800), False),  # an fp32 dW alone is larger than all logits
-        # Adding to an fp32 dW costs the same whatever the rows of a block are.
-        (LONG, dict(flops_per_byte=100), True),
-        (LONG, dict(flops_per_byte=200), False),
-        # A whole of fewer rows is as good.
-        (LONG, dict(flops_per_byte=200, tokens=200, hidden_size=64), True),
-    ],
-}
+    ("accumulate", HEAD, {}, True),
+    ("accumulate", HEAD, dict(hidden_size=4097), False),
+    # Saving then allocates no dW, and the fp32 dW of accumulating has to be paid by the logits alone.
+    ("accumulate", HEAD, dict(gradients=replace(BF16, weight_new=False)), False),
+    ("accumulate", SMALL, dict(hidden_size=4800), False),  # an fp32 dW alone is larger than all logits
+    # Adding to an fp32 dW costs the same whatever the rows of a block are.
+    ("accumulate", LONG, dict(flops_per_byte=100), True),
+    ("accumulate", LONG, dict(flops_per_byte=200), False),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "changed", "expected"), [(name, *row) for name, rows in CHOICES.items() for row in rows], ids=str
-)
-def test_choices(name, call, changed, expected):
-    call = call | changed | dict(accumulable=name == "accumulate")
-    found = plan(**call)
+@pytest.mark.parametrize(("name", "call", "changed", "expected"), CHOICES, ids=str)
+def test_the_fastest_way_is_chosen_and_of_equals_the_smallest(name, call, changed, expected):
+    found = plan(**call | changed | dict(accumulable=name == "accumulate"))
     assert (len(found.blocks) == 1 if name == "by vocabulary" else getattr(found, name)) == expected
 
 
 ACCUMULATED = dict(tokens=4096, shard_rows=10000, hidden_size=8, itemsize=4, budget=80 * MiB, ranks=2, sp_size=1)
 ACCUMULATED |= dict(gradients=FP32, accumulable=True)
-EIGHT = dict(shard_rows=16384, hidden_size=1024, itemsize=2, sp_size=8, ranks=8, gradients=BF16)
-SAVED = EIGHT | dict(tokens=4096, budget=136 * MiB)  # with the gathered hidden states, to the byte
+EIGHT = dict(tokens=4096, shard_rows=16384, hidden_size=1024, itemsize=2, sp_size=8, ranks=8, gradients=BF16)
+SAVED = EIGHT | dict(budget=136 * MiB)  # with the gathered hidden states, to the byte
+LIMITED = [
+    (ACCUMULATED, 9000, 10000),
+    (ACCUMULATED, 18000, 40 * MiB // (1024 * 4)),
+    (SAVED, 16896, 8192),  # beside 64 MiB in which the others are recomputed
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "shard_rows", "saved"),
-    [
-        (ACCUMULATED, 9000, 10000),
-        (ACCUMULATED, 18000, 40 * MiB // (1024 * 4)),
-        (SAVED, 16384, 16384),
-        (SAVED, 16896, 8192),  # beside 64 MiB in which the others are recomputed
-        (EIGHT | dict(tokens=4096, shard_rows=4, hidden_size=1 << 16, budget=1 << 15), 5, 0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("call", "shard_rows", "saved"), LIMITED, ids=str)
 def test_a_larger_shard_than_the_plan_s_saves_what_fits(call, shard_rows, saved):
     """Nothing collective changes: under sequence parallelism each block of the forward is a collective, too."""
     found = plan(**call)

@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -14,20 +13,15 @@ import torch.distributed as dist
 pytest.importorskip("rich", reason="needs the benchmark's packages")
 pytest.importorskip("safetensors", reason="needs the benchmark's packages")
 
-from safetensors.torch import save_file
 
-import parallel_lce
 from benchmarks import __main__ as command
-from benchmarks import gradient_filter, same_bits, tune
-from benchmarks.engine import options, ours, peers, problem, timing
+from benchmarks.engine import options, ours, peers, timing
 from benchmarks.engine.accuracy import Judge, answers
 from benchmarks.engine.cells import measure_cell
 from benchmarks.engine.peers import FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, calls_of, named
 from benchmarks.engine.problem import Problem, Shape, make_problem
 from benchmarks.engine.team import Team
-from benchmarks.gradient_filter import BUDGETS, FILTERS
-from cases import normal
-from tools import chosen_backend, everywhere, on_ranks
+from tools import everywhere, on_ranks
 from world import Member, launched
 
 TINY = Shape(64, 96, 16)
@@ -185,52 +179,4 @@ def test_ours_refused_is_a_failure_and_a_library_that_is_missing_is_none(short, 
     assert "ours@0: refused: dW" in capsys.readouterr().out
 
 
-def test_bits_that_differ_are_counted(capsys):
-    same_bits.main(["--device", "cpu", "--shape", "24,60,8"])
-    assert capsys.readouterr().out.count("gradients, a budget of") == 3
-    x, w, target = same_bits.tensors(TINY, torch.float32, torch.device("cpu"))
-    base, moved = same_bits.asked(x, w, target), same_bits.asked(x * torch.linspace(1, 2, len(x))[:, None], w, target)
-    assert same_bits.count(base, base) == [0] * 6
-    assert min(same_bits.count(moved, base)) > 50  # the first token is as it was
-
-
-def test_each_tile_that_is_measured_is_used():
-    triton = pytest.importorskip("parallel_lce.backends.triton", reason="needs triton")
-    x, weight, target = torch.ones(8, 16).bfloat16(), torch.ones(256, 16).bfloat16(), torch.ones(8, dtype=torch.int64)
-    new = mock.patch.object(triton, "new_window_partials", wraps=triton.new_window_partials)
-    with chosen_backend("triton"), new as made:
-        for entries in (64, 128, 64):
-            with tune.forced(tune.Tile(64, entries, 32, 4, 2), 2):
-                parallel_lce.linear_cross_entropy(x, weight, target)
-    assert [call.args[1] for call in made.call_args_list] == [4, 2, 4]
-
-
 # --- gradient_filter, on snapshots of a training ----------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_report_on_gradient_filter_has_each_filter_and_order(short, tmp_path, monkeypatch):
-    N, V, D = 150, 300, 32
-    monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
-    (tmp_path / "bad").write_text("no tensors")
-    with pytest.raises(SystemExit, match="bad cannot be read: "):
-        gradient_filter.main([str(tmp_path / "bad"), "--device", "cpu"])
-    path, figures = str(tmp_path / "step-20.safetensors"), tmp_path / "figures.json"
-    hidden, weight = normal(N, D).bfloat16(), (normal(V, D, seed=1) * D**-0.5).bfloat16()
-    save_file(dict(hidden=hidden, weight=weight, target=torch.arange(N) * 7 % V), path)
-    with chosen_backend("torch"):
-        gradient_filter.main([path, *f"--device cpu --rounds 2 --json {figures}".split()])
-    cells = json.loads(figures.read_text())["cells"]
-    assert [cell["name"] for cell in cells] == [f"{path}, natural, ", f"{path}, by probability, "]
-    given = problem.read_snapshot(path, Team(torch.device("cpu")))
-    mean = (given.hidden.double() @ given.weight.double().T).softmax(1).mean(0)
-    order = gradient_filter.by_probability(given)
-    assert torch.equal(order.sort().values, torch.arange(V)) and (mean[order].diff() <= 1e-6 * mean[order][1:]).all()
-    for cell in cells:
-        rows = {row["name"]: row for row in cell["peers"]}
-        assert [*rows] == [GEMM_ONLY, *(f"ours, {name}, {memory}" for memory in BUDGETS for name in FILTERS)]
-        for memory in BUDGETS:
-            exact = rows[f"ours, exact, {memory}"]
-            assert 0 < exact["errors"]["dX"] < 2 * cell["torch_errors"]["dX"] < 0.02
-            # The torch backend computes exact gradients.
-            assert all(rows[f"ours, {name}, {memory}"]["errors"] == exact["errors"] for name in FILTERS)

@@ -173,14 +173,6 @@ def test_all_entries_are_the_whole_divergence(tail, beta):
     assert torch.autograd.grad(found.sum(), log_probs, allow_unused=True) == (None,)
 
 
-@pytest.mark.parametrize("tail", TAILS)
-def test_autocast_casts_the_student(tail):
-    (x, *parameters), given = student(), teacher(tail)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = loss(tail, (x.bfloat16(), *parameters), given)
-    assert torch.equal(found, loss(tail, [v.bfloat16() for v in (x, *parameters)], given))
-
-
 # --- all kinds, and output layers ------------------------------------------------------------------
 
 
@@ -229,15 +221,6 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, beta):
         assert_close(gradient, whole, 0.01, smallest_steps(gradient))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_target_dtypes_and_no_ignore_index(kind):
-    leaves, given = student(), teacher(kind)
-    target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
-    assert torch.equal(loss(kind, leaves, given, target=target), loss(kind, leaves, given))
-    target = torch.full((N,), -100)
-    assert not loss(kind, leaves, given, reduction="none", target=target, ignore_index=None).any()
-
-
 OWN = [dict(), dict(teacher_logit_scale=0.4), dict(teacher_logit_softcap=0.7)]
 OWN += [dict(teacher_logit_scale=EACH, teacher_logit_softcap=math.inf)]
 
@@ -261,27 +244,6 @@ def test_scales_soft_caps_and_temperatures_of_two_layers(own, cap):
         found = loss("layer", leaves, given, **options).sum()
         gradients = [torch.autograd.grad(value, leaves) for value in (found, expected)]
         torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_compiled_graph_breaks_at_the_call(kind):
-    leaves, given = student(), teacher(kind)
-    call = lambda each: loss(kind, leaves, given, logit_scale=each, temperature=each.flip(0))  # noqa: E731
-    each = EACH.float()
-    assert torch.equal(torch.compile(call, backend="eager")(each), call(each))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_logits_of_a_block_come_from_any_number_of_tiles(dtype, backend, device, monkeypatch):
-    t = make(300, 600, 32, dtype, sharpness=2.0)
-    given = [v.to(device) for v in (t.x, t.weight, 0.5 * t.x, t.weight)]
-    found = []
-    for tile in (None, (64, 100)):
-        with shrunk(1 << 20, tile):
-            found.append(divergence(*given, beta=0.5, reduction="none"))
-        if backend == "triton":
-            monkeypatch.setattr("parallel_lce.backends.triton._PARTIAL_BYTES", 1)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from fuzz import program
-from fuzz import run as fuzz_run
 from fuzz.run import execute
-from fuzz.values import make
 from tools import alone, everywhere
 
 SETTINGS = program.Settings(seed=7, backend="torch", device="cpu")
@@ -105,84 +103,6 @@ def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kern
 
 
 # --- planted faults --------------------------------------------------------------------------------
-
-
-def _findings(monkeypatch, name: str, fault, number: int, **wanted):
-    """Verdicts and finding of each of so many configurations with wanted attributes, where ``fault(c, value)`` moves
-    what has this name, in place."""
-    once, moved = fuzz_run._once, []
-
-    def faulty(member, c):
-        found = once(member, c)
-        for each in {name, f"{name} again"} & {*found}:
-            before = found[each].clone()
-            fault(c, found[each])
-            moved.append(not torch.equal(before.nan_to_num(), found[each].nan_to_num()))
-        return found
-
-    monkeypatch.setattr(fuzz_run, "_once", faulty)
-    fits = _drawn(lambda c: all(getattr(c, name) in values for name, values in wanted.items()))
-    for _, c in islice(fits, number):
-        moved.clear()
-        verdicts, finding = program.examine(c, _run)
-        if any(moved):
-            yield c, verdicts, finding
-
-
-TRAINED = dict(mode=("train",), frozen=((),), autocast=("",))
-
-
-@pytest.mark.parametrize("where", ["dinput", pytest.param("dweight", marks=pytest.mark.slow)])
-def test_one_wrong_row_of_a_gradient_is_found(where, monkeypatch, of):
-    """By 1 %. Roundings of low-precision gradients may be as large."""
-    # Logits that are alike are rounded alike, and their gradient's terms cancel.
-    wanted = dict(kind=("loss", "statistics", "divergence"), dtype=("fp64", "fp32"), offset=(0.0,), bias=("", "plain"))
-    wanted |= dict(scale=(1.0, 0.5, -1.5), softcap=(None, 5.0, 30.0, 50.0), sharpness=(0.3, 1.0, 3.0, 10.0))
-    wanted |= dict(upstream=("random", "ones"), edge=("", "cold", "close"))
-    wanted |= dict(walk=("backward", "twice", "hooks"), **TRAINED)
-
-    def largest_row_off(c, gradient):
-        # Tokens without a loss have NaN.
-        rows = gradient.reshape(len(gradient), -1).double().norm(dim=1).nan_to_num(0.0)
-        gradient[int(rows.argmax())] *= 1.01
-
-    said = []
-    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, of(16, 8), **wanted):
-        assert not finding or where in finding
-        # What is 0, lies beneath fp16's numbers or sums to nearly nothing has no percent.
-        if max([v.truth for v in verdicts if v.name.removesuffix(" again") == where], default=0.0) >= 1e-3:
-            said.append(where in finding)
-    assert len(said) >= of(8, 4)
-    assert sum(said) >= 0.95 * len(said), said
-
-
-def test_exponentials_that_are_rounded_where_logits_are_nearly_equal_are_found(monkeypatch):
-    """Roundings of p, of which a hundredth is the gradient. Row by row they are within what roundings may do."""
-
-    def rounded(c, gradient):
-        weight, x = (make(c).tensors[name].double() for name in ("weight", "input"))
-        p = (x @ weight.t()).softmax(-1)
-        gradient += make(c).upstream["entropy"].double()[..., None] * ((p.to(gradient.dtype) - p) @ weight)
-
-    flat = dict(kind=("statistics",), edge=("flat",), mixture=(("entropy",),), sharpness=(0.02,), counted=("",))
-    found = _findings(monkeypatch, "dinput", rounded, 3, walk=("backward",), **flat, **TRAINED)
-    said = [finding for *_, finding in found]
-    assert len(said) == 3 and all("dinput of all tokens" in each for each in said), said
-
-
-def test_a_finding_is_printed_as_the_command_that_shows_it(capsys, monkeypatch):
-    planted = SETTINGS.draw(1, 8)
-
-    def run(self, c):
-        if c == planted:
-            raise ValueError("planted")
-        return _run(c)
-
-    monkeypatch.setattr(program.Ranks, "__call__", run)
-    assert program.main("--first 7 --count 3 --ranks 1 --seed 7".split()) == 1
-    first, last = capsys.readouterr().out.splitlines()
-    assert first == f"{SETTINGS.command(1, 8)}  # ValueError: planted"
-    assert last.endswith("configuration 9: 1 findings in 3")
 
 
 def test_ranks_that_differ_and_results_that_are_off_are_found():

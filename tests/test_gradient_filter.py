@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
-from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.memory import HostNumber
 from parallel_lce.features.filter import gradient as form
 from parallel_lce.features.filter.tiles import TILE
@@ -108,40 +107,6 @@ def test_the_gradients_are_those_of_the_definition(options, D, dtype, rtol, devi
     assert not torch.equal(found[0], exact[0])
 
 
-def test_ranges_of_entries_have_the_numbers_of_the_whole_product(device):
-    """As dW is formed in fp16."""
-    gradient, x = (normal(150, size, seed=size).to(device, torch.bfloat16) for size in (448, 16))
-    products = form.FilteredGradient(gradient, torch.ones(150, device=device), 3.6, None, 0)
-    assert 0 < products.of_rows.counts.sum() < products.of_rows.numbers.numel()
-    whole, cut = (torch.empty(448, 16, device=device) for _ in range(2))
-    for total, step in (whole, 448), (cut, 256):
-        for start in range(0, 448, step):
-            entries = slice(start, min(start + step, 448))
-            products.add_weight(total[entries], x, entries, overwrite=True)
-    assert torch.equal(cut, whole)
-
-
-@pytest.mark.parametrize("logits_budget", [1 << 30, 0])
-def test_gradients_of_a_likely_target_of_several_tokens_are_exact(logits_budget, device):
-    """The gradient that a model has learned nearly by heart is not smeared."""
-    x, weight = 0.02 * normal(128, 16), 0.02 * normal(512, 16, seed=1)
-    x[:, 0], weight[7, 0] = 13.0, 1.0
-    t = [value.bfloat16().to(device).requires_grad_() for value in (x, weight)]
-    t.append(torch.full((128,), 7, device=device))
-    exact, found = (gradients(*t, gradient_filter=f, logits_budget=logits_budget) for f in (None, 2**-6))
-    assert_close(found[0], exact[0].double(), 0.05)
-    assert_close(found[1][7], exact[1][7].double(), 0.05)
-
-
-def test_slices_that_are_too_small_to_be_filtered_take_no_more_memory(device, monkeypatch):
-    given = problem(device=device)
-    with mock.patch.object(Scratch, "reserve", autospec=True, side_effect=Scratch.reserve) as reserve:
-        for smallest in (4 * 150 * 400 * 16, 4 * 150 * 400 * 16 + 1):
-            monkeypatch.setattr(form, "SMALLEST_FILTERED", smallest)
-            gradients(*given, gradient_filter=EPS, logits_budget=0)
-    assert [call.args[1] for call in reserve.call_args_list] == [form.SLICE_BYTES]
-
-
 def test_the_gradient_of_the_bias_is_not_filtered(device):
     """Nor where tokens have other coefficients, so that what stands for a tile has other sums over tokens."""
     t, bias = problem(device=device), torch.zeros(400, dtype=torch.bfloat16, device=device)
@@ -221,26 +186,6 @@ def test_masses_of_tokens_are_kept(slices, device):
     assert_close(dx, torch.ones_like(dx).double(), 4e-3)
     dx, _ = torch.autograd.grad(found.target_log_prob[10], (x, ones))
     assert dx.abs().max() < 0.3 * p
-
-
-@pytest.mark.parametrize("gradient_filter", [pytest.param(1e-30, marks=pytest.mark.slow), WIDE_EPS])
-@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_targets_and_scales_of_tokens(scaled, gradient_filter, slices, device):
-    """The gradient of a target's logit is formed exactly, shared or not, where nothing else has a gradient."""
-    x, weight, target = wide_problem(device=device)
-    target = target.clamp(min=0)
-    scale = torch.linspace(0.5, 1.5, N, device=device) if scaled else 1.0
-    first = torch.arange(N, device=device) < 200
-
-    def gradient(**options):
-        found = token_statistics(x, weight, target, logit_scale=scale, **options)
-        return torch.autograd.grad(torch.where(first, found.target_logit, found.target_log_prob).sum(), (x, weight))
-
-    found, exact = gradient(logits_budget=0, gradient_filter=gradient_filter), gradient()
-    limit = 0.2 if scaled else 0.03
-    for a, b in zip(found, exact):
-        assert relative_error(a, b.double()) < (6e-3 if gradient_filter < WIDE_EPS else limit)
-    assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
 
 
 def test_tokens_without_a_unit(slices, device):
@@ -324,22 +269,3 @@ def test_few_hidden_elements_pay_only_for_few_active_tiles(monkeypatch):
         counts.append((HostNumber(torch.tensor(6)), 10))
         choice.begin()
         assert choice.begin() == (hidden_size == 4096, None)
-
-
-@pytest.mark.gpu
-def test_a_count_is_copied_behind_the_stream_that_made_it():
-    """The next call may be on another."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and there is none")
-    count, other, chosen = (
-        torch.zeros((), dtype=torch.int64, device="cuda"),
-        torch.cuda.Stream(),
-        form.Choice(form.MOST_ACTIVE),
-    )
-    other.wait_stream(torch.cuda.current_stream())
-    _, counts = chosen.begin()
-    with torch.cuda.stream(other):
-        torch.cuda._sleep(200_000_000)
-        counts.append((HostNumber(count.fill_(4)), 4))
-    chosen.begin()
-    assert chosen.begin() == (False, None)  # all tiles are active

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
-from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 from calls import D, N, V, call, good
@@ -124,15 +123,6 @@ def test_ids_of_any_integer_dtype_give_the_same_results(bits, device):
 # --- memory that is not what it looks like ----------------------------------------------------------
 
 
-@on_ranks(2)
-def test_a_weight_from_a_functional_all_gather_for_which_nobody_has_waited(member, backend):
-    arguments = good(member.device)
-    part = arguments["linear_weight"].chunk(member.ranks)[member.rank]
-    gathered = collectives.all_gather_tensor(part, 0, member.group)
-    assert isinstance(gathered, collectives.AsyncCollectiveTensor)
-    torch.testing.assert_close(call(arguments | dict(linear_weight=gathered)), call(arguments))
-
-
 def test_negative_views_give_the_same_bits(backend, device):
     arguments = good(device)
     arguments |= dict(linear_bias=normal(V, seed=1).float().to(device), token_weight=arguments["input"][:, 0].abs())
@@ -166,14 +156,6 @@ def test_a_vocabulary_beyond_2_to_the_24_keeps_its_ids_apart(member):
 
 
 # --- integers for floats; copies and pickles ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["logit_scale", "logit_softcap", "temperature", "z_loss"])
-def test_integers_are_taken_for_floats(name, device):
-    arguments, number = good(device), 10**20
-    module = parallel_lce.LinearCrossEntropy(**{name: number})
-    want = call(arguments | {name: float(number)})
-    assert torch.equal(call(arguments | {name: number}), want) and torch.equal(module(*arguments.values()), want)
 
 
 @on_ranks(2)

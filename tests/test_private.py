@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from parallel_lce.core import private
 
@@ -60,13 +59,6 @@ def test_a_value_is_kept_as_long_as_memory(device):
     del found, kept, saved
     gc.collect()
     assert watched() is None
-
-
-def test_linear_and_the_modes_of_functions_are_torchs():
-    assert private.linear is nn.functional.linear
-    assert private.function_modes() == []
-    with torch.device("cpu"):
-        assert [type(mode) for mode in private.function_modes()] == [private.DeviceContext]
 
 
 def test_both_kinds_of_hooks_of_a_tensor_are_seen():

@@ -83,20 +83,6 @@ def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch
     assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
 
 
-def test_gradients_of_targets_and_selected_entries_together(backend, device):
-    """Some of the selected entries are targets, and some are selected twice."""
-    t = small(device)
-    rows, beside = torch.arange(t.target.numel(), device=device), (t.target + 1) % len(t.weight)
-    ids = torch.stack([t.target, beside, rows % len(t.weight), beside], -1)
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=ids)
-    found = torch.autograd.grad(found.target_log_prob.sum() + 2 * found.selected_log_prob.sum(), [t.x, t.weight])
-    exact = [leaf.detach().double().requires_grad_() for leaf in (t.x, t.weight)]
-    log_probs = (exact[0] @ exact[1].T).log_softmax(-1)
-    loss = log_probs.gather(-1, t.target[..., None]).sum() + 2 * log_probs.gather(-1, ids).sum()
-    for ours, theirs in zip(found, torch.autograd.grad(loss, exact)):
-        assert relative_error(ours, theirs) < 1e-5
-
-
 # --- selected_log_probs alone ------------------------------------------------------------------------
 
 

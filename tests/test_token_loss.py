@@ -237,23 +237,6 @@ def test_an_exception_ends_on_every_rank(member, kind, everyone, debug):
     assert said == expected and t.x.grad.isfinite().all()
 
 
-def test_what_the_function_raises_in_a_second_backward_reaches_the_caller(device):
-    (budget, block), (t, *values) = OF_BLOCKS["accumulate"], problem(device=device)
-    x, failing = t.x.requires_grad_(), []
-
-    def loss(*given):
-        if failing:
-            raise RuntimeError("no advantage")
-        return ppo(*given)
-
-    with shrunk(block):
-        total, _ = parallel_lce.token_loss(x, t.weight, t.target, loss, *values, entropy=True, logits_budget=budget)
-        total.backward(retain_graph=True)
-        failing.append(True)
-        with pytest.raises(RuntimeError, match="no advantage"):
-            total.backward()
-
-
 def test_an_exception_keeps_nothing_of_its_call():
     """Such as its exponentials, beside which a smaller microbatch would run."""
     t, values = small(N=N), []

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +18,10 @@ from safetensors.torch import load_file
 
 import program  # of launch/
 from tools import ran
-from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
-from training.model import CausalAttention
+from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, load_config
 from training.refusal import Refusal
 from training.report import RUNS, Metrics, compare, write_report
-from training.text import Batches, Text, by_frequency, load_text, read_documents, split
+from training.text import Text, by_frequency, load_text, read_documents, split
 from world import launched
 
 
@@ -33,17 +30,6 @@ def test_held_out_samples_are_not_trained_on():
     assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
     assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(100))
-
-
-def test_another_order_has_the_same_samples_of_a_step():
-    text, orders = Text(np.arange(500, dtype=np.int32), 0, "numbers"), []
-    sizes = dict(steps=1, sequence=8, micro_batch=2, micro_batches=3, learning_rate=0.0, warmup_steps=0)
-    for order in range(4):
-        train = TrainConfig.model_validate(sizes | {"precision": "fp32", "sample_order": order})
-        batches = [Batches(text, train, torch.device("cpu")).of_rank(5, rank, 2) for rank in (0, 1)]
-        orders.append([batch.tokens[:, 0].tolist() for of_rank in batches for batch in of_rank])
-    assert all(sorted(sum(each, [])) == sorted(sum(orders[0], [])) for each in orders)
-    assert all(one != other for one, other in combinations(orders, 2))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -62,17 +48,6 @@ def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
     assert given["new_id"][[i for i in ids if i < 37]].tolist() == [row for row in dealt if row < 37]
     assert torch.equal(given["weight"][given["tokens"]], torch.from_numpy(stream))
     assert given["weight"][37:].tolist() == [37, 38, 39]
-
-
-def test_attention_is_causal_softmax_of_groups_of_heads():
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(7, 2, heads, 8, dtype=torch.float64) for heads in (6, 2, 2))
-    k, v = (x.repeat_interleave(3, 2) for x in (key, value))
-    scores = torch.einsum("sbhd,tbhd->bhst", query, k) / math.sqrt(8)
-    weights = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
-    expected = torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2)
-    found = CausalAttention(layer_number=1)(query, key, value, None)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # --- the text -----------------------------------------------------------------------------------------
@@ -280,25 +255,3 @@ def test_the_report_has_the_verdict_and_the_figures(last, orders, agree, tmp_pat
     assert verdict in written and "./launch/demo.sh a=1\n" in written
     assert json.loads((tmp_path / "report" / "report.json").read_text())["agree"] is agree
     assert (tmp_path / "report" / "report.png").stat().st_size > 10_000
-
-
-def test_a_demo_that_fails_or_runs_elsewhere_leaves_no_earlier_results(work, tmp_path, monkeypatch, capsys):
-    given = [f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
-    given += ["train.micro_batches=2", f"output={tmp_path}/o #1"]
-    hosts = ["--nnodes=2", "--nproc-per-node=1"]
-    for code, torchrun, runs, status, words in (
-        (3, [], ["stock"], 1, "FAILED: the run 'stock' ended with exit code 3"),
-        (0, [*hosts, "--"], ["stock", "parallel_lce"], 0, "another host has the results"),
-    ):
-        earlier = tmp_path / "o #1" / "stock"
-        earlier.mkdir(parents=True, exist_ok=True)
-        (earlier / "metrics.json").touch()  # which must not stay
-        commands, ended = [], subprocess.CompletedProcess([], code)
-        monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append(command) or ended)
-        with pytest.raises(SystemExit) as exit:
-            program.main("demo", [*torchrun, *given])
-        assert exit.value.code == status and words in "".join(capsys.readouterr())
-        assert not [*tmp_path.glob("o #1/*/*")]
-        for command, name in zip(commands, runs, strict=True):
-            assert command[-3:] == [f"loss.impl={name}", "train.sample_order=0", f"output={tmp_path}/o #1/{name}"]
-    assert [command[4:6] for command in commands] == [hosts] * 2

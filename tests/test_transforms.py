@@ -46,6 +46,11 @@ def _batched(f, x, w):
     return torch.autograd.grad(values, x, values.new_ones(3, *values.shape), is_grads_batched=True)
 
 
+def _compiled(f):
+    torch._dynamo.reset()
+    return torch.compile(f, backend="eager")
+
+
 def _fake(f, x, w):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         f(*map(mode.from_tensor, (x, w)))
@@ -68,6 +73,7 @@ ASKED = {
     "jvp": (lambda f, x, w: jvp(lambda x: f(x, w), (x,), (x,)), NotImplementedError, "has a tangent"),
     "penalty, by x": (lambda f, x, w: _penalty(f, x, w, x), RuntimeError, TWICE),
     "penalty, by the weight": (lambda f, x, w: _penalty(f, x, w, w), RuntimeError, TWICE),
+    "penalty, compiled": (lambda f, x, w: _penalty(_compiled(f), x, w, x), RuntimeError, "twice|double backward"),
     "meta": (lambda f, x, w: f(x.to("meta"), w.to("meta")), ValueError, VALUES),
     "fake": (_fake, ValueError, VALUES),
     "exported": (_exported, ValueError, VALUES),
@@ -84,14 +90,6 @@ def test_what_no_call_supports_is_refused(name, asked, device, monkeypatch):
         monkeypatch.setitem(globals(), "TARGET", TARGET.to("meta"))
     with shrunk(2 * V * 4, (4, 4)), pytest.raises(error, match=words):
         ask(FUNCTIONS[name], x, w)
-
-
-def test_second_derivatives_of_a_compiled_loss_are_refused(device):
-    torch._dynamo.reset()
-    x, w = (normal(*size).to(device).requires_grad_() for size in ((N, D), (V, D)))
-    loss = torch.compile(lambda x, w: FUNCTIONS["none"](x, w).sum(), fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match="twice|double backward"):
-        _penalty(loss, x, w, x)
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "token_weight"])

@@ -15,7 +15,7 @@ from parallel_lce.backends import backend_of
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
-from tools import REDUCED, chosen_backend, given, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, fields, given, shrunk, small, statistics
 
 
 def assert_equal(found, expected, name: object = "") -> None:
@@ -130,6 +130,18 @@ def test_a_loss_may_be_changed_in_place(reduction, backend, device):
     expected = gradients(lambda loss: None)
     assert_equal(gradients(lambda loss: loss.detach().mul_(3)), expected)
     assert_equal([4 * g for g in gradients(lambda loss: loss.div_(4))], expected)
+
+
+def test_every_statistic_may_be_changed_in_place(backend, device):
+    t = small(device)
+
+    def gradients(change):
+        found = fields(statistics(t.x, t.weight, t.target, selected=t.target[:, None], top_k=2))
+        for value in found.values():
+            change(value) if value.dim() else None  # vocab_size is saved
+        return torch.autograd.grad(found["lse"].sum() + found["entropy"].sum(), (t.x, t.weight))
+
+    assert_equal(gradients(lambda value: value.add_(1)), gradients(lambda value: None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

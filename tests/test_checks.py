@@ -15,9 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import parallel_lce
 from calls import D, N, V, call, calls, good
 from parallel_lce.call import prepare
-from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.run.entry import fused_loss
-from tools import alone, debug_mode, given, on_ranks
+from tools import alone, debug_mode, on_ranks
 from world import Member, mesh_of
 
 
@@ -290,14 +288,6 @@ def test_what_is_wrong_on_every_rank_is_refused_before_a_collective(member):
             call(arguments | dict(target=whole))
         with pytest.raises(IndexError, match=r"target 15 at position 1 is outside .* pass the process_group of all"):
             call(good(member.device) | dict(target=torch.tensor([0, 15, 0, 0, 0, 0])))
-
-
-def test_a_main_grad_of_another_shape_is_refused(device):
-    tensors = good(device)
-    tensors["linear_weight"].requires_grad_()
-    main_grad = MainGrad(torch.zeros(V, D + 1, device=device), lambda memory: None)
-    with pytest.raises(ValueError, match=r"main_grad must have linear_weight's shape \[10, 4\], got \[10, 5\]"):
-        fused_loss(*given(**tensors, reduction="none"), None, main_grad=main_grad)
 
 
 # --- signatures ---------------------------------------------------------------------------------------

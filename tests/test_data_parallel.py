@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import normal
 from measures import relative_error
-from parallel_lce import LinearCrossEntropy, token_statistics
+from parallel_lce import LinearCrossEntropy
 from tools import on_ranks
 from wrappers import WRAPPERS, gradients, wrapped
 
@@ -106,19 +106,6 @@ def test_gradients_are_right_inside_and_outside_the_module(member, how, options,
     model = wrapped(how, inner, member)
     step = (lambda ids, target: inner.of(model(ids), target)) if outside else model
     check(member, step, inner, model, 2, how, tied=options.get("tied", False))
-
-
-@on_ranks(2)
-def test_a_module_may_return_statistics(member):
-    """DDP averages the gradients of a static graph's first step only if it finds the tensors of the result."""
-
-    class Scores(Model):
-        def forward(self, ids, target):
-            return token_statistics(super().forward(ids), self.head.weight, target, linear_bias=self.head.bias)
-
-    inner = Scores(member.device)
-    model = nn.parallel.DistributedDataParallel(inner, process_group=member.group, static_graph=True)
-    check(member, lambda *given: -model(*given).target_log_prob.sum() / (N - 1), inner, model)
 
 
 @on_ranks(2)

@@ -1,14 +1,16 @@
-"""The fuzz program: its configurations hold in both backends, and planted faults are found."""
+"""The fuzz program: its configurations hold in both backends."""
 
 import functools
+from dataclasses import replace
 from itertools import count, islice, product
 
 import pytest
 import torch
 
 from fuzz import program
+from fuzz.draw import Configuration
 from fuzz.run import execute
-from tools import alone, everywhere
+from tools import DIFFERENTIABLE, alone, everywhere
 
 SETTINGS = program.Settings(seed=7, backend="torch", device="cpu")
 
@@ -64,7 +66,8 @@ WANTED = {
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [(kind, "any") for kind in ("loss", "statistics", "logits", "selected", "divergence")]
-    + [("loss", "windows"), ("statistics", "windows"), pytest.param("divergence", "windows", marks=pytest.mark.slow)],
+    + [("loss", "windows"), ("statistics", "windows"), pytest.param("divergence", "windows", marks=pytest.mark.slow)]
+    + [("loss", "masked"), ("statistics", "sure")],
 )
 def test_configurations_of_one_process_hold(kind, wanted, of):
     _hold(of, 24, 6, lambda c: c.kind == kind and WANTED[wanted](c), _run)
@@ -102,7 +105,29 @@ def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kern
     _hold(of, number, fewer, lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)
 
 
-# --- planted faults --------------------------------------------------------------------------------
+STATISTICS = Configuration(
+    "statistics",
+    *(1, (40,), 24, 700, ((0, 700),), 1, "bf16"),
+    asked=("argmax", "entropy", "mean_logit", "sum_p_squared"),
+    mixture=(*DIFFERENTIABLE,),
+    reduction="none",
+    block_bytes=40_000,
+)
+# Every statistic, of several windows: saved, a part of it, not, and over ranks.
+GIVEN = [
+    STATISTICS,
+    replace(STATISTICS, budget=40_000 + 300 * 40 * 2),
+    replace(STATISTICS, dtype="fp16", budget=0, bias="masked"),
+    replace(STATISTICS, ranks=2, shards=((0, 300), (300, 400)), starts_given=True),
+    # Nothing but the z-loss is left of a target's gradient whose 1 - p is below fp32's roundings.
+    Configuration("loss", 1, (40,), 64, 200, ((0, 200),), 1, sure="all", miss=1e-6, z_loss=1e-4, reduction="sum"),
+]
+
+
+@pytest.mark.parametrize("c", GIVEN, ids=str)
+def test_given_configurations_hold(c, backend, worlds, device):
+    _, finding = program.examine(c, lambda c: everywhere(worlds, device, c.ranks, execute, c, backend))
+    assert not finding
 
 
 def test_ranks_that_differ_and_results_that_are_off_are_found():

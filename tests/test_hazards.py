@@ -27,6 +27,32 @@ def budget(request):
         yield request.param
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_minus_infinity_far_above_the_rest(dtype, device, budget):
+    """All of some windows' logits. 0 times the factor of their reference, which may be infinite, is no NaN."""
+    t = small(device, V=512, dtype=dtype, bias=True)
+    t.bias.detach()[:256], t.bias.detach()[256:], t.target = -torch.inf, -120.0, t.target % 256 + 256
+    loss = linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=budget)
+    found = torch.autograd.grad(loss, [t.x, t.weight])
+    t.bias.detach()[:256] = -1e4  # whose exp is 0, too
+    truth = dense_loss(t)
+    for value, name in zip((loss, *found), ("loss", "dx", "dweight")):
+        assert_close(value, truth[name], 1e-5 if dtype == "fp32" or name == "loss" else 1e-2)
+    assert not found[1][:256].any()
+
+
+def test_one_tokens_nan_upstream_leaves_the_others_alone_in_fp16(device):
+    t, found = small(device, dtype="fp16"), []
+    for number in (1.0, torch.nan):
+        upstream = torch.ones(t.target.shape, device=device)
+        upstream[3] = number
+        loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none")
+        found += torch.autograd.grad(loss, [t.x], upstream)
+    assert found[1][3].isnan().all()
+    others = torch.arange(len(t.x), device=device) != 3
+    assert_close(found[1][others], found[0][others], 2e-3)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
 @pytest.mark.parametrize("by", ["upstream", "weight"])
@@ -106,6 +132,22 @@ def operands(device) -> list[Tensor]:
     """``x [N, D]``, ``weight [V, D]``, ``bias [V]`` and ``target [N]``."""
     drawn = [normal(*shape, seed=seed).float() / 2 for seed, shape in enumerate(((N, D), (V, D), (V,)))]
     return [value.to(device) for value in (*drawn, torch.arange(N) * 17 % V)]
+
+
+@pytest.mark.parametrize("budget_of_all", [1 << 30, 0])
+def test_logits_as_large_as_fp32_has_them(budget_of_all, backend, device):
+    """Of two windows, of either sign. A token's largest logit is alone."""
+    x, weight, _, target = operands(device)
+    weight[WINDOW - 24 : 2 * WINDOW - 24] *= 1e30
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    with windows(backend):
+        losses = linear_cross_entropy(*leaves, target, reduction="none", logits_budget=budget_of_all)
+        _, dweight = torch.autograd.grad(losses.sum(), leaves)
+    z = linear(x.detach().double(), weight.detach().double()).requires_grad_()
+    exact = cross_entropy(z, target, reduction="none")
+    assert_close(losses, exact, 1e-5)
+    (g,) = torch.autograd.grad(exact.sum(), z)
+    assert_close(dweight, g.t() @ x.detach().double(), 1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -246,6 +288,13 @@ def test_a_sum_near_one_keeps_the_other_entries(budget, device):
     leaf = hidden.requires_grad_()
     found = linear_cross_entropy(leaf, weight, target, reduction="none", logits_budget=budget)
     assert relative_error(found.detach(), truth) < 0.15 * relative_error(torchs.detach(), truth)
+
+
+def test_a_mean_of_no_weight_is_0_and_has_no_gradient(budget, device):
+    t = small(device, dtype="bf16")
+    options = dict(token_weight=torch.zeros(24, device=device), logits_budget=budget)
+    loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+    assert loss == 0 and not any(map(torch.any, torch.autograd.grad(loss, [t.x, t.weight])))
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)

@@ -2,7 +2,6 @@
 before any process of a training starts."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -152,21 +151,3 @@ def test_every_configuration_loads_and_the_demos_names_all_settings(path):
     named, settings = yaml.safe_load(path.read_text()), config.model_dump()
     for section, values in settings.items() if path == DEFAULT_CONFIG else ():
         assert section in named and (not isinstance(values, dict) or named[section].keys() == values.keys())
-
-
-@pytest.mark.parametrize(
-    ("variable", "options", "message"),
-    [
-        ("PARALLEL_LCE_LOGITS_BUDGET", [], "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got"),
-        ("PARALLEL_LCE_BACKEND", [], "PARALLEL_LCE_BACKEND='x' is none of"),
-        ("OTHERS", ["--parallel-lce-z-loss=-1"], "z_loss must be a finite Python number >= 0, got -1.0"),
-    ],
-)
-def test_the_launcher_of_megatrons_programs_refuses_in_a_line(variable, options, message, monkeypatch):
-    from parallel_lce.megatron import __main__ as launcher
-
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv(variable, "x")
-    with pytest.raises(SystemExit, match=f"^error: {re.escape(message)}"):
-        launcher.main([*options, __file__])

@@ -15,31 +15,6 @@ import torch
 from parallel_lce.core import private
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_tensors_are_saved_without_the_hooks_around(allowed):
-    x, seen = torch.ones(2, requires_grad=True), []
-    around = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t)
-    with around if allowed else torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        with private.saving_without_hooks():
-            x.exp().sum().backward()
-        assert not seen
-        x.exp()
-    assert len(seen) == allowed
-    with private.saving_without_hooks():
-        assert (x * x).grad_fn._saved_other is x  # a parameter stays the object that it is
-
-
-def test_a_backward_knows_whether_it_accumulates():
-    x, seen = torch.ones(2, requires_grad=True), []
-    leaf = torch.autograd.graph.get_gradient_edge(x).node
-    y = x * 2
-    y.register_hook(lambda g: seen.append(private.accumulates(leaf)))
-    y.sum().backward(retain_graph=True)
-    torch.autograd.grad(y.sum(), [x])
-    accumulated, captured = seen
-    assert accumulated and not captured
-
-
 def test_a_value_is_kept_as_long_as_memory(device):
     class Value:
         pass

@@ -1,12 +1,10 @@
-"""The public names: functions and classes, their positional arguments, and the variables of the environment."""
+"""The public names: functions and classes, and the variables of the environment."""
 
 import importlib
-import inspect
 import re
 
 import pytest
 
-import parallel_lce
 import torchtitan_standin
 from releases import ROOT
 
@@ -23,14 +21,6 @@ NAMES = {
     "parallel_lce.verl": "patch unpatch",
     "parallel_lce.torchtitan": "linear_cross_entropy LinearCrossEntropyLoss",
 }
-# The arguments that may be positional, in order, of functions that take the place of others'.
-POSITIONAL = {
-    "linear_cross_entropy": "input linear_weight target",
-    "token_statistics": "input linear_weight target",
-    "token_loss": "input linear_weight target loss per_token",
-    "selected_log_probs": "input linear_weight selected",
-    "vocab_parallel_cross_entropy": "vocab_parallel_logits target label_smoothing tp_group",
-}
 
 
 def _imported(name: str):
@@ -46,13 +36,6 @@ def test_a_module_has_these_public_names_and_no_others(name):
     own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
     public = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
     assert {*public} == {*NAMES[name].split()}
-
-
-@pytest.mark.parametrize("name", POSITIONAL)
-def test_arguments_may_be_positional_in_this_order(name):
-    parameters = inspect.signature(getattr(parallel_lce, name)).parameters.values()
-    found = [p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-    assert found == POSITIONAL[name].split()
 
 
 def test_no_other_variables_of_the_environment_are_read():

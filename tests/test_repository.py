@@ -152,34 +152,18 @@ def _modules(folder: Path) -> set[str]:
 
 
 USE = """
-import math, os, sys
+import math, sys
 # Whatever else the extras install may be absent, and whatever the doors are for.
 EXTRAS = "megatron triton numpy matplotlib rich pydantic tokenizers torchtitan spmd_types transformers trl verl"
 for name in EXTRAS.split():
     sys.modules[name] = None  # import raises ImportError
-import torch, torch.distributed as dist
+import torch
 before = set(sys.modules)
 import parallel_lce
 assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & (set(sys.modules) - before)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 ours = {name for name in added if name not in sys.stdlib_module_names}
 assert ours <= {"parallel_lce", "torch"}, ours
-
-# Two ranks that give different sizes.
-os.environ["PARALLEL_LCE_DEBUG"] = "1"
-rank = 0 if (child := os.fork()) else 1
-dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
-where = dict(process_group=dist.group.WORLD, vocab_size=10 - rank)
-try:
-    parallel_lce.linear_cross_entropy(torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 6, 8]), **where)
-except ValueError as refusal:
-    assert "vocab_size: rank 0 has 10, rank 1 has 9" in str(refusal)
-else:
-    raise AssertionError("not refused")
-dist.destroy_process_group()
-if not child:
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
 
 x = torch.zeros(3, 4, requires_grad=True)
 w = torch.ones(5, 4, requires_grad=True)
@@ -211,7 +195,7 @@ for call, needed in (
 @pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
 def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
     """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``. It needs torch
-    alone, for a loss and for debug mode over two ranks; and names a neighbour that is missing."""
+    alone, and names a neighbour that is missing."""
     assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")}
     (information,) = site.glob("*.dist-info")
     assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}

@@ -20,7 +20,7 @@ import program  # of launch/
 from tools import ran
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, load_config
 from training.refusal import Refusal
-from training.report import RUNS, Metrics, compare, write_report
+from training.report import RUNS, Metrics, compare
 from training.text import Text, by_frequency, load_text, read_documents, split
 from world import launched
 
@@ -102,44 +102,6 @@ def work(tmp_path_factory) -> Path:
     (folder / "signal.py").write_text("raise SystemExit('Python has another one')")
     (folder / "text.txt").write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}," for i in range(4000)))
     return folder
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.args")), ids=lambda path: path.stem)
-def test_megatrons_arguments_describe_the_configuration_beside_them(path):
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    flags = {name: value for name, _, value in (line.partition(" ") for line in lines)}
-    config = load_config(path.with_suffix(".yaml"), [])
-    model, train, parallel = config.model, config.train, config.parallel
-    numbers = {
-        "--num-layers": model.layers,
-        "--hidden-size": model.hidden,
-        "--ffn-hidden-size": model.ffn_hidden,
-        "--num-attention-heads": model.heads,
-        "--num-query-groups": model.kv_heads,
-        "--vocab-size": model.vocab_size - 1,  # NullTokenizer adds one
-        "--rotary-base": model.rotary_base,
-        "--seq-length": train.sequence,
-        "--micro-batch-size": train.micro_batch,
-        "--global-batch-size": train.micro_batch * train.micro_batches * parallel.data,
-        "--train-iters": train.steps,
-        "--lr": train.learning_rate,
-        "--lr-warmup-iters": train.warmup_steps,
-        "--weight-decay": train.weight_decay,
-        "--clip-grad": train.clip_grad,
-        "--seed": train.seed,
-        "--tensor-model-parallel-size": parallel.tensor,
-    }
-    assert {name: float(flags[name]) for name in numbers} == numbers
-    assert float(flags.get("--kv-channels", model.hidden // model.heads)) == model.head_dim
-    switches = {
-        "--untie-embeddings-and-output-weights": not model.tie_embeddings,
-        "--sequence-parallel": parallel.sequence,
-        "--use-distributed-optimizer": parallel.distributed_optimizer,
-        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
-        "--recompute-granularity": model.recompute,
-    }
-    assert {name: name in flags for name in switches} == switches
-    assert "--cross-entropy-loss-fusion" in flags and flags["--cross-entropy-fusion-impl"] == "parallel_lce"
 
 
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
@@ -231,27 +193,3 @@ VERDICTS = [
 def test_the_verdict_allows_what_stock_runs_differ_by(yardstick, ours, agree, tmp_path):
     losses = {"stock": [3.0, 2.0], "parallel_lce": ours, **yardstick}
     assert compare(_finished(tmp_path, **losses)).agree is agree
-
-
-@pytest.mark.parametrize(("last", "orders", "agree"), [(1.5, 0, True), (1.7, 3, False)])
-def test_the_report_has_the_verdict_and_the_figures(last, orders, agree, tmp_path):
-    losses = [3 - step / 64 for step in range(96)] + [1.5]
-    others = {f"stock_{order}": [*losses[:-1], 1.5 + order / 32] for order in range(1, orders + 1)}
-    config = _finished(tmp_path, stock=losses, parallel_lce=[*losses[:-1], last], **others)
-    (tmp_path / "report").mkdir()
-    comparison = compare(config)
-    said = re.sub(" +", " ", write_report(comparison, tmp_path / "report", "./launch/demo.sh a=1"))
-    assert f"| final loss | 1.500000 | {last:.6f} |" in said
-    assert "| peak memory of the loss, measured at 8192 tokens, MiB per rank" in said and "| 7.0 |" in said
-    assert re.search(r"ms: p10, median, p90( \| \d+ / 22\d\d / \d+){2,} \|", said)
-    assert "overlap between p10 and p90" in said
-    comparison.runs["parallel_lce"].step_seconds = [9.0, 9.0, 1.0, 1.1]
-    assert "overlap between" not in write_report(comparison, tmp_path, "")
-    verdict = comparison.verdict
-    assert verdict.startswith("The loss curves agree: " if agree else "FAILED: the loss curves part")
-    written = (tmp_path / "report" / "report.md").read_text()
-    assert ("by up to 9.7e-04 and 9.4e-02" in verdict) is ("*stock-N* is stock with" in written) is (orders > 0)
-    assert "*stock* is Megatron's unfused loss" in written
-    assert verdict in written and "./launch/demo.sh a=1\n" in written
-    assert json.loads((tmp_path / "report" / "report.json").read_text())["agree"] is agree
-    assert (tmp_path / "report" / "report.png").stat().st_size > 10_000

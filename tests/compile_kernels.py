@@ -1,6 +1,6 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
 ``compile_kernels.py CAPABILITY [once]``, since Triton must not be in its interpreter's mode; ``once`` compiles each
-kernel for the first of few calls. All calls take ten minutes. Prints, in JSON, the version of Triton, which PYTHONPATH
+kernel for the first of its calls. All calls take minutes. Prints, in JSON, the version of Triton, which PYTHONPATH
 may choose, and what each kernel takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: as
 kernel_calls.py has it. Every launch must say whether a product and a sum are fused, since Triton 3.10 changes the
 default.
@@ -71,6 +71,6 @@ launch._capability = lambda device: CAPABILITY
 product.num_sms = lambda device: 132
 kernel_calls.prepare()
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-for plain, call in kernel_calls.every_call(ONCE, "cpu", [dist.new_group([0]), dist.group.WORLD]):  # noqa: B007
+for plain, call in kernel_calls.every_call("cpu", [dist.new_group([0]), dist.group.WORLD]):  # noqa: B007
     call()
 json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

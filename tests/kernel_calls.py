@@ -32,14 +32,11 @@ NAMES = {
 # Tokens, vocabulary rows, hidden size, saved vocabulary rows, and options: all, none, or "each", a temperature per
 # token, with which no exponentials are saved.
 CALLS = [
-    (1, 7, 8, 0, False),
-    (1, 7, 8, 7, False),
+    (400, 1000, 64, 256, False),  # the plain call first
     (80, 125, 64, 125, True),
-    (400, 1000, 64, 256, False),
-    (300, 1000, 64, 1000, False),
-    (300, 1000, 64, 0, True),
-    (33, 300, 15, 300, False),
     (300, 1000, 64, 0, "each"),
+    (1, 7, 8, 7, False),
+    (33, 300, 15, 300, False),
 ]
 
 
@@ -48,23 +45,21 @@ def prepare() -> None:
     gradient.SMALLEST_FILTERED = 0
 
 
-def every_call(few: bool, device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:
+def every_call(device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:
     """``(plain, call)``: plain is without bias, logits that are stored, and statistics beside those of the loss; a
-    soft-cap is its only option of the logits. ``few``: calls that launch each kernel."""
-    for arguments in CALLS[3:1:-1] if few else CALLS:  # the plain call first
+    soft-cap is its only option of the logits."""
+    for arguments in CALLS:
         yield from of_sizes(*arguments, torch.bfloat16, device)
-    for arguments in () if few else CALLS[1:3]:
-        yield from of_sizes(*arguments, torch.float16, device)
-    for saved in (1000, 0)[few:]:
+    yield from of_sizes(*CALLS[1], torch.float16, device)
+    for saved in (1000, 0):
         yield True, partial(capped, saved, device)
-    for tokens in (300, 1)[: 1 if few else 2]:
+    for tokens in (300, 1):
         yield True, partial(coded, tokens, device)
-    for ranks, tokens in ((2, 1), (8, 300))[few:]:
-        for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
-            plain = columns == Columns()
-            gathered = torch.ones(ranks, columns.count * tokens + TRAILER, device=device)
-            yield plain, partial(partials.merge_ranks, gathered, columns, tokens, None if plain else 77)
-    for tokens in (1, 5)[few:]:
+    for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
+        plain, tokens = columns == Columns(), 300
+        gathered = torch.ones(8, columns.count * tokens + TRAILER, device=device)
+        yield plain, partial(partials.merge_ranks, gathered, columns, tokens, None if plain else 77)
+    for tokens in (1, 5):
         for group in groups:
             for every_option in (False, True):
                 yield False, partial(small, tokens, every_option, group, device)

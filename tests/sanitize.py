@@ -65,7 +65,7 @@ def run_calls(plain: bool) -> None:
     torch.manual_seed(0)
     os.environ["PARALLEL_LCE_BACKEND"] = "triton"
     kernel_calls.prepare()
-    for _, call in kernel_calls.every_call(True, "cuda", [None]):
+    for _, call in kernel_calls.every_call("cuda", [None]):
         call()
     torch.cuda.synchronize()
     if missing := kernel_calls.NAMES - names:

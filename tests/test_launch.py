@@ -70,33 +70,26 @@ def test_no_python_or_one_without_the_packages_is_one_line(name, tmp_path):
 # In place of the Python that .venv is made with. The Python that it makes installs nothing, and fails if it is told to.
 BASE = """[ "$1" = -c ] && exit; [ "$1" = -V ] && { echo Python; exit; }
 echo begin >>"$LOG"
-sleep 0.5
 mkdir -p .venv/bin
 printf '#!/usr/bin/env bash\\necho end >>"$LOG"\\nexit "$STATUS"\\n' >.venv/bin/python
 chmod +x .venv/bin/python"""
 
 
-def test_of_first_starts_at_once_one_installs_and_the_next_after_a_change_or_a_failure(tmp_path):
+def test_the_first_start_installs_and_the_next_after_a_change_or_a_failure(tmp_path):
     checkout, log, base = tmp_path / "checkout", tmp_path / "log", python_at(tmp_path, BASE)
     base.rename(base.with_name("python3.13"))
     (checkout / "launch").mkdir(parents=True)
     for name in ("launch/env.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, checkout / name)
-
-    def started(status: int = 0) -> subprocess.Popen:
-        path = f"{base.parent}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"LOG": str(log), "STATUS": str(status), "PATH": path, "PARALLEL_LCE_PYTHON": ""}
-        command = ["bash", "-euc", f"source {checkout}/launch/env.sh; echo $python"]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-    assert started(status=1).wait(120) == 1
-    log.unlink()
-    for times, name in enumerate(["", "pyproject.toml", ".venv/stamp"], 1):
+    given = dict(LOG=str(log), PATH=f"{base.parent}{os.pathsep}{os.environ['PATH']}", PARALLEL_LCE_PYTHON="")
+    command = "-euc", f"source {checkout}/launch/env.sh; echo $python"
+    assert start(*command, STATUS="1", **given).returncode == 1
+    for times, name in enumerate(["", "pyproject.toml", ".venv/stamp"], 2):
         if name:
             with (checkout / name).open("ab") as file:
                 file.write(b"# changed\n")
-        for each in [started() for _ in range(3)]:
-            assert each.communicate(timeout=120)[0] == f"{checkout}/.venv/bin/python\n" and each.returncode == 0
+        for _ in range(2):
+            assert start(*command, STATUS="0", **given).stdout == f"{checkout}/.venv/bin/python\n"
         assert log.read_text().split() == ["begin", "end"] * times
 
 

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 import program  # of launch/
 from tools import ran
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, load_config
-from training.refusal import Refusal
 from training.report import RUNS, Metrics, compare
-from training.text import Text, by_frequency, load_text, read_documents, split
+from training.text import Text, by_frequency, load_text, split
 from world import launched
 
 
@@ -55,16 +54,6 @@ def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
 
 def _text(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
     return TextConfig(path=str(path), max_bytes=max_bytes, vocab_size=vocab_size, cache=str(cache))
-
-
-def test_what_is_no_text_is_refused_and_no_more_is_read_than_asked_for(tmp_path):
-    (tmp_path / "latin").write_bytes("ein schöner Tag, ".encode("latin-1") * 100)
-    with pytest.raises(Refusal, match=r"no file with text at .*latin$"):
-        load_text(_text(tmp_path / "latin"))
-    (tmp_path / "a").write_text("first")
-    (tmp_path / "text").write_text("0123456789" * 10)
-    os.truncate(tmp_path / "text", 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
-    assert read_documents(_text(tmp_path, 25))[1] == ["first", "01234567890123456789"]
 
 
 def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path, capsys):

@@ -272,3 +272,16 @@ def test_shapes_are_refused_in_the_trace_and_targets_of_debug_mode_in_each_run(d
     fast, _ = compiled(parallel_lce.linear_cross_entropy)
     with debug_mode(), pytest.raises(ValueError, match=f"target {V} at position 3"):
         fast(t.x, t.weight, t.target)
+
+
+class _Cut(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, loss: loss.clone())
+    backward = staticmethod(lambda ctx, upstream: None)
+
+
+def test_an_upstream_gradient_that_is_not_there_leaves_none(device):
+    """Autograd may hand a graph's function None for an output that no gradient reaches."""
+    t = operands(6, device)
+    fast, _ = compiled(loss_of("recomputed"), "eager")
+    _Cut.apply(fast(t.x, t.weight, t.target)).sum().backward()
+    assert t.x.grad is None and t.weight.grad is None

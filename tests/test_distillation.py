@@ -19,9 +19,6 @@ from parallel_lce.distillation import divergence, top_k_divergence
 from tools import chosen_backend, on_ranks, shrunk, upstream
 
 N, V, D, E, K = 12, 80, 24, 16, 6
-TAILS = "class", "renormalize"
-KINDS = "layer", *TAILS
-"""Of a teacher: its output layer, or stored log-probabilities with either tail."""
 EACH = torch.linspace(0.5, 2.0, N).double()
 
 
@@ -49,7 +46,7 @@ def student(device="cpu", dtype="fp32"):
 
 
 def teacher(kind, device="cpu", dtype="fp32"):
-    """Its arguments."""
+    """Its arguments. ``kind``: "layer", or the tail of stored log-probabilities."""
     y, u, c = _layer(E, 3, device, dtype)
     if kind == "layer":
         return dict(teacher_hidden=y, teacher_weight=u, teacher_bias=c)
@@ -160,24 +157,11 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
         assert_no_worse(found, *(v[own] for v in exact), 1.3 if member.ranks == 1 else 2.0, floor)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("tail", TAILS)
-def test_all_entries_are_the_whole_divergence(tail, beta):
-    """Nothing is left for the tail, whose rounded probability may be less than 0. No gradient flows to the teacher."""
-    (x, w, _), (y, u, _) = student(dtype="fp64"), teacher("layer", dtype="fp64").values()
-    options = dict(beta=beta, reduction="none")
-    expected = loss("layer", (x, w), dict(teacher_hidden=y, teacher_weight=u), **options)
-    log_probs = (y @ u.T).log_softmax(-1).requires_grad_()
-    found = loss(tail, (x, w), dict(teacher_ids=torch.arange(V).expand(N, V), teacher_log_probs=log_probs), **options)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert torch.autograd.grad(found.sum(), log_probs, allow_unused=True) == (None,)
-
-
 # --- all kinds, and output layers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
-@pytest.mark.parametrize("distance", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("distance", [1e-4, 1e-2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.thinned

@@ -237,6 +237,21 @@ def test_an_exception_ends_on_every_rank(member, kind, everyone, debug):
     assert said == expected and t.x.grad.isfinite().all()
 
 
+def test_what_the_function_raises_in_a_second_backward_reaches_the_caller():
+    (budget, block), (t, *values), failing = OF_BLOCKS["accumulate"], problem(), []
+
+    def loss(*given):
+        return ppo(*given) if not failing else 1 / 0
+
+    with shrunk(block):
+        given = t.x.requires_grad_(), t.weight, t.target, loss, *values
+        total, _ = parallel_lce.token_loss(*given, entropy=True, logits_budget=budget)
+        total.backward(retain_graph=True)
+        failing.append(True)
+        with pytest.raises(ZeroDivisionError):
+            total.backward()
+
+
 def test_an_exception_keeps_nothing_of_its_call():
     """Such as its exponentials, beside which a smaller microbatch would run."""
     t, values = small(N=N), []

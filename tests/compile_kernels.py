@@ -69,7 +69,6 @@ from parallel_lce.kernels import launch, product
 backends._name = lambda *given: "triton"
 launch._capability = lambda device: CAPABILITY
 product.num_sms = lambda device: 132
-kernel_calls.prepare()
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 for plain, call in kernel_calls.every_call("cpu", [dist.new_group([0]), dist.group.WORLD]):  # noqa: B007
     call()

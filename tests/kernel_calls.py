@@ -29,6 +29,8 @@ NAMES = {
 }
 """Of every kernel."""
 
+gradient.SMALLEST_FILTERED = 0  # small problems are filtered, too
+
 # Tokens, vocabulary rows, hidden size, saved vocabulary rows, and options: all, none, or "each", a temperature per
 # token, with which no exponentials are saved.
 CALLS = [
@@ -38,11 +40,6 @@ CALLS = [
     (1, 7, 8, 7, False),
     (33, 300, 15, 300, False),
 ]
-
-
-def prepare() -> None:
-    """Filter small problems too."""
-    gradient.SMALLEST_FILTERED = 0
 
 
 def every_call(device: str, groups: list[dist.ProcessGroup | None]) -> Iterator[tuple[bool, Callable]]:

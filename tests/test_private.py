@@ -1,15 +1,11 @@
-"""The private interfaces that the package uses (core/private.py, kernels/launch.py) do what it uses them for, where
-no other test shows it."""
+"""The private interfaces that the package uses (core/private.py) do what it uses them for, where no other test shows
+it."""
 
-import ast
 import gc
-import inspect
 import re
-import textwrap
 import weakref
 from pathlib import Path
 
-import pytest
 import torch
 
 from parallel_lce.core import private
@@ -54,16 +50,3 @@ def test_no_other_file_uses_private_names_of_torch():
     package = Path(private.__file__).parents[1]
     found = [file.name for file in package.rglob("*.py") if PRIVATE.search(file.read_text())]
     assert found == ["private.py"]
-
-
-def test_triton_launches_a_compiled_kernel_with_the_arguments_of_a_relaunch():
-    """``start`` of kernels/launch.py: grid, stream, function, metadata, three that may be None, all arguments."""
-    jit = pytest.importorskip("triton.runtime.jit", reason="needs triton")
-    tree = ast.parse(textwrap.dedent(inspect.getsource(jit.JITFunction.run)))
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "kernel.run"]
-    (arguments,) = ([ast.unparse(a) for a in call.args] for call in calls)
-    assert arguments[:7] == [
-        *("grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata")
-    ]
-    assert [name.rpartition(".")[2] for name in arguments[7:9]] == ["launch_enter_hook", "launch_exit_hook"]
-    assert arguments[9:] == ["*bound_args.values()"]

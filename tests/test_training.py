@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import program  # of launch/
 from tools import ran
 from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, load_config
 from training.report import RUNS, Metrics, compare
-from training.text import Text, by_frequency, load_text, split
+from training.text import Text, load_text, split
 from world import launched
 
 
@@ -29,24 +28,6 @@ def test_held_out_samples_are_not_trained_on():
     assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
     assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(100))
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_ids_by_frequency_are_dealt_to_the_ranks_in_turn(ranks):
-    """By the lines of the page, which also leave padding at the end."""
-    stream = np.random.default_rng(3).choice(37, 500, p=np.arange(37) / 666).astype(np.int32)
-    counts = np.bincount(stream, minlength=40).tolist()
-    ids = sorted(range(40), key=lambda i: (-counts[i], i))
-    dealt = [rank * 40 // ranks + place for place in range(40 // ranks) for rank in range(ranks)]
-    text = by_frequency(Text(stream, 5, ""), 40, ranks)
-    expected = dict(zip(ids, dealt))
-    assert text.tokens.tolist() == [expected[i] for i in stream] and text.end_of_document == expected[5]
-    recipe = re.search("```python\n(counts = .*?)```", (ROOT / "docs" / "gradient_filter.md").read_text(), re.DOTALL)
-    given = dict(torch=torch, tokens=torch.from_numpy(stream), V=37, rows=40, ranks=ranks, weight=torch.arange(40))
-    exec(recipe[1], given)
-    assert given["new_id"][[i for i in ids if i < 37]].tolist() == [row for row in dealt if row < 37]
-    assert torch.equal(given["weight"][given["tokens"]], torch.from_numpy(stream))
-    assert given["weight"][37:].tolist() == [37, 38, 39]
 
 
 # --- the text -----------------------------------------------------------------------------------------

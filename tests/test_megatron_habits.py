@@ -188,7 +188,7 @@ CHANGES = {
         "'mul' of the output layer's result",
     ),
     "parametrization": (_double_weight, "no parameter named weight"),
-    "forward": (_replace_forward, "the loss gets real logits: call the model, not its forward"),
+    "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "soft-cap": (_soft_cap, None),
     "hook of rank 0": (

@@ -24,7 +24,8 @@ from parallel_lce.run.results import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
-_REAL = "the loss gets real logits: call the model, not its forward; leave the output layer's, fuse(model) if it is new"
+_REAL = "the loss gets real logits: leave the output layer's forward in place, fuse(model) if it is new"
+_UNLABELLED = "the model was called without labels, so its output layer made logits"
 
 
 class TokenMetrics(NamedTuple):
@@ -72,7 +73,8 @@ def with_fused_loss(own: Any) -> Any:
             return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
         by_choice = chosen.cross_entropy == "logits" and not scores
         if not by_choice:
-            reason = logits.why_not_fused() if deferred else _REAL
+            why_real = _REAL if fusion.has_labels else _UNLABELLED
+            reason = logits.why_not_fused() if deferred else why_real
             if reason is None:
                 found = scores.of(logits) if scores else (_fused(self, chosen, logits, labels),)
                 logits.source.close_after(*found)

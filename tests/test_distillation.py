@@ -163,7 +163,7 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 @pytest.mark.parametrize("distance", [1e-4, 1e-2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layer", "class", "renormalize"])
 @pytest.mark.thinned
 def test_a_student_close_to_its_teacher(dtype, distance, beta, kind, backend, device):
     """The divergence of a token is a difference that vanishes. Its error is far below that of torch's sum of q times

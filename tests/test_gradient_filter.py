@@ -104,6 +104,8 @@ def test_the_gradients_are_those_of_the_definition(options, D, dtype, rtol, devi
     assert torch.equal(*losses)
     assert_close(found[0].cpu(), dx, rtol)
     assert_close(found[1].cpu(), dw, rtol)
+    filtered_rows = slice(TILE, 2 * TILE)  # with D=528 none of their entries is exact
+    assert_close(found[1].cpu()[filtered_rows], dw[filtered_rows], rtol)
     assert not torch.equal(found[0], exact[0])
 
 

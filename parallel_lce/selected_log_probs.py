@@ -104,7 +104,7 @@ class _LogProbs(torch.autograd.Function):
                 gather.local.zero_()  # of one token. Their sum is NaN if the ranks differ.
                 gather.start(checksum_of(*picked[:3]))
             (merged, vocab_size), _ = gather.finish(call.backend)
-            logits = gather.extras.amax(0)
+            logits = gather.extras.amax(0) if layout.ranks > 1 else gather.extra
             log_probs = call.backend.log_softmax_of_sets(logits, picked)
             if layout.ranks > 1:
                 log_probs.add_(merged[TARGET])

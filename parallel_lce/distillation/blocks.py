@@ -106,7 +106,7 @@ def _pass(
     times = fp16_unscale = None
     if factor is None:
         needs = Needs(False, False, False)
-    else:
+    elif any(needs):
         times, fp16_unscale = _gradient_factors(factor, beta, projection, gradient_dtype)
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known

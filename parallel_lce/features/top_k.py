@@ -16,10 +16,10 @@ from parallel_lce.backends.interface import Backend, ForwardTask, block_logits
 from parallel_lce.call.call import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view
-from parallel_lce.core.plan import Block
+from parallel_lce.core.plan import Block, blocks_within
 
-# Most logits in memory, but at least those of as many tokens as a product's tile has.
-_LOGITS, _FEWEST_TOKENS = 16 << 20, 128
+# Tokens of a projection, whatever their logits take: as many as a product's tile has.
+_FEWEST_TOKENS = 128
 
 
 class TopK(Feature):
@@ -68,9 +68,8 @@ def largest_of_block(task: ForwardTask, k: int, backend: Backend) -> tuple[Tenso
     ids = torch.full((len(x), k), NO_ENTRY, device=x.device)
     entries = projection.real_rows
     here, found = torch.arange(entries, device=x.device) + projection.start, min(k, entries)
-    step = max(_FEWEST_TOKENS, _LOGITS // max(1, entries) // _FEWEST_TOKENS * _FEWEST_TOKENS)
-    for first in range(0, len(x), step):
-        rows = slice(first, first + step)
+    for some in blocks_within(0, len(x), entries * projection.dtype.itemsize, _FEWEST_TOKENS):
+        rows = slice(some.start, some.stop)
         logits, _ = block_logits(backend, projection.of_rows(rows), x[rows])
         values[rows, :found], ids[rows, :found] = largest(logits, here.expand(len(logits), -1), found)
     return values, ids

@@ -71,6 +71,14 @@ def test_the_layout_of_the_weight(offset, stride, device, kernels):
         assert torch.equal(*losses)
 
 
+def test_the_largest_logit_of_top_k(device, kernels):
+    """It comes from another projection of the token."""
+    x, weight = (normal(rows, 200, seed=rows).to(device, torch.bfloat16) for rows in (40, 300))
+    with chosen_backend("triton"):
+        found = token_statistics(x, weight, None, argmax=True, top_k=2)
+    assert torch.equal(found.top_logits[:, 0], found.max_logit) and torch.equal(found.top_ids[:, 0], found.argmax)
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_the_tokens_and_the_memory_around_it(name, device, kernels):
     given, device = dict(CASES[name]), torch.device(device)

@@ -19,7 +19,8 @@ from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import TRAILER, Columns
 from parallel_lce.distillation import divergence
 from parallel_lce.features.filter import gradient
-from parallel_lce.kernels import partials, results
+from parallel_lce.kernels import partials
+from parallel_lce.kernels.results import Results
 from tools import shrunk
 
 NAMES = {
@@ -136,14 +137,16 @@ def _in_blocks(tokens: int, call: Callable) -> Callable:
 
 
 def small(tokens: int, every_option: bool, group: dist.ProcessGroup | None, device: str) -> None:
-    """A mean; results of partials that are merged; losses of logits that exist; log-probabilities of sets."""
+    """A mean; results of ranks that are merged; losses of logits that exist; log-probabilities of sets."""
     target = torch.zeros(tokens, dtype=torch.int64, device=device)
     x, weight = operands(tokens, 304, 64, torch.bfloat16, device)
     parallel_lce.linear_cross_entropy(x, weight, target, process_group=group).backward()
     smoothing, everything = 0.1 * every_option, dict.fromkeys(("mean_logit", "entropy", "argmax"), every_option)
     for kind, options in ("loss", dict(label_smoothing=smoothing, z_loss=smoothing)), ("statistics", everything):
         wanted = Wanted(kind, Options("a call", **options), target)
-        results.results_of(torch.ones(wanted.options.columns.count, tokens, device=device), 304, wanted)
+        columns = wanted.options.columns
+        packed = torch.ones(2, columns.count * tokens + TRAILER, device=device)
+        partials.merge_ranks(packed, columns, tokens, 304, Results.new(wanted, packed, tokens))
     logits = torch.randn(tokens, 300).to(device, torch.bfloat16).requires_grad_()
     parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.1 * every_option, tp_group=group).sum().backward()
     sets = target.repeat(3), torch.arange(tokens + 1, device=device) * 3

@@ -209,7 +209,7 @@ class Backend(Protocol):
 
     def block_forward(self, task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         """A block's partial over the shard, ``[C, R]``; the tensors that it saves: the exponentials of its first
-        vocabulary rows; and, as :meth:`results_of`, what the task wants."""
+        vocabulary rows; and, as of :meth:`merge_ranks`, what the task wants."""
         ...
 
     def block_backward(self, task: BackwardTask) -> BlockBackward:
@@ -221,13 +221,9 @@ class Backend(Protocol):
     def merge_ranks(
         self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None, wanted: Wanted | None
     ) -> tuple[Tensor, Tensor, Any]:
-        """:func:`parallel_lce.core.partials.merge_ranks` and, as :meth:`results_of`, what is wanted."""
-        ...
-
-    def results_of(self, partial: Tensor, vocab_size: Tensor | int, wanted: Wanted) -> Any:
-        """Of a merged ``partial [C, R]``. A loss: the losses ``[R]`` and the coefficients of its
-        gradient (:func:`parallel_lce.backends.formulas.token_losses`). Statistics: by name
-        (:func:`parallel_lce.backends.formulas.token_statistics`)."""
+        """:func:`parallel_lce.core.partials.merge_ranks`, and what is wanted of the merged tokens. A loss: the losses
+        ``[R]`` and the coefficients of its gradient (:func:`parallel_lce.backends.formulas.token_losses`). Statistics:
+        by name (:func:`parallel_lce.backends.formulas.token_statistics`)."""
         ...
 
     def without_factor(self, coefficients: Coefficients) -> Coefficients:

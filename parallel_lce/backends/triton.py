@@ -18,7 +18,7 @@ from parallel_lce.backends.interface import ForwardTask
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Wanted
-from parallel_lce.core.partials import TARGET, Columns, empty_partial
+from parallel_lce.core.partials import TARGET, Columns
 from parallel_lce.core.picked import Picked
 from parallel_lce.kernels import dense_logits, partials
 from parallel_lce.kernels import picked as kernels
@@ -27,7 +27,7 @@ from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
 from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows, target_logits
 from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, new_window_partials, stride_of
-from parallel_lce.kernels.results import Results, mean_loss, results_of, statistics_gradient, without_factor
+from parallel_lce.kernels.results import Results, mean_loss, statistics_gradient, without_factor
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -47,8 +47,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
     projection, columns, target = task.projection, task.columns, task.target
     rows, real = task.x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
-        partial = empty_partial(columns, rows, projection.dtype, task.x.device, task.out)
-        return partial, (), None if task.wanted is None else results_of(partial, real, task.wanted)
+        return torch_backend.block_forward(task)
     x = aligned_contiguous(task.x)
     product = Product.of(projection, x, 0, real)
     partial = task.out
@@ -60,15 +59,14 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
     if target is not None or stored.flat is not None:
         target_logits(product, target, partial, stored.flat)
     ranges = _ranges(task, product)
-    results = None
-    if task.wanted is not None and len(ranges) == 1:
-        results = Results.new(task.wanted, partial, rows)
+    results = None if task.wanted is None else Results.new(task.wanted, partial, rows)
     saved: Saved | tuple[()] = ()
     for some in ranges:
-        of_rows, merged, of_tokens = product, partial, target
+        of_rows, merged, of_tokens, its_results = product, partial, target, results
         if len(ranges) > 1:
             of_rows, merged = product.of_rows(some), partial[:, some]
             of_tokens = None if target is None else target[some]
+            its_results = None if results is None else results.of_rows(some)
         windows = new_window_partials(of_rows.x, product.windows, columns)
         epilogue = ForwardEpilogue(windows, flat=stored.flat)
         if task.logits is not None:
@@ -94,13 +92,11 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             start=projection.start,
             rounded=rounded,
             target=of_tokens,
-            results=results,
+            results=its_results,
         )
         saved = stored.saved(windows, rounded)
         del windows, epilogue, rounded  # before the next ones are allocated
-    if results is not None:
-        return partial, saved, results.found()
-    return partial, saved, None if task.wanted is None else results_of(partial, real, task.wanted)
+    return partial, saved, None if results is None else results.found()
 
 
 def _ranges(task: ForwardTask, product: Product) -> list[slice]:

@@ -290,12 +290,15 @@ class PartialsGather:
     def finish(self, backend: Any, wanted: Any = None, found: Any = None) -> tuple[Merged, Any]:
         """The merged partial, and what is ``wanted`` of it. On one rank the latter may be ``found`` already."""
         if self._layout.ranks == 1:
-            merged = Merged(self.local, self._shard.real_rows)
-            if found is None and wanted is not None:
-                found = backend.results_of(*merged, wanted)
-            return merged, found
-        assert self._work is not None  # start() has been called
-        self._work.wait()
+            if wanted is None or found is not None:
+                return Merged(self.local, self._shard.real_rows), found
+            # Partials of several blocks: what is wanted is made of them as of several ranks'.
+            self._packed = self.local.new_empty(1, self.local.numel() + TRAILER)
+            self._packed[0, :-TRAILER] = self.local.view(-1)
+            self._shard.write_trailer(self._packed)
+        else:
+            assert self._work is not None  # start() has been called
+            self._work.wait()
         shape = self._columns, self._rows, self._shard.vocab_size
         partial, vocab_size, found = backend.merge_ranks(self._packed, *shape, wanted)
         return Merged(partial, vocab_size), found

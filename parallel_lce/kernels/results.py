@@ -1,7 +1,7 @@
 """What is made of a token's merged partial: its loss and the coefficients of the loss's gradient, or its statistics.
 
-The kernels that merge partials form both at once (:mod:`parallel_lce.kernels.partials`). :func:`results_of` forms them
-of partials that were merged before. The formulas, in plain torch: :mod:`parallel_lce.backends.formulas`.
+The kernel that merges partials forms both at once (:mod:`parallel_lce.kernels.partials`). The formulas, in plain torch:
+:mod:`parallel_lce.backends.formulas`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,17 @@ class Results(NamedTuple):
             ignore_index=options.ignore_index,
         )
         return cls("statistics", outputs, target, True)
+
+    def of_rows(self, rows: slice) -> Results:
+        """The memory of some of the tokens."""
+
+        def some(value: Any) -> Any:
+            if isinstance(value, Coefficients):
+                return value.of_rows(rows)
+            return value[rows] if isinstance(value, torch.Tensor) and value.dim() else value
+
+        outputs: Any = type(self.outputs)(*map(some, self.outputs))
+        return self._replace(outputs=outputs, target=some(self.target))
 
     def found(self) -> Any:
         """For a loss the losses ``[R]`` and the coefficients; else the statistics by name."""
@@ -198,69 +209,6 @@ def store_statistics(out, token, columns, sums, entries):
         tl.store(out.log_sum + r, log_sum, mask=valid)
     if tl.program_id(0) == 0:
         tl.store(out.vocab_size, entries.to(tl.int64))
-
-
-@triton.jit
-def _row(partial, r, valid, rows, ROW: tl.constexpr):
-    """A row of a partial; of one that does not exist, the first."""
-    return tl.load(partial + ROW * rows + r, mask=valid, other=1.0)
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["rows", "entries"])
-def lce_forward_results(
-    partial,
-    vocab_size,
-    target,
-    results,
-    rows,
-    entries,
-    RESULTS: tl.constexpr,
-    OUTSIDE_NAN: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    TOTAL: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SQUARED: tl.constexpr,
-    ARGMAX: tl.constexpr,
-):
-    """``SHIFTED`` to ``ARGMAX``: ``Columns.rows`` of the merged ``partial``."""
-    r = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
-    valid = r < rows
-    if vocab_size is not None:
-        entries = tl.load(vocab_size)
-    target_id = tl.full((_TOKENS,), -1, tl.int64)
-    if target is not None:
-        target_id = tl.load(target + r, mask=valid, other=-1)
-    token = (r, valid, target_id)
-    top, sum_exp = _row(partial, r, valid, rows, 0), _row(partial, r, valid, rows, 1)
-    logit, shifted = _row(partial, r, valid, rows, 2), _row(partial, r, valid, rows, SHIFTED)
-    if RESULTS == "loss":
-        store_losses(results, token, (top, sum_exp, logit, shifted), entries, OUTSIDE_NAN)
-    else:
-        argmax = _row(partial, r, valid, rows, ARGMAX).to(tl.int32, bitcast=True)
-        total, weighted = _row(partial, r, valid, rows, TOTAL), _row(partial, r, valid, rows, WEIGHTED)
-        sums = (shifted, total, weighted, _row(partial, r, valid, rows, SQUARED))
-        store_statistics(results, token, (top, sum_exp, logit, argmax), sums, entries)
-
-
-def results_of(partial: torch.Tensor, vocab_size: torch.Tensor | int, wanted: Wanted) -> Any:
-    """``Results.found`` of a merged ``partial [C, R]`` fp32, contiguous. ``vocab_size``: V, 0-dimensional int64, or a
-    number."""
-    rows, known = partial.shape[1], isinstance(vocab_size, int)
-    results = Results.new(wanted, partial, rows)
-    with on_device_of(partial):
-        lce_forward_results.launch(
-            (max(1, -(-rows // _TOKENS.value)),),
-            partial,
-            None if known else vocab_size,
-            wanted.target,
-            results.outputs,
-            rows,
-            vocab_size if known else 0,
-            **of_kernel(results),
-            **wanted.options.columns.rows,
-        )
-    return results.found()
 
 
 @Relaunched

@@ -83,6 +83,8 @@ KERNELS = [
     # Three blocks and more, of which the larger shard saves a part alone. A block's consumed exponentials must not
     # serve a block whose buffer is already another's.
     (of(512, 1280, 64, "bf16", (1024, 256), budget=327680, ignored="none", sharpness=2.0, block_bytes=16_384), 1.5),
+    # Two blocks on one rank, of which the first saves.
+    (of(250, 130, 48, "bf16", budget=BLOCK), 1.1),
     # Pieces of the rows, in each of which an entry may be the target of several tokens.
     (of(600, 700, 72, "bf16", budget=0, bias="plain", block_bytes=1 << 19), 1.1),
 ]
@@ -94,11 +96,12 @@ def test_blocks_pieces_and_shards(c, factor, worlds, backend, device):
     assert_holds(c, factor, backend, worlds, device)
 
 
-def test_products_of_some_rows(worlds, device, kernels):
-    from parallel_lce.backends import triton_backward
-
-    with mock.patch.object(triton_backward, "PRODUCT_BYTES", 1):
-        assert_holds(of(1100, 300, 8, "bf16"), 1.1, "triton", worlds, device)
+@pytest.mark.parametrize(
+    ("limit", "budget"), [("triton_backward.PRODUCT_BYTES", 1 << 20), ("triton._PARTIAL_BYTES", 0)]
+)
+def test_products_of_some_rows(limit, budget, worlds, device, kernels):
+    with mock.patch(f"parallel_lce.backends.{limit}", 1):
+        assert_holds(of(1100, 300, 8, "bf16", budget=budget), 1.1, "triton", worlds, device)
 
 
 def test_long_sums(worlds, device):

@@ -150,9 +150,9 @@ class BackwardTask(NamedTuple):
     # Picked entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     picked: Picked | None = None
-    # ``filter(rows, start, gradient, dx_factor)``: the products of a slice ``gradient``, the shard's entries from
-    # ``start`` on; None: it is multiplied whole. ``rows``: the GradientOperands of which it was formed. ``dx_factor
-    # [R]``: of its rows in dX; None: 1. Only without gamma, delta, epsilon and ``picked``, for a backend with slices.
+    # ``filter(piece, start, gradient, dx_factor)``: the products of a slice ``gradient``, the shard's entries from
+    # ``start`` on; None: it is multiplied whole. ``piece``: the backend's, which formed it. ``dx_factor [R]``: of its
+    # rows in dX; None: 1. Only without gamma, delta, epsilon and ``picked``, for a backend with slices.
     filter: Callable[..., SliceProducts | None] | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:

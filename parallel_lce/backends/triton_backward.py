@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +29,12 @@ from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP, Coefficients
 from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.codes import decode
+from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import next_power_of_2
 from parallel_lce.kernels.picked import write_picked
-from parallel_lce.kernels.product import Product, aligned_contiguous, logits_gradient, stride_of
+from parallel_lce.kernels.product import Product, aligned_contiguous, stride_of
 from parallel_lce.kernels.results import without_factor
 from parallel_lce.kernels.token_gradients import (
-    GradientTerms,
     Saved,
     Targets,
     TokenGradients,
@@ -99,27 +98,6 @@ def tiling(
     )
 
 
-class GradientOperands(NamedTuple):
-    """Some tokens, and the tensors from which their rows of G are formed."""
-
-    # [R, D]
-    x: Tensor
-    projection: Projection
-    # [>= 3, R], contiguous
-    partial: Tensor
-    # without a factor
-    coefficients: Coefficients
-    # 0-dimensional, or None
-    fp16_scale: Tensor | None
-    # None: they are not known
-    targets: Targets | None = None
-
-    def form(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``, without the targets' terms."""
-        product = Product.of(self.projection, self.x, start, stop)
-        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient)
-
-
 @dataclass
 class Slice:
     """The gradient of the logits of the shard's entries ``[start, stop)``, for one piece of the rows."""
@@ -166,7 +144,7 @@ class Piece:
         """``task``: of the piece's ``rows`` alone."""
         projection, coefficients, saved, grads = task.projection, task.coefficients, task.saved, task.grads
         self.rows, self.x, self._task = rows, task.x, task
-        self._projection, self._partial = projection, task.partial.contiguous()
+        self.projection, partial = projection, task.partial.contiguous()
         self._saved = saved or None
         # Codes are decoded into the scratch memory, as slices are recomputed.
         self._codes: Saved | None = None
@@ -177,7 +155,7 @@ class Piece:
         # Rewrite every row of saved exponentials: picked entries can be added to no others.
         self._rewrite = task.picked is not None or rewrites(coefficients, projection)
         self._find_shared = grads.dweight is not None or grads.dbias is not None
-        self._fp16_scale: Tensor | None = None
+        fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
         # Per-token factors and target gradients, computed with the first slice. None before.
@@ -188,10 +166,9 @@ class Piece:
         if self._rewrite or saved_entries < projection.real_rows or task.filter is not None:
             coefficients = without_factor(coefficients)
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = fp16_scale_of(coefficients, self._partial[SUM_EXP], projection, task.picked)
-            self.fp16_unscale = 1 / self._fp16_scale
-        self._coefficients = coefficients
-        self._terms = GradientTerms.of(self._partial, coefficients, self._fp16_scale, projection.logit_map)
+            fp16_scale = fp16_scale_of(coefficients, partial[SUM_EXP], projection, task.picked)
+            self.fp16_unscale = 1 / fp16_scale
+        self.terms = GradientTerms.of(partial, coefficients, fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
         picked = self._task.picked
@@ -199,17 +176,13 @@ class Piece:
         gradient = vocab_slice.gradient
         if picked is not None:
             target = self._task.target if self.has_targets else None
-            write_picked(gradient, start, picked, target, self._terms)
+            write_picked(gradient, start, picked, target, self.terms)
         if self._task.filter is not None:
-            rows = self._rows()._replace(targets=self._targets)
-            vocab_slice.products = self._task.filter(rows, start, gradient, vocab_slice.dx_factor)
+            vocab_slice.products = self._task.filter(self, start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
-
-    def _rows(self) -> GradientOperands:
-        return GradientOperands(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale)
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the picked entries."""
@@ -222,19 +195,19 @@ class Piece:
         if tokens is None and (saved is not None or self.has_targets):
             tokens = self._tokens = self._find_tokens(gradient, saved, start)
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
-        if self._targets is not None:
-            write_targets(gradient, start, self._targets, self._fp16_scale)
+        if self.targets is not None:
+            write_targets(gradient, start, self.targets, self.terms.fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
     def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
-        projection, window = self._projection, 1
+        projection, window = self.projection, 1
         if saved is not None:
             window = window_of(saved, projection.real_rows)
         return token_gradients(
             gradient,
             saved,
             self._task.target,
-            self._terms,
+            self.terms,
             entries=projection.real_rows,
             first=start,
             window=window,
@@ -252,10 +225,10 @@ class Piece:
             decoded = max(0, min(stop, codes.shape[1]) - start)
             if decoded:
                 windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]
-                window = window_of(self._codes, self._projection.real_rows)
-                decode(codes[self.rows], windows, self._terms, self.rows.start, start, window, gradient[:, :decoded])
+                window = window_of(self._codes, self.projection.real_rows)
+                decode(codes[self.rows], windows, self.terms, self.rows.start, start, window, gradient[:, :decoded])
         if start + decoded < stop:
-            self._rows().form(start + decoded, stop, gradient[:, decoded:])
+            Product.of(self.projection, self.x, start + decoded, stop).launch(gradient[:, decoded:], self.terms)
         return gradient
 
     def _memory(self, start: int, stop: int) -> Tensor:
@@ -269,7 +242,7 @@ class Piece:
         return memory.view(shape)[:, : stop - start]
 
     @property
-    def _targets(self) -> Targets | None:
+    def targets(self) -> Targets | None:
         """The targets with their gradients. None without targets, and before :meth:`_find_tokens`."""
         tokens = self._tokens
         if tokens is None or tokens.residual is None or tokens.unshared is None:
@@ -280,16 +253,16 @@ class Piece:
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied
         by ``dx_factor``."""
-        targets, terms = self._targets, None
+        targets, terms = self.targets, None
         if targets is not None:
-            weight = some_rows(self._projection.weight, 0, self._projection.real_rows)
+            weight = some_rows(self.projection.weight, 0, self.projection.real_rows)
             terms = some_rows(targets.target, *rows), some_rows(targets.residual, *rows), weight
         factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
         scale_and_add_targets(source, factor, terms, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add the targets' terms of dW to ``total``, the shard's rows from ``start`` on."""
-        targets = self._targets
+        targets = self.targets
         if targets is not None:
             add_targets(total, start, targets, x)
 

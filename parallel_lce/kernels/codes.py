@@ -156,7 +156,7 @@ def decode(
 
     ``codes [R, saved]`` uint8, of windows of ``window`` entries, and of the block's rows from ``first_row`` on.
     ``windows [windows, R]``: their largest logits, and ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
-    :class:`parallel_lce.kernels.token_gradients.GradientTerms`, of alpha and beta without a factor.
+    :class:`parallel_lce.kernels.epilogue.GradientTerms`, of alpha and beta without a factor.
     """
     rows, entries = gradient.shape
     lce_backward_decode.launch(

@@ -23,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.partials import NO_ENTRY
+from parallel_lce.core.logit_map import LogitMap
+from parallel_lce.core.partials import NO_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
     exponential_from,
@@ -36,6 +37,7 @@ from parallel_lce.kernels.arithmetic import (
 from parallel_lce.kernels.codes import CodeColumns, encoded
 from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
 from parallel_lce.kernels.partials import PartialColumns, store_partials
+from parallel_lce.kernels.results import factor_stride_of
 
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
 # Of all mainloops: arguments whose values vary between launches. A new value does not compile a new kernel.
@@ -73,19 +75,28 @@ class ForwardEpilogue(NamedTuple):
     target_logit: torch.Tensor | None = None
 
 
-class BackwardEpilogue(NamedTuple):
-    """``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap,
-    with p = exp(z - lse). Tensors are fp32, and ``[R]`` unless a comment says otherwise. ``fp16_scale`` is
-    0-dimensional."""
+class GradientTerms(NamedTuple):
+    """Operands of the gradient of R tokens' logits, beside the logits or their exponentials:
+    ``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap, with
+    p = exp(z - lse). As an epilogue they turn logits into it, without the targets' terms."""
 
     KIND = "backward"
-    # [>= 2, R], contiguous: the maximum and the sum of exponentials
+    # [>= 3, R] fp32, contiguous: the merged partial
     partial: torch.Tensor
-    alpha: torch.Tensor
-    gamma: torch.Tensor | None
-    delta: torch.Tensor | None
-    epsilon: torch.Tensor | None
+    # fp32, contiguous
+    coefficients: Coefficients
+    # Stride of the coefficients' factor; 0 for one number. Triton specializes integers in tuples. Only
+    # :func:`parallel_lce.kernels.token_gradients.token_gradients` takes a factor.
+    factor_stride: int
+    # 0-dimensional: the gradient is stored times this number; None: 1
     fp16_scale: torch.Tensor | None
+    logit_map: LogitMap
+
+    @classmethod
+    def of(
+        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, logit_map: LogitMap
+    ) -> GradientTerms:
+        return cls(partial, coefficients, factor_stride_of(coefficients), fp16_scale, logit_map)
 
 
 @triton.jit
@@ -125,7 +136,7 @@ def finish_tile(
     if logit_map.softcap is not None:
         z = softcapped(z, caps)
     if KIND == "backward":
-        return _gradient(z, row_values, epilogue, logit_map, caps)
+        return _gradient(z, row_values, epilogue.coefficients, logit_map, caps)
     else:
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]
@@ -160,27 +171,28 @@ def _gradient_rows(epilogue, logit_map, token_scales, r, rows):
         grad_scale *= tl.load(epilogue.fp16_scale)
     to_p = 1.0 / tl.load(epilogue.partial + rows + r, mask=valid, other=1.0)
     factor = to_p * grad_scale
-    alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
-    delta, epsilon = loaded(epilogue.delta, r, valid, 1.0), loaded(epilogue.epsilon, r, valid, to_p)
-    if epilogue.delta is None and epilogue.epsilon is None:
+    given = epilogue.coefficients
+    alpha = tl.load(given.alpha + r, mask=valid, other=0.0)
+    delta, epsilon = loaded(given.delta, r, valid, 1.0), loaded(given.epsilon, r, valid, to_p)
+    if given.delta is None and given.epsilon is None:
         factor *= alpha
-    return (token_scales, base, factor, alpha, delta, epsilon, loaded(epilogue.gamma, r, valid, grad_scale))
+    return (token_scales, base, factor, alpha, delta, epsilon, loaded(given.gamma, r, valid, grad_scale))
 
 
 @triton.jit
-def _gradient(z, row_values, epilogue, logit_map, cap):
+def _gradient(z, row_values, given, logit_map, cap):
     _, base, factor, alpha, delta, epsilon, gamma = row_values
     e = exponential_from(z, base[:, None])
     g = e * factor[:, None]
     # Summed before the product with the factor: the terms nearly cancel where z is near the expected logit.
-    if epilogue.delta is not None or epilogue.epsilon is not None:
+    if given.delta is not None or given.epsilon is not None:
         terms = alpha[:, None]
-        if epilogue.delta is not None:
+        if given.delta is not None:
             terms += delta[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
-        if epilogue.epsilon is not None:
+        if given.epsilon is not None:
             terms += epsilon[:, None] * e
         g *= terms
-    if epilogue.gamma is not None:
+    if given.gamma is not None:
         g -= gamma[:, None]
     if logit_map.softcap is not None:
         g *= slope_at(z, cap)

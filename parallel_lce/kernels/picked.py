@@ -16,10 +16,10 @@ import triton.language as tl
 from parallel_lce.core.partials import NEAR_ZERO
 from parallel_lce.core.picked import Picked
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of, loaded
+from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import Relaunched, hopper_or_later, next_power_of_2
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of, tile_caps, tile_logits
 from parallel_lce.kernels.product import Product
-from parallel_lce.kernels.token_gradients import GradientTerms
 
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
 # and 64 entries per token, dW with 8, where most rows are picked once. Logits are products of at least 16 rows.

@@ -17,10 +17,10 @@ import triton
 
 from parallel_lce.core.logit_map import LogitMap, Projection
 from parallel_lce.core.memory import empty_if, some_rows
-from parallel_lce.core.partials import Coefficients, Columns
+from parallel_lce.core.partials import Columns
 from parallel_lce.kernels import mainloop_plain
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
-from parallel_lce.kernels.epilogue import BackwardEpilogue, ForwardEpilogue
+from parallel_lce.kernels.epilogue import ForwardEpilogue, GradientTerms
 from parallel_lce.kernels.launch import addressable, blocks_per_launch, generation, interpreted, num_sms
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.tuning import MEASURED, MODEST_TILES, Tile
@@ -32,7 +32,7 @@ _GLUON = (3, 6), (3, 9)
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
 
-Epilogue = ForwardEpilogue | BackwardEpilogue
+Epilogue = ForwardEpilogue | GradientTerms
 
 
 @dataclass
@@ -63,7 +63,9 @@ class Product:
         return replace(self, x=self.x[rows], logit_map=self.logit_map.of_rows(rows))
 
     def launch(self, out: torch.Tensor | None, epilogue: Epilogue) -> None:
-        """Start the product with an epilogue."""
+        """Start the product with an epilogue. Rows of ``out [R, V]``, which receives its exponentials or the gradient,
+        are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's last entry is overwritten up to
+        the next boundary. Coefficients of a gradient have no factor."""
         x, weight, tile, windows = self.x, self.weight, self.tile, self.windows
         (rows, k_size), entries, mainloop = x.shape, weight.shape[0], mainloop_of(tile.mainloop)
         saves_fp16 = out is not None and out.dtype == torch.float16 and epilogue.KIND == "forward"
@@ -119,25 +121,6 @@ def new_window_partials(like: torch.Tensor, windows: int, columns: Columns) -> P
         squared=empty_if(columns.squared, shape, device, fp64),
         argmax=empty_if(columns.argmax, shape, device),
     )
-
-
-def logits_gradient(
-    product: Product,
-    partial: torch.Tensor,
-    coefficients: Coefficients,
-    fp16_scale: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
-
-    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
-    beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
-    last entry is overwritten up to the next boundary.
-    """
-    alpha, _, gamma, delta, epsilon, _, factor, divisor = coefficients
-    assert factor is divisor is None
-    epilogue = BackwardEpilogue(partial, alpha, gamma, delta, epsilon, fp16_scale)
-    product.launch(out, epilogue)
 
 
 def mainloop_of(name: str) -> ModuleType:

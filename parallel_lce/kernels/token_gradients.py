@@ -52,9 +52,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import empty_if
-from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY, Coefficients
+from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY
 from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
     SAVED_FP16_SCALE,
@@ -72,9 +71,9 @@ from parallel_lce.kernels.arithmetic import (
     times,
     unflattened,
 )
+from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import Relaunched, next_power_of_2
 from parallel_lce.kernels.logit_map import caps_of, recapped, scales_of, slope_of
-from parallel_lce.kernels.results import factor_stride_of
 
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16 for x down to 2^-36. Its inverse is the largest c.
@@ -238,27 +237,6 @@ class Saved(NamedTuple):
     # [windows, R]: see CodeColumns. None: there are no codes.
     shift: torch.Tensor | None = None
     lowest: torch.Tensor | None = None
-
-
-class GradientTerms(NamedTuple):
-    """Operands of the gradient of R tokens' logits, beside the logits or their exponentials."""
-
-    # [>= 3, R] fp32, contiguous: the merged partial
-    partial: torch.Tensor
-    # fp32, contiguous
-    coefficients: Coefficients
-    # Stride of the coefficients' factor; 0 for one number. Triton specializes integers in tuples. Only
-    # :func:`token_gradients` takes a factor.
-    factor_stride: int
-    # 0-dimensional: the gradient is stored times this number; None: 1
-    fp16_scale: torch.Tensor | None
-    logit_map: LogitMap
-
-    @classmethod
-    def of(
-        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, logit_map: LogitMap
-    ) -> GradientTerms:
-        return cls(partial, coefficients, factor_stride_of(coefficients), fp16_scale, logit_map)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.triton_backward import GradientOperands
+from parallel_lce.backends.triton_backward import Piece
 from parallel_lce.core.memory import HostNumber
 from parallel_lce.features.filter.tiles import FilteredGradient, multiplies
 
@@ -82,10 +82,8 @@ class CallFilter:
         self._filters: bool | None = None
         self._counts: list[tuple[HostNumber, int]] | None = None
 
-    def __call__(
-        self, rows: GradientOperands, start: int, gradient: Tensor, dx_factor: Tensor | None
-    ) -> FilteredGradient | None:
-        x, weight, real = rows.x, rows.projection.weight, rows.projection.real_rows
+    def __call__(self, piece: Piece, start: int, gradient: Tensor, dx_factor: Tensor | None) -> FilteredGradient | None:
+        x, weight, real = piece.x, piece.projection.weight, piece.projection.real_rows
         if not (is_large(gradient.numel(), x.shape[1]) and multiplies(gradient, x, weight)):
             return None
         # A captured CUDA graph repeats its kernels. There every backward is filtered, and none is counted.
@@ -95,20 +93,20 @@ class CallFilter:
             self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
             return None
-        products = FilteredGradient(gradient, _inverse_units(rows, dx_factor), self._eps, rows.targets, start)
+        products = FilteredGradient(gradient, _inverse_units(piece, dx_factor), self._eps, piece.targets, start)
         if self._counts is not None and not captured:
             numbers, counts = products.of_rows
             self._counts.append((HostNumber(counts.sum()), numbers.numel()))
         return products
 
 
-def _inverse_units(rows: GradientOperands, dx_factor: Tensor | None) -> Tensor:
+def _inverse_units(piece: Piece, dx_factor: Tensor | None) -> Tensor:
     """``[R]`` fp32: an element of G times this number is a probability. A token's unit is its gradient of a logit whose
     probability is 1, with the factors of its row of G. ``dx_factor [R]``: the factors with which G's rows enter dX;
     None: 1. Factor 0 gives 0. Unit 0 gives the largest fp32 number."""
-    logit_map = rows.projection.logit_map
-    units = rows.coefficients.alpha * logit_map.scale
-    for factor in (logit_map.token_scale, rows.fp16_scale):
+    logit_map = piece.projection.logit_map
+    units = piece.terms.coefficients.alpha * logit_map.scale
+    for factor in (logit_map.token_scale, piece.terms.fp16_scale):
         if factor is not None:
             units *= factor
     inverse = units.reciprocal() if dx_factor is None else dx_factor / units

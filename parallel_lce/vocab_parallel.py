@@ -13,7 +13,7 @@ from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, described, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
-from parallel_lce.core.memory import in_memory, on_device_of
+from parallel_lce.core.memory import in_memory, on_device_of, with_aligned_rows
 from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.core.private import outside_graphs
@@ -54,7 +54,7 @@ def vocab_parallel_cross_entropy(
         layout = Layout.of(group, False)
         _check(vocab_parallel_logits, target, label_smoothing)
         entries = vocab_parallel_logits.shape[-1]
-        logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
+        logits = with_aligned_rows(in_memory(vocab_parallel_logits).reshape(-1, entries))
         backend = backend_of(logits, _SUITABLE)
         if debug.enabled() and layout.ranks > 1:
             values = dict(target=target, tokens=tuple(target.shape), dtype=logits.dtype, backend=backend.NAME)
@@ -134,5 +134,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         of_others = upstream * (ctx.smoothing / logits.shape[1])
         coefficients = torch.stack([upstream, upstream * (1 - ctx.smoothing), of_others])
         with on_device_of(logits):
-            gradient = ctx.backend.logits_gradient(logits, target, merged.contiguous(), coefficients)
+            # Saved-tensor hooks may have changed the strides.
+            logits, target, merged = with_aligned_rows(logits), target.contiguous(), merged.contiguous()
+            gradient = ctx.backend.logits_gradient(logits, target, merged, coefficients)
         return gradient, None, None, None, None, None

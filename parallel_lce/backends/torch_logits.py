@@ -165,7 +165,7 @@ def picked_rows(picked: Picked, source: Tensor, out: Tensor) -> None:
 def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
     window = slice(0, logits.shape[1])
     for rows in tiles_of_rows(*logits.shape, itemsize=partial.element_size()):
-        tile = logits[rows].to(partial.dtype, copy=True, memory_format=torch.contiguous_format).t()
+        tile = logits[rows].to(partial.dtype, copy=True).t()
         take_targets(tile, target[rows], window, partial[TARGET, rows])
         tile_partial(tile, 0, Columns(shifted), partial[:, rows])
 
@@ -191,7 +191,7 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     alpha, beta, gamma = coefficients
     window = slice(0, logits.shape[1])
     for rows in tiles_of_rows(*logits.shape, itemsize=partial.element_size()):
-        z = logits[rows].contiguous().to(partial.dtype) - partial[MAX, rows].unsqueeze(1)
+        z = logits[rows].to(partial.dtype) - partial[MAX, rows].unsqueeze(1)
         z.exp_().mul_((alpha[rows] / partial[SUM_EXP, rows]).unsqueeze(1)).sub_(gamma[rows].unsqueeze(1))
         position, hit = _target_positions(z.t(), target[rows], window)
         z.view(-1).scatter_add_(0, position, beta[rows] * -hit.to(z.dtype))

@@ -20,9 +20,10 @@ from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import TARGET, Columns
 from parallel_lce.core.picked import Picked
-from parallel_lce.kernels import dense_logits, partials
+from parallel_lce.kernels import partials
 from parallel_lce.kernels import picked as kernels
 from parallel_lce.kernels.codes import CodeColumns
+from parallel_lce.kernels.dense_logits import logits_gradient, logits_partial
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
 from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows, target_logits
@@ -177,16 +178,3 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     rows, of_result = (t.view(-1, t.shape[-1]) for t in (gradient, result))
     scale_and_add_targets(rows, factor, None, of_result)
     return result
-
-
-def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-    of = dense_logits if logits.stride(1) == 1 else torch_backend
-    of.logits_partial(logits, target, shifted, partial)
-
-
-def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-    if logits.stride(1) != 1:
-        return torch_backend.logits_gradient(logits, target, partial, coefficients)
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    dense_logits.logits_gradient(logits, target, partial, coefficients, gradient)
-    return gradient

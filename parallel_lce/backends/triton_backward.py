@@ -191,11 +191,10 @@ class Piece:
             gradient = self._recompute(start, stop)
         else:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
-        tokens = self._tokens
-        if tokens is None and (saved is not None or self.has_targets):
-            tokens = self._tokens = self._find_tokens(gradient, saved, start)
+        if self._tokens is None and (saved is not None or self.has_targets):
+            self._tokens = tokens = self._find_tokens(gradient, saved, start)
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
-        if self.targets is not None:
+        if self.has_targets:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
@@ -206,7 +205,7 @@ class Piece:
         return token_gradients(
             gradient,
             saved,
-            self._task.target,
+            self._task.target if self.has_targets else None,
             self.terms,
             entries=projection.real_rows,
             first=start,
@@ -242,19 +241,15 @@ class Piece:
         return memory.view(shape)[:, : stop - start]
 
     @property
-    def targets(self) -> Targets | None:
-        """The targets with their gradients. None without targets, and before :meth:`_find_tokens`."""
-        tokens = self._tokens
-        if tokens is None or tokens.residual is None or tokens.unshared is None:
-            return None
-        assert self._task.target is not None
-        return Targets(self._task.target, tokens.residual, tokens.unshared)
+    def targets(self) -> Targets:
+        """The targets with their gradients, which the first slice has found."""
+        return Targets() if self._tokens is None else self._tokens.targets
 
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied
         by ``dx_factor``."""
         targets, terms = self.targets, None
-        if targets is not None:
+        if self.has_targets:
             weight = some_rows(self.projection.weight, 0, self.projection.real_rows)
             terms = some_rows(targets.target, *rows), some_rows(targets.residual, *rows), weight
         factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
@@ -262,9 +257,8 @@ class Piece:
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add the targets' terms of dW to ``total``, the shard's rows from ``start`` on."""
-        targets = self.targets
-        if targets is not None:
-            add_targets(total, start, targets, x)
+        if self.has_targets:
+            add_targets(total, start, self.targets, x)
 
 
 class BlockBackward:

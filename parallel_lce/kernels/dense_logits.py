@@ -95,19 +95,16 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
 
 
 def logits_gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    partial: torch.Tensor,
-    coefficients: torch.Tensor,
-    gradient: torch.Tensor,
-) -> None:
-    """Write the ``gradient [N, V]`` of ``logits``, in its own dtype, contiguous in V.
+    logits: torch.Tensor, target: torch.Tensor, partial: torch.Tensor, coefficients: torch.Tensor
+) -> torch.Tensor:
+    """The gradient ``[N, V]`` of ``logits``, in their dtype.
 
     ``partial [>= 2, N]`` fp32: merged over all ranks. ``coefficients [3, N]`` fp32: alpha, beta and gamma. Both are
     contiguous.
     """
-    rows, entries = logits.shape
+    (rows, entries), gradient = logits.shape, torch.empty_like(logits, memory_format=torch.contiguous_format)
     if rows and entries:
         sizes = rows, entries, logits.stride(0), gradient.stride(0)
         tensors = logits, gradient, partial, coefficients, target
         lce_backward_dense.launch((rows, -(-entries // _ENTRIES.value)), *tensors, *sizes, num_warps=_WARPS)
+    return gradient

@@ -46,7 +46,7 @@ error of ``G_iy`` stays.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -90,12 +90,14 @@ _WIDTH, _HIDDEN = 2048, 4096
 
 
 class Targets(NamedTuple):
-    """The targets of some tokens, with their ``residual`` and ``unshared`` of :class:`TokenGradients`: ``[R]`` each."""
+    """The targets of some tokens and their gradients, tensors ``[R]``; None each without targets."""
 
-    # int64, relative to the shard
-    target: torch.Tensor
-    residual: torch.Tensor
-    unshared: torch.Tensor
+    # int64, relative to the shard: an id outside the shard's ``[0, entries)`` has no logit here
+    target: Any = None
+    # fp32: d_i, or t_i until the slice of G with the target is formed. 0 for a target outside the shard.
+    residual: Any = None
+    # uint8: whether the target lies in this shard and, with ``find_shared``, no other token of these rows has it.
+    unshared: Any = None
 
 
 @triton.jit
@@ -370,17 +372,12 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
 
 
 class TokenGradients(NamedTuple):
-    """Results of :func:`token_gradients`, ``[R]`` each."""
+    """Results of :func:`token_gradients`. Factors are fp32 ``[R]``; None: 1"""
 
-    # fp32: d_i, or t_i until the slice of G with the target is formed. 0 for a target outside the shard. None without
-    # targets.
-    residual: torch.Tensor | None
-    # uint8: whether the target lies in this shard and, with ``find_shared``, no other token of these rows has it. None
-    # without targets.
-    unshared: torch.Tensor | None
-    # fp32 factors of the rows of G in ``G @ weight``; None: 1
+    targets: Targets
+    # Of the rows of G in ``G @ weight``.
     dx_factor: torch.Tensor | None
-    # fp32 factors of the rows of x in ``G.T @ x``; None: 1
+    # Of the rows of x in ``G.T @ x``.
     dw_factor: torch.Tensor | None
 
 
@@ -411,7 +408,6 @@ def lce_backward_token_gradients(
     maxima,
     mass,
     flat,
-    target,
     terms,
     outputs,
     rows,
@@ -427,6 +423,7 @@ def lce_backward_token_gradients(
     row = tl.program_id(0) * TOKENS + lane
     valid = row < rows
     coefficients, partial, fp16_scale = terms.coefficients, terms.partial, terms.fp16_scale
+    targets = outputs.targets
     upstream = tl.full((TOKENS,), 1.0, tl.float32)
     if coefficients.factor is not None:
         upstream = tl.load(coefficients.factor + row * terms.factor_stride, mask=valid, other=0.0)
@@ -435,8 +432,8 @@ def lce_backward_token_gradients(
     alpha = times(tl.load(coefficients.alpha + row, mask=valid, other=0.0), upstream)
     grad_scale = scales_of(terms.logit_map, row, valid)
     t = tl.zeros((TOKENS,), tl.float32)
-    if target is not None:
-        target_id = local_ids(target, row, rows, entries)
+    if targets.target is not None:
+        target_id = local_ids(targets.target, row, rows, entries)
         hit = target_id >= 0
         t = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
         unshared = hit
@@ -445,7 +442,7 @@ def lce_backward_token_gradients(
             shared = tl.zeros((TOKENS,), tl.float32)
             for start in range(0, rows, _COMPARED):
                 other = start + tl.arange(0, _COMPARED)
-                same = local_ids(target, other, rows, entries)[None, :] == target_id[:, None]
+                same = local_ids(targets.target, other, rows, entries)[None, :] == target_id[:, None]
                 same &= other[None, :] != row[:, None]
                 shared = tl.maximum(shared, tl.max(tl.where(same, 1.0, 0.0), 1))
             unshared &= shared == 0.0
@@ -469,7 +466,7 @@ def lce_backward_token_gradients(
         # The coefficient may be 0 by underflow alone.
         keeps &= in_range | ((alpha == 0.0) & (t == 0.0))
         logit = tl.full((TOKENS,), -float("inf"), tl.float32)
-        if target is not None:
+        if targets.target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (alpha == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
@@ -503,14 +500,14 @@ def lce_backward_token_gradients(
             tl.debug_barrier()
     if outputs.dx_factor is not None:
         tl.store(outputs.dx_factor + row, c, mask=valid)
-    if target is not None:
+    if targets.target is not None:
         factor = c
         if fp16_scale is not None:
             factor /= tl.load(fp16_scale)
         here = hit & (target_id >= first) & (target_id < first + slice_entries)
         entry, left = write_target(gradient, row, target_id - first, stride, here, t, factor, unshared)
-        tl.store(outputs.residual + row, left, mask=valid)
-        tl.store(outputs.unshared + row, unshared.to(tl.uint8), mask=valid)
+        tl.store(targets.residual + row, left, mask=valid)
+        tl.store(targets.unshared + row, unshared.to(tl.uint8), mask=valid)
         if outputs.dw_factor is not None:
             tl.store(outputs.dw_factor + row, tl.where(here & (entry != 0.0), t / entry, factor), mask=valid)
 
@@ -533,23 +530,20 @@ def token_gradients(
     forward with windows of ``window`` entries. G contains the scales, the soft-cap's slope and ``fp16_scale``. Its rows
     are still to be multiplied by ``dx_factor``. ``rewrite``: rewrite every row, so that there are no factors.
 
-    ``target [R]`` int64: an id outside the shard's ``[0, entries)`` has no logit here; None: no gradient of targets.
-    ``find_shared``: compare every token's target with all others'.
+    ``target [R]``: of :class:`Targets`, or None. ``find_shared``: compare every token's target with all others'.
     """
-    rows, coefficients = gradient.shape[0], terms.coefficients
-    maxima = mass = flat = None
+    rows, maxima, mass, flat = gradient.shape[0], None, None, None
     if saved is not None:
         maxima, mass, flat = saved.maxima, saved.mass, saved.flat
         if rewrite:
             rewrite_rows(gradient, saved, terms, window)
             maxima = mass = flat = None
-    keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
-    if not keeps_rows and target is None:
-        return TokenGradients(None, None, None, None)
-    has_target, device = target is not None, gradient.device
+    keeps_rows, has_target, device = maxima is not None, target is not None, gradient.device
+    if not keeps_rows and not has_target:
+        return TokenGradients(Targets(), None, None)
+    residual, unshared = empty_if(has_target, rows, device), empty_if(has_target, rows, device, torch.uint8)
     outputs = TokenGradients(
-        residual=empty_if(has_target, rows, device),
-        unshared=empty_if(has_target, rows, device, torch.uint8),
+        Targets(target, residual, unshared),
         dx_factor=empty_if(keeps_rows, rows, device),
         dw_factor=empty_if(has_target and keeps_rows, rows, device),
     )
@@ -560,7 +554,6 @@ def token_gradients(
         maxima,
         mass,
         flat,
-        target,
         terms,
         outputs,
         rows,
@@ -572,4 +565,4 @@ def token_gradients(
         WINDOW=window,
         TOKENS=tokens,
     )
-    return outputs._replace(dw_factor=outputs.dx_factor) if target is None else outputs
+    return outputs if has_target else outputs._replace(dw_factor=outputs.dx_factor)

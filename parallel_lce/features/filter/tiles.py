@@ -251,9 +251,7 @@ def sparse_product(
 class FilteredGradient:
     """:class:`parallel_lce.backends.interface.SliceProducts` that read the active tiles of a slice alone."""
 
-    def __init__(
-        self, gradient: Tensor, inverse_units: Tensor, eps: float, targets: Targets | None, first: int
-    ) -> None:
+    def __init__(self, gradient: Tensor, inverse_units: Tensor, eps: float, targets: Targets, first: int) -> None:
         """Of ``gradient [R, C]``, whose row stride is a multiple of 8 elements. A probability is ``|gradient| *
         inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit. ``first``: id of the first
         entry. Tiles with NaN, or with the shared target of a token that has a unit, are active."""
@@ -267,7 +265,7 @@ class FilteredGradient:
         self._masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
         results = largest, self._masses, column_sums
         sizes = rows, entries, gradient.stride(0), self._masses.stride(0), row_blocks, first
-        given = gradient, inverse_units, *results, targets or (None, None, None), float(eps), *sizes
+        given = gradient, inverse_units, *results, targets, float(eps), *sizes
         grid = tiles, -(-row_blocks // _SCANNED.value)
         lce_backward_scan.launch(grid, *given, MASKED=entries % TILE != 0, num_warps=_WARPS)
         shares = column_sums.sum(0).view(tiles, TILE)

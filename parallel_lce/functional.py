@@ -101,7 +101,8 @@ def linear_cross_entropy(
     if weight is not None or options is not None:
         name, instead = ("options", "logits_budget") if weight is None else ("weight", "token_weight")
         raise ValueError(f"{name} of torch.nn.functional.linear_cross_entropy is not supported: use {instead}")
-    check_reduction(reduction)
+    if reduction is None:  # which in Options means statistics
+        check_reduction(reduction)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight)
     chosen = Options(
         "linear_cross_entropy",

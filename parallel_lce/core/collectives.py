@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -104,8 +104,14 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     return IncomingHidden(gathered, work)
 
 
-def hidden_of_blocks(hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> Iterator[IncomingHidden]:
+def hidden_of_blocks(hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> Iterable[IncomingHidden]:
     """:func:`gather_hidden` of one block after another, each started a block ahead. At most two are in flight."""
+    if layout.sp_size == 1 and len(blocks) == 1:
+        return [IncomingHidden(hidden)]
+    return _gathered_ahead(hidden, blocks, layout)
+
+
+def _gathered_ahead(hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> Iterator[IncomingHidden]:
     following: IncomingHidden | None = None
     for number, block in enumerate(blocks):
         incoming = following or gather_hidden(hidden, block, layout)

@@ -240,7 +240,8 @@ def mean_loss(
     tokens that are not ignored. One program adds in a fixed order."""
     mean, divisor = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
     with on_device_of(losses):
-        lce_forward_mean.launch((1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index)
+        given = losses, target, token_weight, mean, divisor, len(losses), ignore_index
+        lce_forward_mean.launch((1,), *given, num_warps=16)
     return mean, divisor
 
 

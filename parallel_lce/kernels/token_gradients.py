@@ -200,7 +200,7 @@ def lce_backward_add_targets(
 ):
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < hidden_size
-    for number in tl.static_range(_ADDED):
+    for number in range(_ADDED):
         row = tl.program_id(0) * _ADDED + number
         target_id = tl.load(targets.target + row, mask=row < rows, other=-1)
         is_unshared = tl.load(targets.unshared + row, mask=row < rows, other=0) != 0

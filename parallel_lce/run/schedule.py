@@ -186,9 +186,7 @@ def backward(
             kept = ()
         if len(blocks) > 1:
             coefficients = call.backend.without_factor(coefficients)
-        # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
-        whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
-        of_blocks = hidden_of_blocks(hidden, blocks, layout) if whole is None else [IncomingHidden(whole)]
+        of_blocks = hidden_of_blocks(hidden, blocks, layout) if gathered is None else [IncomingHidden(gathered)]
         for block, x in zip(blocks, of_blocks):
             merged, of_tokens = partial, coefficients
             if len(blocks) > 1:
@@ -324,8 +322,8 @@ class Fused(torch.autograd.Function):
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
         if call.kind == "loss":  # saved-tensor hooks may have changed the strides
-            values: list[Any] = [c if c is None else c.contiguous() for c in kept]
-            coefficients = Coefficients(*values)._replace(factor=upstream[0])
+            *values, _, divisor = [c if c is None else c.contiguous() for c in kept]
+            coefficients = Coefficients(*values, factor=upstream[0], divisor=divisor)
         else:
             (vocab_size,) = kept
             coefficients = results.of_statistics(call, partial, vocab_size, upstream)

@@ -133,8 +133,10 @@ def lce_backward_decode(
         top = tl.load(maxima + here, mask=known, other=-float("inf"))
         low = tl.load(lowest + here, mask=known, other=0.0)
         shift = tl.load(shifts + here, mask=known, other=0)
-        f = low[:, None] + (code + (1.0 - _dither(row + first_row, first + c))) * _step(low)[:, None]
-        f = tl.where(code == 255.0, 1.0, tl.maximum(f, low[:, None]))
+        step = _step(low)
+        f = code * step[:, None] + ((low + step)[:, None] - _dither(row + first_row, first + c) * step[:, None])
+        # Code 255 lies beyond 1.
+        f = tl.minimum(tl.maximum(f, low[:, None]), 1.0)
         e = _number((f.to(tl.int32, bitcast=True) - shift[:, None]) << 2)
         # In a window of only -inf this factor might be infinite, and 0 times infinity is NaN. The product of both
         # factors might underflow.

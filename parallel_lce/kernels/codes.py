@@ -126,7 +126,8 @@ def lce_backward_decode(
     for start in range(begin, tl.minimum(begin + _SPAN, entries), _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < entries
-        code = tl.load(codes + first + c, mask=inside, other=0).to(tl.float32)
+        # A thread loads as many codes as it stores numbers, 8. With 16 all would be exchanged in shared memory.
+        code = tl.load(codes + tl.max_contiguous(first + c, (1, 8)), mask=inside, other=0).to(tl.float32)
         window = start + tl.arange(0, WINDOWS) * WINDOW
         known = window < entries
         here = ((first + window) // WINDOW).to(tl.int64) * windows_stride + row

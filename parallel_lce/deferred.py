@@ -62,8 +62,8 @@ class Source:
     within: Callable[..., Any] | None = None
     # The layer's own weight, by default `weight`.
     parameter: Tensor | None = None
-    # Makes the hidden states of all rows of those of this rank. None: it has all.
-    whole: Callable[[Tensor], Tensor] | None = None
+    # Whether `hidden` is this rank's part of the rows.
+    is_part: bool = False
     has_loss: bool = False
     # What makes real logits too late.
     events: list[str] = dataclasses.field(default_factory=list)
@@ -284,24 +284,20 @@ class DeferredLogits(Tensor):
         return {"logit_scale": scale} if cap is None else {"logit_scale": scale * cap, "logit_softcap": cap}
 
     @torch.no_grad()
-    def _largest(self, name: str, over: list) -> Any:
-        """The result of ``argmax(-1)`` or, without gradients, of ``max(-1)``, by a fused projection; None where that
-        needs real logits. Waits for the device: a token with a NaN needs them."""
-        source, state, weight = self.source, self.state, self.source.weight
-        if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(state.sizes) - 1) or self.why_not_fused():
+    def _argmax(self, over: list) -> Tensor | None:
+        """The result of ``argmax(-1)`` by a fused projection; None where that needs real logits. Waits for the device:
+        a token with a NaN needs them."""
+        source, weight, sizes = self.source, self.source.weight, self.state.sizes
+        if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(sizes) - 1) or self.why_not_fused():
             return None
         if source.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        if source.event() or type(weight) not in (Tensor, nn.Parameter) or weight.shape[0] != state.sizes[-1]:
+        if source.is_part or source.event() or type(weight) not in (Tensor, nn.Parameter) or len(weight) != sizes[-1]:
             return None  # the last: logits that are gathered over the ranks
-        rows: Any = state.rows if source.whole is None else source.whole(source.hidden)
         with source.modes():
             options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
-            found: Any = token_statistics(rows, weight, None, **options)
-        if (found.argmax < 0).any():
-            return None
-        top = found.max_logit.to(state.kind), found.argmax
-        return top[1] if name == "argmax" else torch.return_types.max(top)
+            found: Any = token_statistics(cast(Tensor, self.state.rows), weight, None, **options)
+        return None if (found.argmax < 0).any() else found.argmax
 
     # --- real logits ---
 
@@ -360,8 +356,8 @@ class DeferredLogits(Tensor):
                     return function(*args, **kwargs)
             if not first._is_moved() and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
                 return step
-            if (name == "argmax" or (name == "max" and not torch.is_grad_enabled())) and kwargs.keys() <= {"dim"}:
-                if (found := first._largest(name, [*args[1:], *kwargs.values()])) is not None:
+            if name == "argmax" and kwargs.keys() <= {"dim"}:
+                if (found := first._argmax([*args[1:], *kwargs.values()])) is not None:
                     return found
         args, kwargs = _real((args, kwargs), name)
         result = function(*args, **kwargs)
@@ -410,7 +406,7 @@ class DeferredLogits(Tensor):
             if (view := _view(function, sizes, arguments, options)) is None:
                 return None
             sizes = view.shape
-            rows = None if rows is None or source.whole is not None else _same_rows(rows, view)
+            rows = None if rows is None or source.is_part else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
         if name == "detach":

@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any
 
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from parallel_lce.call.checks import dispatches
@@ -44,17 +44,15 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
             fusion.say(self.training, f"{use!r} of the output layer's result wants them")
 
         group: Any = self.tp_group
-        whole: Any = None
-        ranks = 1 if group is None else group.size()
-        first, *others, _ = input_.shape
-        if self.sequence_parallel and ranks > 1:
-            first, whole = ranks * first, functools.partial(gather_from_sequence_parallel_region, group=group)
+        is_part = self.sequence_parallel and group is not None and group.size() > 1
         bias = None if self.skip_bias_add else self.bias
-        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole)
+        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, is_part=is_part)
         call.shared = weight is not None  # for the loss
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
-        logits = DeferredLogits.of(call, (first, *others, entries), getattr(self, "output_dtype", None))
+        first, *others, _ = input_.shape
+        shape = group.size() * first if is_part else first, *others, entries
+        logits = DeferredLogits.of(call, shape, getattr(self, "output_dtype", None))
         return logits, self.bias if self.skip_bias_add else None
 
 

@@ -359,6 +359,10 @@ class DeferredLogits(Tensor):
             if name == "argmax" and kwargs.keys() <= {"dim"}:
                 if (found := first._argmax([*args[1:], *kwargs.values()])) is not None:
                     return found
+        if function in (torch.autograd.grad, torch.autograd.backward):
+            wanted = pytree.tree_leaves((args[1:], kwargs.get("inputs")))
+            if any(type(each) is cls and each.source.has_loss for each in wanted):
+                raise RuntimeError("parallel_lce: the loss took no logits: for their gradient give it `logits + 0`")
         args, kwargs = _real((args, kwargs), name)
         result = function(*args, **kwargs)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.

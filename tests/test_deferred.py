@@ -241,9 +241,10 @@ def test_too_late_is_said(event):
 
 def test_a_hook_after_the_loss_is_refused_but_for_fsdps():
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
-    loss_of(z)
-    for use in (lambda: z.register_hook(print), z.retain_grad):
-        with pytest.raises(RuntimeError, match="comes after the loss, which took no logits"):
+    loss, _ = loss_of(z)
+    gradient = functools.partial(torch.autograd.grad, loss, [z.detach(), z], allow_unused=True)
+    for use in (lambda: z.register_hook(print), z.retain_grad, gradient, lambda: loss.backward(inputs=[z])):
+        with pytest.raises(RuntimeError, match="took no logits"):
             use()
     with mock.patch.object(_hooked, "__module__", "torch.distributed.fsdp"):
         z.register_hook(_hooked)

@@ -209,7 +209,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_changed_models(member, change):
-    """Whatever makes real logits in training is named once. A call without labels asks for logits."""
+    """Whatever makes real logits in training is named once, and by explain(). A call without labels asks for logits."""
     spec, (make, reason) = Model(ranks=member.ranks), CHANGES[change]
 
     def changed(model, data, ours):
@@ -226,6 +226,8 @@ def test_changed_models(member, change):
             # One rank speaks for those that shard the vocabulary.
             assert bool(first) == (member.rank == 0 and reason is not None), (change, first)
             assert not first or reason in first[0], first
+            said_here = reason is not None and (member.rank == 0 or "rank 0" not in change)
+            assert said_here == (parallel_lce.megatron.explain(model) != ["fused"])
             model.eval()
             assert second == said() == []
         return _trained(model.train(), spec, data)

@@ -19,7 +19,7 @@ from parallel_lce.core.options import NO_LABEL
 from parallel_lce.deferred import DeferredLogits
 from parallel_lce.megatron.loss import model_group, run, statistics, swapped
 from parallel_lce.megatron.settings import Fusion, running
-from parallel_lce.megatron.switch import explain, fuse, language_model
+from parallel_lce.megatron.switch import fuse, language_model, why_not_fused
 from parallel_lce.run.entry import fused_token_loss
 
 
@@ -134,7 +134,7 @@ def _scored(
     if getattr(inner, "post_process", True):
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
-        if explain(inner) != ["fused"] and (reason := fuse(inner)[0]) != "fused":
+        if why_not_fused(inner) is not None and (reason := fuse(inner)[0]) != "fused":
             raise ValueError(f"{function} makes no logits: {reason}")
         scoring = Scoring(function, labels, of)
     layout = Layout.of(debug.state.group, False)

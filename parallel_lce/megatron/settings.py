@@ -89,7 +89,7 @@ class Fusion:
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         self.parameters = [*inspect.signature(model.forward).parameters]
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
-        self.said: set[str] = set()
+        self.said: list[str] = []
         # Whether the model's last call got labels.
         self.has_labels = True
 
@@ -102,11 +102,11 @@ class Fusion:
         reason, on one of the ranks that have the output layer."""
         if (scoring := running.get()) is not None:
             raise scoring.refused(reason)
-        if training and torch.is_grad_enabled() and reason not in self.said:
-            self.said.add(reason)
+        words = f"training makes the whole logits, which need not exist: {reason}"
+        if training and torch.is_grad_enabled() and words not in self.said:
+            self.said.append(words)
             changes = self.settings.changes()
-            others = f"; a program's own loss of them has no {changes}" if changes else ""
-            say(f"training makes the whole logits, which need not exist: {reason}{others}")
+            say(f"{words}; a program's own loss of them has no {changes}" if changes else words)
 
 
 def say(words: str) -> None:

@@ -84,15 +84,15 @@ def fuse(model: Any, **given: Any) -> list[str]:
 
 
 def explain(model: Any) -> list[str]:
-    """Of each chunk of a Megatron model "fused", or the reason why it is not."""
-    return [_explained(chunk) for chunk in _chunks(model)]
+    """Of each chunk of a Megatron model "fused", or why it is not, or why its training made logits, if it was said."""
+    return [why_not_fused(chunk) or next(iter(vars(chunk)[MARK].said), "fused") for chunk in _chunks(model)]
 
 
 def _chunks(model: Any) -> list[Any]:
     return [language_model(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
 
 
-def _explained(model: Any) -> str:
+def why_not_fused(model: Any) -> str | None:
     head, fusion = getattr(model, "output_layer", None), vars(model).get(MARK)
     if head is None:
         return settings.NO_HEAD
@@ -102,7 +102,7 @@ def _explained(model: Any) -> str:
         return "its output layer was replaced since; call fuse(model)"
     if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
         return "unpatch() was called; call fuse(model)"
-    return fusion.reason or "fused"
+    return fusion.reason
 
 
 def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:

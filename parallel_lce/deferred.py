@@ -36,6 +36,8 @@ _PLAIN = {
 }
 """Attributes and methods that need no real logits."""
 _HOOKS = {"register_hook", "retain_grad"}
+_MEMORY = {*"data __set__ numpy __array__ __dlpack__ data_ptr storage untyped_storage".split()}
+"""What a program can write by without a version; "__set__" is that of ``data``, too."""
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
@@ -152,6 +154,8 @@ class _State:
     real: Tensor | None = None
     version: int = 0
     node: Any = None
+    # A copy, from when a program got their memory before the loss.
+    copy: Tensor | None = None
     # Whether a program put a hook on them; and those that FSDP and DeepSpeed put.
     hooked: bool = False
     output_hooks: list[Callable] = dataclasses.field(default_factory=list)
@@ -162,8 +166,18 @@ class _State:
     def is_touched(self) -> bool:
         """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
         real = self.real
-        changed = real is not None and (version(real) != self.version or real.requires_grad != self.tracked)
-        return self.hooked or changed
+        if self.hooked or real is None:
+            return self.hooked
+        if version(real) != self.version or real.requires_grad != self.tracked:
+            return True
+        return self.copy is not None and not torch.allclose(real, self.copy, 0, 0, equal_nan=True)
+
+    def share(self) -> None:
+        """Keep a copy of these logits, and of those that they may be a view of."""
+        if self.real is not None and self.copy is None and not self.source.has_loss:
+            self.copy = self.real.detach().clone()
+            if self.parent is not None:
+                self.parent.state.share()
 
 
 class _Edge(torch.autograd.Function):
@@ -364,6 +378,8 @@ class DeferredLogits(Tensor):
             if any(type(each) is cls and each.source.has_loss for each in wanted):
                 raise RuntimeError("parallel_lce: the loss took no logits: for their gradient give it `logits + 0`")
         args, kwargs = _real((args, kwargs), name)
+        if is_deferred and name in _MEMORY:
+            first.state.share()
         result = function(*args, **kwargs)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
         return first if is_deferred and result is first.state.real else result

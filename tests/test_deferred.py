@@ -75,7 +75,7 @@ def _hooked(z):
 
 
 def _looked_at(z):
-    z.argmax(-1), z.sum(), repr(z), z[0, 0, 0].item()
+    z.argmax(-1), z.sum(), repr(z), z[0, 0, 0].item(), z.data.sum(), z.detach().numpy()
     return z
 
 
@@ -83,6 +83,13 @@ def _view_of_changed(z):
     view = z.view(-1, V)
     z.mul_(2)
     return view
+
+
+def _written(z):
+    """Through memory, of which no version tells."""
+    z.data[..., :3] = 0
+    z.detach().numpy()[:, 0] *= 2
+    return z
 
 
 def _doubled(z):
@@ -114,6 +121,8 @@ USES = {
     "a hook": (_hooked, False),
     "a product in place": (_doubled, False),
     "a view of changed logits": (_view_of_changed, False),
+    "a write to their memory": (_written, False),
+    "new memory": (lambda z: (setattr(z, "data", z.data * 2), z)[1], False),
     "a reentrant checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=True), False),
     "a checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=False), False),
     "a checkpoint of a step": (lambda z: checkpoints.checkpoint(lambda x: x * 2, z, use_reentrant=False), True),

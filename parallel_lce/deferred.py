@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallel_lce.core.private import (
     FSDP_MODULES,
     DisableTorchFunctionSubclass,
+    after_backward,
     comes_from,
     outside_graphs,
     pytree,
@@ -105,11 +106,13 @@ class Source:
             raise RuntimeError(f"parallel_lce: logits, or their loss, are wanted after {event}: use them before")
 
     def close_after(self, *losses: Tensor) -> None:
-        """From the backward of one of them on no real logits can be made."""
-        events = self.events  # alone: a graph must not hold its source
+        """After the backward of one of them no real logits can be made; nor in it where the weight is taken back."""
+        # A graph must not hold its source.
+        close = functools.partial(self.events.append, "the backward of their loss")
+        at_once = self.within is not None
         for loss in losses:
             if loss.grad_fn is not None:
-                loss.grad_fn.register_prehook(lambda _: events.append("the backward of their loss"))
+                loss.grad_fn.register_prehook(lambda _: close() if at_once else after_backward(close))
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:

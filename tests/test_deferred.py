@@ -166,6 +166,19 @@ def test_checkpoints_around_the_layer(reentrant):
     _compared(lambda layer, hidden: checkpoint(lambda x: loss_of(layer(x))[0], hidden))
 
 
+def test_a_loss_closes_its_logits_after_its_backward():
+    """In that backward a Function beside the loss gives its gradient, and a checkpoint computes the loss again."""
+
+    def closed(z):
+        loss, _ = loss_of(z)
+        if isinstance(z, DeferredLogits):
+            z.source.close_after(loss)
+        return loss
+
+    _compared(lambda layer, hidden: (lambda z: closed(z) + Tripled.apply(z).sin().sum())(layer(hidden)))
+    _compared(lambda layer, hidden: checkpoints.checkpoint(closed, layer(hidden), use_reentrant=False))
+
+
 @pytest.mark.parametrize("change", [lambda z: z, Tripled.apply])
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
 def test_frozen_operands(frozen, change):

@@ -84,6 +84,11 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def after_backward(function: Callable[[], Any]) -> None:
+    """Calls it at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def accumulates(leaf_node: Any) -> bool:
     """Whether the running backward accumulates the gradient of the leaf of this node."""
     try:

@@ -9,13 +9,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import parallel_lce
-from blocks import counted_forwards
 from measures import assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
-from tools import REDUCED, chosen_backend, fields, given, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, counted_forwards, fields, given, shrunk, small, statistics
 
 
 def assert_equal(found, expected, name: object = "") -> None:

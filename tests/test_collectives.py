@@ -14,8 +14,9 @@ from cases import DTYPES, make, part
 from measures import error, size
 from parallel_lce.backends import backend_of
 from parallel_lce.core import collectives
+from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.distillation import divergence
-from tools import arguments_to, chosen_backend, on_ranks, recorded, shrunk, started
+from tools import Started, arguments_to, chosen_backend, on_ranks, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -78,16 +79,27 @@ def _events(member: Member, call: Call):
     options["logits_budget"] = budgets.get(call.strategy, 0)
     options["reduction"] = "mean" if call.strategy == "accumulate" else "none"
     options["reduce_dtype"] = getattr(torch, call.reduce_dtype) if call.reduce_dtype else None
-    with shrunk(call.block_bytes, (8, 16)), recorded(member.group) as events, started() as everything:
+    close = GradBuffer.close
+
+    def watched_close(self, start, stop, total):
+        events.append(Started("dW", stop - start, "", True, None, True))
+        return close(self, start, stop, total)
+
+    with shrunk(call.block_bytes, (8, 16)), started() as events, mock.patch.object(GradBuffer, "close", watched_close):
         with torch.set_grad_enabled(call.strategy != "evaluation"), all_waited_for():
             loss = parallel_lce.linear_cross_entropy(x, t.weight, t.target, **options)
-        forward, events[:] = list(events), []
+        of_forward = len(events)
         if loss.requires_grad:
             with all_waited_for():
                 loss.sum().backward()
-        # Each is waited for where its result is used.
-        assert everything and all(each.asynchronous and each.contiguous for each in everything)
-        return forward, list(events)
+    # Each is waited for where its result is used.
+    assert events and all(each.asynchronous and each.contiguous for each in events)
+    return told(events[:of_forward], member.group), told(events[of_forward:], member.group)
+
+
+def told(events: list[Started], group) -> list[tuple]:
+    """The kind, the number of elements, their dtype, and whether it is on the group."""
+    return [(e.kind, e.size, e.dtype, e.group == group) for e in events]
 
 
 def expected(call: Call, device: str) -> tuple[list, list]:
@@ -177,10 +189,10 @@ def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(member,
 @on_ranks(2)
 def test_statistics_gather_what_was_asked_for(member, names):
     t = part(make(N, ROWS * member.ranks, D, device=member.device), member)
-    with recorded(member.group) as events:
+    with started() as events:
         parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **dict.fromkeys(names, True))
     columns = 3 + len(names) + ("mean_logit" in names)
-    assert events == [("all_gather", columns * N + 3, "float32", True)]
+    assert told(events, member.group) == [("all_gather", columns * N + 3, "float32", True)]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -288,9 +300,9 @@ def test_only_the_given_group_is_used(member, budget, reduction, sequence_parall
     me = Member(pair.index(member.rank), 2, member.device, groups[pair])
     t = part(make(N, 2 * ROWS, D, device=member.device), me, sequence_parallel)
     options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
-    with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(me.group) as events:
+    with shrunk(N // 2 * ROWS * 4, (8, 16)), started() as events:
         parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum().backward()
-    assert len(of_collectives(events)) >= 2 and all(e[3] for e in of_collectives(events))
+    assert len(events) >= 2 and all(event.group == me.group for event in events)
 
 
 def _uneven_ranks(member: Member, sizes: tuple):
@@ -300,9 +312,9 @@ def _uneven_ranks(member: Member, sizes: tuple):
     for vocab_size, budget in ((sum(sizes), 0), (sum(sizes), 12000), (sum(sizes), None), (None, 12000)):
         where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
         options = dict(reduction="none" if budget else "mean", logits_budget=budget, **where)
-        with shrunk(2000, (8, 16)), recorded(member.group) as events:
+        with shrunk(2000, (8, 16)), started() as events:
             parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
-        found.append(of_collectives(events))
+        found.append(told(events, member.group))
     return found
 
 
@@ -310,9 +322,6 @@ def test_uneven_shards_start_the_same_collectives(worlds, device):
     everyone = worlds(3).run(_uneven_ranks, (100, 0, 17))
     assert everyone == [everyone[0]] * 3
     assert len({len(events) for events in everyone[0][:3]}) > 1, "the budget must change the blocks"
-
-
-# --- ``reduce_dtype`` -------------------------------------------------------------------------------
 
 
 def cancelling(device="cpu"):

@@ -12,12 +12,22 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from benchmarks.engine.peak_memory import peak_memory
-from blocks import counted_forwards, watched_backwards
 from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
-from tools import DIFFERENTIABLE, chosen_backend, debug_mode, fields, on_ranks, shrunk, small, statistics
+from tools import (
+    DIFFERENTIABLE,
+    chosen_backend,
+    counted_forwards,
+    debug_mode,
+    fields,
+    on_ranks,
+    shrunk,
+    small,
+    statistics,
+    watched_backwards,
+)
 
 V, D = 150, 16
 SIZES = (24, 30, 41)  # tokens: compiled for one number, then for any

@@ -21,7 +21,6 @@ from parallel_lce.dtensor import adapted
 from releases import ROOT
 from tools import fields, on_ranks, upstream
 from world import mesh_of
-from wrappers import whole as gathered
 
 WHOLE, ROWS, SECOND = Replicate(), Shard(0), Shard(1)
 V, D = 40, 16
@@ -55,7 +54,7 @@ def as_dtensors(whole: dict[str, Tensor], mesh, **placements) -> dict[str, Any]:
 def same(found: Any, want: Tensor, placements: Any = None) -> None:
     if placements is not None:
         assert list(found.placements) == list(placements), found.placements
-    torch.testing.assert_close(gathered(found), want)
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, want)
 
 
 def loss_and_gradients(given: dict[str, Any], function=parallel_lce.linear_cross_entropy, **options) -> tuple[Any, ...]:
@@ -132,8 +131,6 @@ def test_a_plain_input_beside_a_sharded_weight_has_a_plain_loss(member):
                 same(one, other)
 
 
-# --- what is refused ----------------------------------------------------------------------------------
-
 FSDP = "call the loss inside the forward of the module that fully_shard wraps"
 EARLY = slice(None), slice(7)  # all but the last tokens
 
@@ -204,9 +201,6 @@ def test_batch_first_hidden_states_are_neither_copied_nor_transposed(member):
     assert adapted(asked, Tensors(part, weight, whole["target"]), member.group)[1].input is part
 
 
-# --- the other functions -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", [WHOLE, ROWS, SECOND])
 @on_ranks(2)
 def test_other_functions_give_what_they_give_of_plain_tensors(member, split):
@@ -237,9 +231,6 @@ def test_other_functions_give_what_they_give_of_plain_tensors(member, split):
         same(found[name], want, None if name == "vocab_size" else [WHOLE])
     for name, placements in dict(input=[split], linear_weight=[ROWS], linear_bias=[ROWS]).items():
         same(given[name].grad, plain[name].grad, placements)
-
-
-# --- modules, styles and fully_shard --------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -333,9 +324,6 @@ def test_fsdp2_over_tensor_parallelism_accumulates_gradients(member, sequence_pa
         if sequence_parallel and name == "body.weight":
             torch.distributed.all_reduce(gradient, group=mesh["tp"].get_group())
         same(gradient, gradients[name])
-
-
-# --- the page -----------------------------------------------------------------------------------------
 
 
 @on_ranks(4)

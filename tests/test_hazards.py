@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, normalize
 
-import reference
-from cases import DTYPES, dense_loss, normal
+from cases import DTYPES, dense_loss, dense_statistics, normal
 from measures import assert_close, assert_no_worse, error, relative_error, size, smallest_steps
 from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics, vocab_parallel_cross_entropy
 from parallel_lce.backends import torch_backend
-from tools import REDUCED, chosen_backend, fields, on_ranks, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, shrunk, small
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -115,8 +114,6 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, device):
     assert_no_worse(dw, exact["dweight"], its["dweight"], floor=smallest_steps(dw))
 
 
-# --- NaN, and sets of entries ------------------------------------------------------------------------
-
 # Of a GPU's tiles, or of smaller ones for the interpreter.
 WINDOW = 256 if torch.cuda.is_available() else 64
 N, V, D = 20, 4 * WINDOW + 44, 16
@@ -157,35 +154,6 @@ def test_logits_as_large_as_fp32_has_them(budget_of_all, backend, device):
     assert_close(dweight, g.t() @ x.detach().double(), 1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks()
-def test_nan_is_of_its_token_alone(member, backend):
-    """The other tokens have the results that they have without it."""
-    x, weight, bias, target = operands(member.device)
-    rows = V // member.ranks
-    shard = slice(rows * member.rank, rows * (member.rank + 1))
-    options = dict(linear_bias=bias[shard], process_group=member.group)
-
-    def results(hidden: Tensor) -> dict[str, Tensor]:
-        leaf = hidden.requires_grad_()
-        with windows(backend):
-            asked = dict(top_k=4, selected=target[:, None])
-            found = fields(statistics(leaf, weight[shard], target, **asked, **options))
-            losses = linear_cross_entropy(leaf, weight[shard], target, reduction="none", **options)
-            return found | {"loss": losses, "dx": torch.autograd.grad(losses.sum(), leaf)[0]}
-
-    expected = results(x.clone())
-    x[3::5, 1] = torch.nan
-    broken = x[:, 1].isnan()
-    found = results(x)
-    assert found.pop("vocab_size") == V
-    del found["target_logit"]
-    for name, value in found.items():
-        nothing = value.isnan() if value.is_floating_point() else value == -1
-        assert torch.equal(nothing, broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)), name
-        assert torch.equal(value[~broken], expected[name][~broken]), name
-
-
 def test_a_selected_id_beyond_32_bits_reaches_no_row_of_the_weight(backend, device):
     """Its lowest 32 bits are those of an entry. 0 times an infinite hidden state would be NaN there."""
     x, weight = normal(2, 16).to(device), normal(8, 16, seed=1).to(device)
@@ -211,9 +179,6 @@ def test_sets_of_which_nothing_remains(backend, device):
     assert found[4].tolist()[0] == -torch.inf and found[4, 1:].isnan().all()
     dx, dw, db = torch.autograd.grad(found[:4].where(found[:4].isfinite(), 0.0).sum() + found[:3].sum(), leaves)
     assert (dx[:3] == 0).all() and (db[:10] == 0).all() and dx[3].isfinite().all()
-
-
-# --- tokens that are sure of their target; the fuzz has their gradients -------------------------------
 
 
 def confident(name: str, device):
@@ -252,7 +217,7 @@ def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device
         # A loss scale keeps fp16's digits.
         (ours,) = torch.autograd.grad(getattr(found, output).sum(), x, torch.tensor(2.0**10, device=device))
     z = exact @ weight.double().t()
-    value = reference.statistics(z, target)[output].sum()
+    value = dense_statistics(z, target)[output].sum()
     (truth,) = torch.autograd.grad(value * 2**10, exact)
     for one, other in zip(ours, truth):  # of each token; fp32 has 1 - p = 2e-6 to 7 %
         assert relative_error(one, other) < (0.1 if output == "target_log_prob" else 0.05)

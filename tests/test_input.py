@@ -7,17 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
 
 import parallel_lce
 from calls import D, N, V, call, good
 from cases import make, normal
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
-from tools import debug_mode, on_ranks, recorded, shrunk, small, unchecked
-
-# --- ids and shards --------------------------------------------------------------------------------
-
+from tools import debug_mode, on_ranks, shrunk, small, started, unchecked
 
 # The first ids of three shards of V rows: gaps, overlaps, and vocabularies of which nothing but the size is wrong.
 GAPS, OVERLAPS = [(0, 10, 21), (1, 11, 21)], [(0, 10, 19), (20, 11, 0), (10, 10, 10)]
@@ -60,7 +56,7 @@ def test_a_target_outside_the_vocabulary_is_refused(member, wrong, name):
     target[0] = -100
     if name == "masked":
         arguments["mask"] = torch.ones(N, dtype=torch.bool, device=member.device)
-    with recorded(member.group) as events, debug_mode() if member.device.type == "cuda" else nullcontext():
+    with started() as events, debug_mode() if member.device.type == "cuda" else nullcontext():
         for kind in (ValueError, IndexError):
             odd = target.clone()
             odd[2] = -100 if wrong == "uint64" else wrong
@@ -120,9 +116,6 @@ def test_ids_of_any_integer_dtype_give_the_same_results(bits, device):
             assert torch.equal(function(x.detach(), w, ids.to(dtype)), want) and want.isfinite().all(), name
 
 
-# --- memory that is not what it looks like ----------------------------------------------------------
-
-
 def test_negative_views_give_the_same_bits(backend, device):
     arguments = good(device)
     arguments |= dict(linear_bias=normal(V, seed=1).float().to(device), token_weight=arguments["input"][:, 0].abs())
@@ -131,8 +124,6 @@ def test_negative_views_give_the_same_bits(backend, device):
         for _ in range(2):  # whether or not the signature is known
             assert torch.equal(call(arguments | {name: torch._neg_view(-value)}), plain)
 
-
-# --- vocabularies beyond fp32's integers ------------------------------------------------------------
 
 LARGE = 2**24 + 3
 
@@ -153,9 +144,6 @@ def test_a_vocabulary_beyond_2_to_the_24_keeps_its_ids_apart(member):
     torch.testing.assert_close(found.target_log_prob.double(), expected, rtol=1e-5, atol=1e-5)
     assert found.vocab_size == LARGE and found.vocab_size.dtype == torch.int64
     assert torch.equal(found.argmax, z.argmax(1))
-
-
-# --- integers for floats; copies and pickles ---------------------------------------------------------
 
 
 @on_ranks(2)
@@ -179,15 +167,12 @@ def test_thousands_of_neighbours_count_beside_a_logit_beyond_2_to_the_27(backend
     assert found.target_log_prob.item() == pytest.approx(exact.item(), abs=1e-6)
 
 
-def test_rows_that_share_memory_and_tensors_saved_on_the_host_change_nothing(backend, device):
-    """Expanded operands, as their copies; and hooks that move what is saved."""
+def test_rows_that_share_memory_change_nothing(backend, device):
     t, found = small(device, N=6, V=40), []
     shared = t.x[:1].detach().expand(6, -1), t.weight[:1].detach().expand(40, -1)
-    for copied, hooks in ((True, nullcontext()), (False, nullcontext()), (False, save_on_cpu())):
-        leaves = [(value.contiguous() if copied else value.detach()).requires_grad_() for value in shared]
-        with hooks:
-            loss = parallel_lce.linear_cross_entropy(*leaves, t.target[:1].expand(6))
+    for operands in (shared, [value.contiguous() for value in shared]):
+        leaves = [value.detach().requires_grad_() for value in operands]
+        loss = parallel_lce.linear_cross_entropy(*leaves, t.target[:1].expand(6))
         found.append([loss, *torch.autograd.grad(loss, leaves)])
-    for others in found[1:]:
-        for one, other in zip(found[0], others):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

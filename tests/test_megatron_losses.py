@@ -11,13 +11,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-from blocks import counted_forwards
 from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build
 from megatron_training import in_ddp, switched
 from parallel_lce.backends import backend_of
 from parallel_lce.megatron import patch, token_log_probs, token_loss, token_metrics
-from tools import on_ranks
+from tools import counted_forwards, on_ranks
 
 OPTIONS = {
     "z-loss": dict(z_loss=1e-2),
@@ -122,9 +121,6 @@ def test_logits_can_be_made_until_the_backward_of_their_loss(member, scored):
     assert torch.equal(kept[0].sum(), made)  # of the call that has had no backward
     with pytest.raises(RuntimeError, match="are wanted after the backward of their loss"):
         kept[1].sum()
-
-
-# --- skip_masked --------------------------------------------------------------------------------------
 
 
 @on_ranks(1)

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
 import parallel_lce
-import reference
-from blocks import counted_forwards
-from cases import normal
+from cases import dense_statistics, normal
 from measures import assert_near
 from parallel_lce import rl
 from parallel_lce.backends import backend_of
-from tools import everywhere
+from tools import counted_forwards, everywhere
 from world import Member
 
 N, V, D = 30, 64, 16
@@ -53,8 +52,8 @@ def test_results_and_gradients_are_those_of_logits(
     parts = everywhere(worlds, device, ranks, _verl, shape, temperature, reduction, vocab_size, summed)
     x, w, b, labels, of_token = tensors(dtype=torch.float64)
     leaves = [value.requires_grad_() for value in (x, w, b)]
-    z = reference.logits(*leaves, vocab_size=vocab_size)
-    truth = reference.statistics(z / (of_token[:, None] if temperature == "tensor" else temperature or 1.0), labels)
+    z = linear(*leaves)[:, :vocab_size]
+    truth = dense_statistics(z / (of_token[:, None] if temperature == "tensor" else temperature or 1.0), labels)
     picked = truth["target_log_prob"]
     log_probs = {"none": picked, "sum": picked.sum(), "mean": picked.mean()}[(reduction or "none").lower()]
     expected = [log_probs, truth["entropy"], *[truth["sum_p_squared"]] * summed]
@@ -150,11 +149,11 @@ def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size,
     leaves = [value.requires_grad_() for value in (x.view(*((S, B) if nemo else (B, S)), D), w[:end], b[:end])]
     if nemo:
         labels = labels[:, 1:]
-        z = reference.logits(leaves[0].transpose(0, 1), *leaves[1:], vocab_size=vocab_size)[:, :-1]
+        z = linear(leaves[0].transpose(0, 1), *leaves[1:])[:, :-1, :vocab_size]
     else:
         leaves = leaves[:2]
-        z = reference.logits(*leaves)
-    truth, inside = reference.statistics(z, labels), labels < (vocab_size or end)
+        z = linear(*leaves)
+    truth, inside = dense_statistics(z, labels), labels < (vocab_size or end)
     exact = torch.where(inside, truth["target_log_prob"], 0.0 if nemo else -truth["lse"])
     gradients = torch.autograd.grad(exact, leaves, upstream([exact]))
     for found, *_ in parts:

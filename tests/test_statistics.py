@@ -10,25 +10,7 @@ import parallel_lce
 from cases import normal
 from measures import relative_error
 from parallel_lce.features import top_k
-from tools import fields, on_ranks, shrunk, small, statistics
-
-N, V, D, K = 12, 90, 24, 5
-
-
-def test_fields_that_were_not_asked_for_are_none(backend, device):
-    t = small(device)
-    rich = statistics(t.x, t.weight, t.target)
-    always = {"lse", "max_logit", "vocab_size"}
-    of_target = {"target_logit", "target_log_prob"}
-    for found, names in (
-        (parallel_lce.token_statistics(t.x, t.weight, t.target), always | of_target),
-        (statistics(t.x, t.weight, None), fields(rich).keys() - of_target),
-    ):
-        assert fields(found).keys() == names
-        for name in names:
-            assert torch.equal(getattr(found, name), getattr(rich, name)), name
-    gradients = [torch.autograd.grad(f.entropy.sum() + f.lse.sum(), [t.x, t.weight]) for f in (found, rich)]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+from tools import on_ranks, shrunk, small, statistics
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -49,16 +31,6 @@ def test_the_lowest_of_equals_comes_first(member, backend):
         where["vocab_start"] = 3 * (member.ranks - 1 - member.rank)
         found = statistics(-x, shard[:3] + 0.25, None, top_k=8, **where)
         assert (found.top_logits == -1).all() and found.top_ids[1, 2].tolist() == [*range(8)]
-
-
-# --- selected entries -------------------------------------------------------------------------------
-
-
-def problem(device):
-    """Leaves x and weight, and ids ``[N, K]``."""
-    ids = torch.randint(0, V, (N, K), generator=torch.Generator().manual_seed(4))
-    leaves = [value.to(device, torch.float32).requires_grad_() for value in (normal(N, D), normal(V, D, seed=1) / 2)]
-    return *leaves, ids.to(device)
 
 
 OFFSETS = [[0, 2, 4, 5, 5], [1, 2, 4, 5, 6], [0, 4, 2, 5, 6], [0, 2, 4, 2**40, 6], [0, 0, 0, 0, 0]]
@@ -83,9 +55,6 @@ def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch
     assert torch.autograd.grad(among.sum(), t.weight)[0][ids].isnan().all()
 
 
-# --- selected_log_probs alone ------------------------------------------------------------------------
-
-
 def test_gradients_of_an_entry_that_most_tokens_select(device):
     """A sum in fp32, one term after another, drifts: the larger the sum, the more of each term is rounded away."""
     x, w = normal(4096, 8).abs(), normal(4, 8, seed=1)
@@ -108,12 +77,13 @@ def test_gradients_of_an_entry_that_most_tokens_select(device):
 
 def test_only_selected_rows_are_read(backend, device):
     """None of an empty selection."""
-    x, w, ids = problem(device)
+    t = small(device, N=6, V=90)
+    ids = t.target[:, None].add(torch.arange(5, device=device)).remainder(90)
     for chosen in (ids, ids[:, :0]):
-        expected = parallel_lce.selected_log_probs(x, w, chosen)
-        others = torch.ones(V, dtype=torch.bool, device=device)
+        expected = parallel_lce.selected_log_probs(t.x, t.weight, chosen)
+        others = torch.ones(90, dtype=torch.bool, device=device)
         others[chosen] = False
-        leaves = x, w.detach().masked_fill(others[:, None], torch.nan).requires_grad_()
+        leaves = t.x, t.weight.detach().masked_fill(others[:, None], torch.nan).requires_grad_()
         found = parallel_lce.selected_log_probs(*leaves, chosen)
         assert found.shape == chosen.shape and torch.equal(found, expected)
         for gradient in torch.autograd.grad(found.sum(), leaves):

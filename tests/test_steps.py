@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
-from blocks import watched_backwards
 from cases import DTYPES, make, normal, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
 from parallel_lce.core import collectives
-from tools import alone, chosen_backend, everywhere, planned, shrunk, statistics
+from tools import alone, chosen_backend, everywhere, planned, shrunk, statistics, watched_backwards
 from world import Member
 
 

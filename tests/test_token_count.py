@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import parallel_lce
-from blocks import counted_forwards
 from cases import make, part
 from parallel_lce.backends import backend_of
 from parallel_lce.run.token_count import LabelCount, TokenCount
-from tools import debug_mode, on_ranks, small
+from tools import counted_forwards, debug_mode, on_ranks, small
 
 N, V, D = 48, 120, 24
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)

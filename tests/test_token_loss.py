@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import parallel_lce
-import reference
-from cases import Tensors, make, normal, part
+from cases import Tensors, dense_statistics, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
 from tools import debug_mode, everywhere, on_ranks, shrunk, small
 from world import Member, mesh_of
@@ -75,7 +74,7 @@ def truth_of(function, reduction: str, t: Tensors, *values) -> tuple[list[torch.
     """Loss, gradients and metrics in float64, without the ignored tokens."""
     counted = t.target != -100
     x, weight = (v.detach().double().requires_grad_() for v in (t.x, t.weight))
-    found = reference.statistics(reference.logits(x, weight)[counted], t.target[counted])
+    found = dense_statistics((x @ weight.t())[counted], t.target[counted])
     losses = function(SimpleNamespace(**found), *[v[counted].double() for v in values])
     losses, metrics = losses if isinstance(losses, tuple) else (losses, {})
     total = losses.mean() if reduction == "mean" else losses.sum()
@@ -98,9 +97,6 @@ def test_loss_gradients_and_metrics_are_those_of_float64(case, backend, worlds, 
         for _, of_rank in found:
             assert of_rank[name].dtype == (truth.dtype if truth.dtype == torch.bool else torch.float32)
             assert_near(of_rank[name].double(), truth.double(), 1e-3)
-
-
-# --- shapes, layouts and modes -----------------------------------------------------------------------
 
 
 def laid(value: torch.Tensor) -> torch.Tensor:
@@ -182,9 +178,6 @@ def test_a_whole_graph_has_no_place_for_it():
 
     with pytest.raises(Exception, match="use token_statistics"):
         total(t.x)
-
-
-# --- what the function may not do --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import prune
 
-from blocks import counted_forwards
 from cases import normal
 from measures import assert_close
 from parallel_lce import neighbours
 from parallel_lce.backends import torch_backend
 from parallel_lce.patching import is_own
 from releases import ROOT, folder_of
-from tools import on_ranks, started
+from tools import counted_forwards, on_ranks, started
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, installed
 from transformers_models import warned
 from world import mesh_of

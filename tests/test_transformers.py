@@ -1,6 +1,7 @@
 """transformers: in the default suite with a stand-in of its contract; with --all with the release. A patched model
 beside the same model with its own loss, alone, compiled, sharded and in wrappers."""
 
+import contextlib
 import copy
 import functools
 import re
@@ -10,16 +11,16 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.transformers as door
-from blocks import counted_forwards
 from parallel_lce.backends import torch_backend
 from parallel_lce.core.plan import BUDGET_VARIABLE
 from parallel_lce.transformers import explain, patch, unpatch
 from releases import ROOT
-from tools import alone
+from tools import alone, counted_forwards
 from transformers_models import (
     KINDS,
     ONLY_RELEASED,
@@ -37,7 +38,6 @@ from transformers_models import (
 )  # fmt: skip
 from transformers_standin import CausalLM, ModulesToSave
 from world import Member, mesh_of
-from wrappers import parameters
 from zero_standin import ZeRO3, installed
 
 TRAININGS = [("stand-in", kind) for kind in KINDS]
@@ -192,7 +192,12 @@ def two_steps(member: Member, model, wrap, patched: str, use: str = "none") -> t
                 out.logits.sum()
         outer.step() if optimizer is None else (optimizer.step(), optimizer.zero_grad())
         found.append(loss.detach())
-    weights = [*outer.whole.values(), outer.gathered] if optimizer is None else parameters(inner, outer)
+    if optimizer is None:
+        return [*found, out.logits.dtype, *outer.whole.values(), outer.gathered], was_fused
+    fsdp1 = isinstance(outer, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(outer) if fsdp1 else contextlib.nullcontext():
+        weights = [p.detach() for p in inner.parameters()]
+        weights = [w.full_tensor() if isinstance(w, DTensor) else w.clone() for w in weights]
     return [*found, out.logits.dtype, *weights], was_fused
 
 

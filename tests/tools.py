@@ -1,4 +1,4 @@
-"""What several test files share: tiny blocks and tiles, backends, small problems, a record of
+"""What several test files share: tiny blocks and tiles, backends, small problems, records of blocks and of
 collectives."""
 
 import importlib
@@ -22,7 +22,6 @@ from parallel_lce import backends
 from parallel_lce.backends import torch_logits
 from parallel_lce.call import prepare
 from parallel_lce.core import plan
-from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
 from parallel_lce.core.options import Tensors as Inputs
 from parallel_lce.run import results as results_module
@@ -194,15 +193,15 @@ _KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_sca
 
 
 class _Collectives(TorchDispatchMode):
-    """Calls ``note`` with each collective, of whatever kind and by whichever function, as c10d is given it."""
+    """Each collective, of whatever kind and by whichever function, as c10d is given it."""
 
-    def __init__(self, note) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._note = note
+        self.found: list[Started] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self._note(_started(func._schema, args, kwargs or {}))
+            self.found.append(_started(func._schema, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -225,31 +224,8 @@ def _started(schema, args: tuple, kwargs: dict) -> Started:
 @contextmanager
 def started():
     """Yields a list of the collectives that this rank starts, in order."""
-    found: list[Started] = []
-    with _Collectives(found.append):
-        yield found
-
-
-@contextmanager
-def recorded(group):
-    """Yields a list of what this rank starts, in order:
-
-    ``(kind, elements sent, dtype, whether it is on ``group``)`` per collective, and ``("dW", rows)``
-    whenever a window of a weight's gradient is finished.
-    """
-    events: list[tuple] = []
-    close = GradBuffer.close
-
-    def note(c: Started) -> None:
-        events.append((c.kind, c.size, c.dtype, c.group == group))
-
-    def watched_close(self, start, stop, total):
-        if total.dim() == 2:
-            events.append(("dW", stop - start))
-        return close(self, start, stop, total)
-
-    with mock.patch.object(GradBuffer, "close", watched_close), _Collectives(note):
-        yield events
+    with _Collectives() as mode:
+        yield mode.found
 
 
 @contextmanager
@@ -270,15 +246,6 @@ def ran(*command: object, timeout: float = 300, **options) -> subprocess.Complet
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, **options)
 
 
-def words_of_error(use) -> str:
-    """Of a RuntimeError; a missing one does not end the process, as pytest.raises would."""
-    try:
-        use()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 @contextmanager
 def arguments_to(module, name: str) -> Iterator[list]:
     """Yields a list of the positional arguments of the function of this name whenever the module calls it."""
@@ -291,3 +258,24 @@ def arguments_to(module, name: str) -> Iterator[list]:
 
     with mock.patch.object(module, name, noted):
         yield found
+
+
+@contextmanager
+def watched_backwards(backend, before: Callable):
+    """Calls ``before(task)`` before each block's backward."""
+    original = backend.block_backward
+
+    def block_backward(task):
+        before(task)
+        return original(task)
+
+    with mock.patch.object(backend, "block_backward", block_backward):
+        yield
+
+
+@contextmanager
+def counted_forwards(backend):
+    """Yields a list of the number of rows of each block that the backend projects."""
+    original, rows = backend.block_forward, []
+    with mock.patch.object(backend, "block_forward", lambda task: rows.append(len(task.x)) or original(task)):
+        yield rows

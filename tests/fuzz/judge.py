@@ -47,12 +47,8 @@ class Verdict:
     truth: float
 
     @property
-    def ratio(self) -> float:
-        return self.error / self.allowed if self.allowed else (torch.inf if self.error else 0.0)
-
-    @property
     def good(self) -> bool:
-        return self.ratio <= 1
+        return self.error <= self.allowed
 
     def __str__(self) -> str:
         its = f"yardstick's {self.yardstick:.3g}, norm {self.truth:.3g}"

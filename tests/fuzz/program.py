@@ -40,43 +40,17 @@ class Settings:
         return f"python tests/fuzz --only {index} {where}"
 
 
-class Ranks:
-    """Processes that run configurations. They are restarted after a hang or an error on some ranks."""
-
-    def __init__(self, ranks: int, settings: Settings) -> None:
-        self._ranks, self._settings, self._world = ranks, settings, None
-
-    def __call__(self, c: Configuration) -> list[dict]:
-        from fuzz.run import execute
-        from world import World
-
-        if self._world is None:
-            self._world = World(self._ranks, self._settings.device)
-        try:
-            return self._world.run(execute, c, self._settings.backend, timeout=_TIMEOUT)
-        except AssertionError:
-            if self._ranks > 1 or not self._world.alive:
-                self.close(kill=True)
-            raise
-
-    def close(self, kill: bool = False) -> None:
-        if self._world is not None and self._world.alive:
-            self._world.close(kill)
-        self._world = None
-
-
-def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tuple[list, str]:
-    """The verdicts on what ``run`` gives for a configuration, and what is wrong with it: the bad verdicts, or the last
-    lines of an error, or ''."""
+def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> str:
+    """What is wrong with what ``run`` gives for a configuration: the bad verdicts, or the last lines of an error, or
+    ''."""
     from fuzz.judge import judge
 
     try:
-        verdicts = judge(c, run(c))
+        return "\n".join(str(verdict) for verdict in judge(c, run(c)) if not verdict.good)
     except Exception as error:
         # A world's message is the first failed rank's traceback.
         text = f"{error}" if type(error) is AssertionError else f"{type(error).__name__}: {error}"
-        return [], "\n".join(text.strip().splitlines()[-6:]) or "AssertionError"
-    return verdicts, "\n".join(str(v) for v in verdicts if not v.good)
+        return "\n".join(text.strip().splitlines()[-6:]) or "AssertionError"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", type=int, help="show this configuration and the errors of its results")
+    parser.add_argument("--only", type=int, help="show this configuration and what is wrong with it")
     options = parser.parse_args(arguments)
     settings = Settings(options.seed, options.backend, options.device)
     if settings.interpreted:
@@ -105,23 +79,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _findings(settings: Settings, ranks: int, options: argparse.Namespace) -> int:
     """The number of findings over so many ranks, each of which is printed."""
-    run, findings = Ranks(ranks, settings), 0
-    try:
-        for done in range(1, options.count + 1):
-            index = options.first + done - 1
-            c = settings.draw(ranks, index)
-            verdicts, finding = examine(c, run)
-            findings += bool(finding)
-            if options.only is not None:
-                print(f"{c}\n")
-                for verdict in sorted(verdicts, key=lambda v: -v.ratio):
-                    print(f"{'ok   ' if verdict.good else 'WRONG'} {verdict}")
-                print("" if verdicts else finding)
-                continue
-            if finding:
-                print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
-            if done % 20 == 0 or done == options.count:
-                print(f"{ranks} ranks, configuration {index}: {findings} findings in {done}", flush=True)
-    finally:
-        run.close()
+    from fuzz.run import execute
+    from world import World
+
+    findings, worlds = 0, []
+
+    def run(c: Configuration) -> list[dict]:
+        """On new processes after a hang or an error on some ranks."""
+        if not worlds:
+            worlds.append(World(ranks, settings.device))
+        try:
+            return worlds[0].run(execute, c, settings.backend, timeout=_TIMEOUT)
+        except AssertionError:
+            worlds.pop().close(kill=True)
+            raise
+
+    for done in range(1, options.count + 1):
+        index = options.first + done - 1
+        c = settings.draw(ranks, index)
+        finding = examine(c, run)
+        findings += bool(finding)
+        if options.only is not None:
+            print(f"{c}\n\n{finding}")
+        elif finding:
+            print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
+        if done % 20 == 0 or done == options.count:
+            print(f"{ranks} ranks, configuration {index}: {findings} findings in {done}", flush=True)
+    for world in worlds:
+        world.close()
     return findings

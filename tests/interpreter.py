@@ -4,7 +4,6 @@ nothing, which took most of its time.
 By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and its maximum with NaN is NaN.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -36,7 +35,6 @@ def round_as_gpus_do() -> None:
 
 _patch_lang = interpreter._patch_lang
 _broadcast = TritonSemantic.broadcast_impl_value
-_check, _constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
 _create_splat, _create_dot = interpreter.InterpreterBuilder.create_splat, interpreter.InterpreterBuilder.create_dot
 
 
@@ -79,41 +77,8 @@ def _init_tensor(self, handle, type) -> None:
 
 
 def _spared_broadcast(self, lhs, rhs):
-    """Equal shapes are one object. A constant is made a block of each shape once."""
-    if lhs.shape is rhs.shape:
-        return lhs, rhs
-    if rhs.__class__ is _Constant and lhs.type.is_block():
-        if lhs.type.sizes not in rhs.blocks:
-            rhs.blocks[lhs.type.sizes] = _broadcast(self, lhs, rhs)[1]
-        return lhs, rhs.blocks[lhs.type.sizes]
-    return _broadcast(self, lhs, rhs)
-
-
-class _Constant(tl.tensor):
-    """A number, and blocks of it by their shape."""
-
-
-def _spared_check(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-    """Numbers of one type stay what they are, and Python's take the type of the tensor, unless fp16 is divided."""
-    if isinstance(lhs, tl.tensor) and not div_or_mod and not lhs.dtype.is_ptr():
-        dtype, type = lhs.dtype, rhs.__class__
-        if isinstance(rhs, tl.tensor) and rhs.dtype is dtype:
-            return self.broadcast_impl_value(lhs, rhs)
-        if type in (int, float) and dtype.is_floating() or type is int and 0 <= rhs < 128 and dtype in _INTEGERS:
-            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype))
-    return _check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
-
-_INTEGERS = tl.int32, tl.int64
-_known_constants = {}
-
-
-def _known_constant(self, value, dtype):
-    key = repr(value), dtype.name
-    if key not in _known_constants:
-        made = _Constant(_constant(self, value, dtype).handle, dtype)
-        _known_constants[key], made.blocks = made, {}
-    return _known_constants[key]
+    """Equal shapes are one object."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 
 def _patch_attr(owner, name, member, builder, scope) -> None:
@@ -220,8 +185,6 @@ def spare_work() -> None:
     interpreter.InterpreterBuilder.create_dot = _dot
     tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _init_tensor
-    TritonSemantic.binary_op_type_checking_impl = _spared_check
-    TritonSemantic.scalar_constant = _known_constant
     tl.dtype.constants = _constants(())
     tl.block_type.__init__ = _init_block_type
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
@@ -230,7 +193,3 @@ def spare_work() -> None:
     # The kernels' arguments lie on the host. Copies of them would be kept alive by functions that refer to themselves.
     interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
     interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
-    builder = interpreter.interpreter_builder
-    # It computes for each sum of integers whether it overflows, and then does not look at the answer.
-    assert not builder.options.debug
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

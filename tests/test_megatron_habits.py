@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import megatron.core
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers
 
 import parallel_lce.megatron
 from measures import assert_close
@@ -38,23 +38,6 @@ def _twice(function):
     return doubled
 
 
-def _with_z_loss(own):
-    def compute_language_model_loss(self, labels, logits):
-        squares = logits.clone().float().square().mean(-1)  # stock's loss overwrites fp32 logits
-        return own(self, labels, logits) + 0.1 * squares.transpose(0, 1)
-
-    return compute_language_model_loss
-
-
-def _of_functions(own):
-    """A loss of its own, by the function that this file imported before the switch was installed."""
-
-    def compute_language_model_loss(self, labels, logits):
-        return vocab_parallel_cross_entropy(logits, labels.clamp(min=0).t().contiguous()).transpose(0, 1)
-
-    return compute_language_model_loss
-
-
 LOSS = LanguageModule, "compute_language_model_loss"
 # What is replaced on a class or in a module: the owner, the name, what makes the new of the old.
 PATCHES = {
@@ -66,12 +49,10 @@ PATCHES = {
         "vocab_parallel_cross_entropy",
         lambda own: functools.partial(own, label_smoothing=0.2),
     ),
-    "a z-loss": (*LOSS, _with_z_loss),
     "a keyword": (*LOSS, lambda own: lambda self, labels, logits, weight=3.0: weight * own(self, labels, logits)),
     "views": (*LOSS, lambda own: lambda self, labels, logits: own(self, labels, logits.view(-1, *logits.shape[1:]))),
     "a partialmethod": (*LOSS, lambda own: functools.partialmethod(lambda self, *given: 3 * own(self, *given))),
     "a loss of before": (*LOSS, lambda own: lambda self, labels, logits: 2 * STOCK(self, labels, logits)),
-    "a loss of its own": (*LOSS, _of_functions),
 }
 
 
@@ -88,7 +69,7 @@ def _trained(model, spec, data) -> list[torch.Tensor]:
 
 
 # What is also replaced before the switch is installed and the model built. For the others that is the same.
-BEFORE = "forward", "cross-entropy", "a z-loss", "a partialmethod"
+BEFORE = "forward", "cross-entropy", "a keyword", "a partialmethod"
 CASES = [(name, False) for name in PATCHES] + [(name, True) for name in BEFORE]
 
 
@@ -119,19 +100,6 @@ class _Adapter(torch.nn.Module):
         return self.inner(hidden, weight)[0] * (1 + factor), None
 
 
-class _SoftCap:
-    """A mixin of the output layer, as Megatron-Bridge's."""
-
-    def forward(self, *given, **named):
-        logits, bias = super().forward(*given, **named)
-        return 2.0 * torch.tanh(logits / 2.0), bias
-
-
-def _soft_cap(model) -> None:
-    kind = type(model.output_layer)
-    model.output_layer.__class__ = type(kind.__name__, (_SoftCap, kind), {})
-
-
 def _double_weight(model) -> None:
     doubled = torch.nn.Module()
     doubled.forward = lambda weight: 2 * weight
@@ -149,12 +117,6 @@ def _double_projection(model) -> None:
 def _looks_on_rank_0(module, inputs, output):
     if torch.distributed.get_rank() == 0:
         output[0].abs().max().item()
-
-
-def _own_loss(model) -> None:
-    """A program's own loss, which calls the model's."""
-    own = model.compute_language_model_loss
-    model.compute_language_model_loss = lambda labels, logits: 2 * own(labels, logits * 0.5)
 
 
 def _resize(model) -> None:
@@ -190,13 +152,11 @@ CHANGES = {
     "parametrization": (_double_weight, "no parameter named weight"),
     "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
-    "soft-cap": (_soft_cap, None),
     "hook of rank 0": (
         lambda model: model.output_layer.register_forward_hook(_looks_on_rank_0),
         "'abs' of the output layer's result",
     ),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
-    "a loss of its own": (_own_loss, None),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
     "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),

@@ -1,19 +1,15 @@
-"""Small causal language models, of transformers or of the stand-in; tests that run with each; and what programs do with
-a model, beside the same with the model's own loss."""
+"""Small causal language models, of transformers or of the stand-in; and tests that run with each."""
 
 import contextlib
-import copy
 import functools
 import tempfile
 import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 import parallel_lce.transformers as door
-from parallel_lce import linear_cross_entropy
 from parallel_lce.deferred import DeferredLogits
 from releases import folder_of
 from tools import on_ranks
@@ -114,12 +110,3 @@ def warned(kinds: tuple[type[Warning], ...] = (door.LogitsWarning,)):
         warnings.simplefilter("always")
         yield said
     said += [str(w.message) for w in caught if issubclass(w.category, kinds)]
-
-
-def beside_stock(habit, model, given) -> tuple[list[str], bool]:
-    """What was said, and whether the last loss was fused, of a habit that gives what it gives without the patch."""
-    stock = habit(copy.deepcopy(model), given, lambda m: m)
-    with warned() as said, mock.patch.object(door, "linear_cross_entropy", wraps=linear_cross_entropy) as called:
-        ours = habit(model, given, door.patch)
-    same(stock, ours)
-    return said, called.called

@@ -228,9 +228,6 @@ def test_a_call_begins_with_one_exchange(member):
         assert gathered.call_count == 1
 
 
-# --- in another order -------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_debug_mode_names_calls_and_backwards_in_another_order(member):
     parts = [part(make(N, V, D, seed=seed, device=member.device), member) for seed in (0, 1)]
@@ -247,9 +244,6 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
                 losses(**options)[member.rank].sum().backward()
             for loss in losses(**options):
                 loss.sum().backward()
-
-
-# --- what is no difference --------------------------------------------------------------------------
 
 
 @on_ranks(2)

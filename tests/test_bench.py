@@ -37,9 +37,6 @@ def problem_of(member: Member, sequence_parallel: bool) -> Problem:
     return replace(make_problem(TINY, torch.float32, team), sequence_parallel=sequence_parallel)
 
 
-# --- nothing wrong is timed ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
 def test_the_baselines_form_both_gradients(member, sequence_parallel):
@@ -114,9 +111,6 @@ def test_what_is_wrong_is_never_timed(ranks, sequence_parallel, worlds, device, 
     assert "dW row error" in row["refused"] and row["errors"]["dW row"] > row["errors"]["dW"]
 
 
-# --- what is written -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suite", ["host --peers ours ours-statistics torch", "post"])
 def test_a_suite_measures_all_its_peers(suite, short, tmp_path):
     path = tmp_path / "bench.json"
@@ -129,6 +123,3 @@ def test_a_suite_measures_all_its_peers(suite, short, tmp_path):
         assert entry["refused"] is None and ("errors" in entry) == named(entry["name"], ONE).judged
         for kind in PASSES if suite != "post" else ():
             assert len(entry[kind]["host_seconds"]) == 2 and min(entry[kind]["host_seconds"]) > 0
-
-
-# --- gradient_filter, on snapshots of a training ----------------------------------------------------

@@ -286,9 +286,6 @@ def test_what_is_wrong_on_every_rank_is_refused_before_a_collective(member):
             call(good(member.device) | dict(target=torch.tensor([0, 15, 0, 0, 0, 0])))
 
 
-# --- signatures ---------------------------------------------------------------------------------------
-
-
 def test_checks_run_once_for_each_signature(monkeypatch):
     prepare.KNOWN.clear()
     with mock.patch.object(prepare, "check_tensors", wraps=prepare.check_tensors) as check:
@@ -310,9 +307,6 @@ def test_equal_numbers_of_another_type_are_refused(other):
         call(good() | {name: 1})
         with pytest.raises(ValueError, match=f"{name} must be .*, got {other}"):
             call(good() | {name: other})
-
-
-# --- DTensors ---------------------------------------------------------------------------------------
 
 
 def _placed(member: Member, tensor: torch.Tensor):

@@ -84,9 +84,6 @@ def of_classes(log_p, log_q, beta):
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 
 
-# --- stored log-probabilities ----------------------------------------------------------------------
-
-
 def classes(log_p, ids, log_q, tail):
     """``[N, K]`` or, with the tail, ``[N, K + 1]`` log-probabilities of student and teacher; -1e4 for none, instead of
     -inf, whose gradients are NaN."""
@@ -155,9 +152,6 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
         steps = 16 if dtype != "fp64" else 1024 if tail == "class" else 32
         floor = steps * torch.finfo(found.dtype).eps * size(exact[0])
         assert_no_worse(found, *(v[own] for v in exact), 1.3 if member.ranks == 1 else 2.0, floor)
-
-
-# --- all kinds, and output layers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [0, 0.3, 1])

@@ -41,9 +41,6 @@ def same(found, expected) -> bool:
     return all(map(torch.equal, found, expected))
 
 
-# --- memory that runs out, and errors of the user ----------------------------------------------------
-
-
 class _RunsOut(TorchDispatchMode):
     """The operation of this number, counted from 0, finds no memory."""
 
@@ -132,9 +129,6 @@ def test_the_lines_of_the_page_recover_from_one_rank_without_memory(member):
         exec(block, given | dict(optimizer=torch.optim.SGD([t.x])))
     assert len(raised) == 1 and ("made up" if member.rank else "Timed out waiting") in raised[0], raised
     assert len(found) == 1 and same(found[0], expected)
-
-
-# --- many calls alive ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

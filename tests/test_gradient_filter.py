@@ -230,9 +230,6 @@ def test_ranks(member, sequence_parallel):
     assert_close(found[1], dw.chunk(2)[member.rank].double(), 1e-2)
 
 
-# --- whether to filter -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, pytest.param(dict(logits_budget=0, reduction="none"), marks=pytest.mark.slow)])
 def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, monkeypatch):
     """From two calls after a count on, in which nearly all tiles are active, until two calls after the next one. The

@@ -110,9 +110,6 @@ def test_which_mainloop_runs_on_hopper(version, runs, monkeypatch):
     assert words == ([] if runs else [[f"Triton {version}", "plain mainloop", "Triton 3.6", "up to 10 % longer"]])
 
 
-# --- launches of the same compiled kernel, without a GPU ----------------------------------------------
-
-
 class Recorder:
     """A jit function, and what it compiles to, each of whose launches is recorded."""
 

@@ -83,9 +83,6 @@ def test_fully_sharded_weights(member, unit):
     assert bool(fused.call_count) == UNITS[unit]
 
 
-# --- patch() and unpatch() ---------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def _unpatched():
     yield
@@ -207,8 +204,6 @@ def test_a_loss_that_is_chosen_in_the_constructor(member):
         assert type(model.config.cross_entropy_fusion_impl) is str  # else configurations cannot be written as YAML
         unpatch()
 
-
-# --- the launcher -------------------------------------------------------------------------------------
 
 OPTION = "--cross-entropy-fusion-impl"
 # A script that knows nothing of this package, with Megatron's argument for the loss.

@@ -191,9 +191,6 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
     assert peaks[1] - peaks[0] <= 64 * per_token
 
 
-# --- the default of ``logits_budget`` --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("total", "budget"), [(139.8, 4352), (79.1, 2304), (79.4, 2304), (23.6, 512), (2, 256)])
 def test_a_gpu_s_is_a_thirty_second_of_its_memory_and_a_cpu_s_is_1_gib(total, budget, monkeypatch):
     properties = SimpleNamespace(total_memory=int(total * GiB))
@@ -222,9 +219,6 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
         with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
             call()
     call(logits_budget=46)
-
-
-# --- of the host ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

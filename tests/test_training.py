@@ -30,9 +30,6 @@ def test_held_out_samples_are_not_trained_on():
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(100))
 
 
-# --- the text -----------------------------------------------------------------------------------------
-
-
 def _text(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
     return TextConfig(path=str(path), max_bytes=max_bytes, vocab_size=vocab_size, cache=str(cache))
 
@@ -56,9 +53,6 @@ def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_dam
     assert files() == files() == 1 and texts[-1] == texts[-2] == texts[0]
     assert files(vocab_size=301) == 2 and files(max_bytes=500) == 3
     assert capsys.readouterr().out.count("\n") == 3
-
-
-# --- trainings ----------------------------------------------------------------------------------------
 
 
 SMALL = """train.sequence=16 train.micro_batch=2 train.learning_rate=0.01 train.warmup_steps=1 model.hidden=32
@@ -125,8 +119,6 @@ def test_the_demo_ends_with_curves_that_agree(work, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("The loss curves agree: "), done.stdout
 
-
-# --- the comparison -----------------------------------------------------------------------------------
 
 METRICS = dict(
     **dict(device="a device", backend="gloo", versions={"torch": "2"}, text="a text"),

@@ -1,17 +1,20 @@
 """DTensors in all public functions: losses, gradients and placements as DTensor's own operators give them for all
-logits. Placements that are refused, and what the refusal says."""
+logits. Placements that are refused, and what the refusal says. The loss under DDP, FSDP1 and FSDP2."""
 
 import math
 import re
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce
 from cases import normal
@@ -243,8 +246,12 @@ class Model(nn.Module):
             for seed, parameter in enumerate(self.parameters()):
                 parameter.copy_(normal(*parameter.shape, seed=seed) / 4)
 
-    def forward(self, x, target):
-        return self.loss(self.body(x), self.head.weight, target, linear_bias=self.head.bias)
+    def of(self, hidden, target):
+        return self.loss(hidden, self.head.weight, target, linear_bias=self.head.bias)
+
+    def forward(self, x, target=None):
+        hidden = self.body(x)
+        return hidden if target is None else self.of(hidden, target)
 
 
 def of_model(device, x, target) -> tuple[Tensor, dict[str, Tensor]]:
@@ -324,6 +331,51 @@ def test_fsdp2_over_tensor_parallelism_accumulates_gradients(member, sequence_pa
         if sequence_parallel and name == "body.weight":
             torch.distributed.all_reduce(gradient, group=mesh["tp"].get_group())
         same(gradient, gradients[name])
+
+
+def _fsdp1(model, mesh):
+    where = dict(process_group=mesh.get_group(), device_id=model.head.weight.device)
+    return FullyShardedDataParallel(model, use_orig_params=True, **where)
+
+
+def _fsdp2(model, mesh, **options):
+    return fully_shard(model, mesh=mesh, **options)
+
+
+# What makes one, and what is said of a loss outside of its forward. The root module of FSDP2 keeps its parameters whole
+# from forward to backward.
+WRAPPERS = {
+    "DDP": (lambda model, mesh: DistributedDataParallel(model, process_group=mesh.get_group()), None),
+    "FSDP1": (_fsdp1, "FSDP1 has flattened"),
+    "FSDP2": (_fsdp2, None),
+    "FSDP2, resharded": (partial(_fsdp2, reshard_after_forward=True), r"call that module's unshard\(\)"),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+@on_ranks(2)
+def test_a_loss_inside_and_outside_the_forward_of_a_data_parallel_wrapper(member, how):
+    """Where the weight is not whole it is refused, before any collective. The message's advice, unshard, helps."""
+    (make, refused), t, inner = WRAPPERS[how], problem(device=member.device), Model(member.device)
+    x, target = t["input"], t["target"]
+    want, gradients = of_model(member.device, x[None], target[None])
+    model, steps = make(inner, mesh_of(member.device.type, (2,))), 1
+    loss = model(x, target)
+    loss.backward()
+    hidden = model(x)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            inner.of(hidden, target)
+    if how != "FSDP1":
+        if refused:
+            model.unshard()
+        inner.of(hidden, target).backward()
+        steps = 2
+    same(loss.detach(), want)
+    fsdp1 = isinstance(model, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True) if fsdp1 else nullcontext():
+        for name, parameter in inner.named_parameters():
+            same(parameter.grad, steps * gradients[name])
 
 
 @on_ranks(4)

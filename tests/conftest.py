@@ -1,7 +1,15 @@
-"""Fixtures: devices, and process groups that live as long as the session. And what a run leaves out."""
+"""Fixtures: devices, and process groups that live as long as the session.
 
+And what a run leaves out. By default tests marked ``slow``; and of the combinations of parameters of a test marked
+``thinned`` all but a few, in which each value occurs. With ``--all`` as many combinations of a thinned test run as are
+needed for each pair of values to occur."""
+
+import dataclasses
 import gc
 import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import combinations
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Test processes share the cores. PyTorch and NumPy read this when they are imported.
@@ -14,7 +22,6 @@ if not torch.cuda.is_available():
     # Kernels then run on the CPU; Triton reads this when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiers import left_out
 from tools import chosen_backend
 from world import World, configure
 
@@ -37,7 +44,7 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     asked_for = on_gpu if "gpu" in marks else set()
     without = set() if torch.cuda.is_available() else on_gpu - asked_for
     if not ("slow" in marks or "thinned" in marks or any("::" in argument for argument in config.args)):
-        without |= left_out([item for item in items if item not in without | asked_for], config.option.all)
+        without |= _left_out([item for item in items if item not in without | asked_for], config.option.all)
     config.hook.pytest_deselected(items=[*without])
     # A world of another release imports it anew, and ends where a test wants another one.
     items[:] = sorted([item for item in items if item not in without], key=_other_release)
@@ -45,6 +52,42 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
 
 def _other_release(item: pytest.Item) -> str:
     return item.callspec.params["release"] if item.originalname == "test_other_releases" else ""
+
+
+def _left_out(items: list[pytest.Item], everything: bool) -> set[pytest.Item]:
+    """Of these items those that a run, with ``--all`` or without, leaves out."""
+    slow = {item for item in items if item.get_closest_marker("slow") and not everything}
+    thinned = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("thinned") and item not in slow:
+            test, _, _ = item.nodeid.partition("[")
+            thinned[test, item.callspec.params.get("device")].append(item)
+    return slow.union(*({*each} - {*_covering(each, 2 if everything else 1)} for each in thinned.values()))
+
+
+def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
+    """Few of a test's items in which all sets of ``size`` values occur: of each parameter, or of those that its mark
+    names."""
+    names = items[0].get_closest_marker("thinned").args
+    values = {item: sorted(_values(item.callspec.params, names)) for item in items}
+    sets = {item: {*combinations(own, min(size, len(own)))} for item, own in values.items()}
+    used: Counter[tuple] = Counter()
+    kept = []
+    while missing := {one for each in sets.values() for one in each if not used[one]}:
+        # The item with the most missing sets. Of several, the one whose sets have been used least.
+        best = max(sets, key=lambda item: (len(sets[item] & missing), -sum(used[one] for one in sets[item])))
+        kept.append(best)
+        used.update(sets[best])
+    return kept
+
+
+def _values(parameters: dict[str, object], names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Names and values. Each field of a dataclass counts as a parameter."""
+    for name, value in parameters.items():
+        if dataclasses.is_dataclass(value) and not names:
+            yield from _values(vars(value))
+        elif not names or name in names:
+            yield name, repr(value)
 
 
 @pytest.fixture(autouse=True, scope="module")

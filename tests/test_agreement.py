@@ -200,34 +200,6 @@ def test_debug_mode_finds_wrong_values(member, name):
         function(**arguments | changes(arguments, member.rank))
 
 
-# Exchanges of a call, one unless it is named here: a divergence has the student's and the teacher's, and a token_loss
-# another after its function.
-EXCHANGES = {"divergence": 2, "token_loss": 2}
-
-
-@on_ranks(2)
-def test_a_call_begins_with_one_exchange(member):
-    functions = calls(member)
-    given = functions["loss"][1]
-    rows = dict(sequence_parallel=True, target=given["target"].repeat(2), counted_tokens=2 * N)
-    loss = dict(loss=lambda statistics: -statistics.target_log_prob)
-    functions |= {
-        "counted": (parallel_lce.linear_cross_entropy, given | dict(counted_tokens=N)),
-        "counted under SP": (parallel_lce.linear_cross_entropy, given | rows),
-        "masked": (parallel_lce.token_statistics, given | _all(given)),
-        "token_loss": (parallel_lce.token_loss, given | loss),
-    }
-    with debug_mode(), mock.patch.object(debug, "_gathered", wraps=debug._gathered) as gathered:
-        for name, (function, arguments) in functions.items():
-            gathered.reset_mock()
-            function(**arguments)
-            assert gathered.call_count == EXCHANGES.get(name, 1), name
-        result = parallel_lce.linear_cross_entropy(**given | dict(input=given["input"].requires_grad_()))
-        gathered.reset_mock()
-        result.backward()
-        assert gathered.call_count == 1
-
-
 @on_ranks(2)
 def test_debug_mode_names_calls_and_backwards_in_another_order(member):
     parts = [part(make(N, V, D, seed=seed, device=member.device), member) for seed in (0, 1)]

@@ -171,6 +171,7 @@ OF_SKYRL = [
 ]
 OF_NEMO = [
     ("target", "must be", "x", IDS),
+    ("mask", r"must be \[B, S\] = .* got \[6, 1\]", ZEROS[:, None] == 0),
     ("bias", r"must have shape \[10\].*got \[5\]", ZEROS[1:]),
     ("output_weight_layer", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("", r"output_weight_layer .*\[V/P, D\]", dict(output_weight_layer=ZEROS)),

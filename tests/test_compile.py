@@ -16,18 +16,8 @@ from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
-from tools import (
-    DIFFERENTIABLE,
-    chosen_backend,
-    counted_forwards,
-    debug_mode,
-    fields,
-    on_ranks,
-    shrunk,
-    small,
-    statistics,
-    watched_backwards,
-)
+from parallel_lce.run.results import DIFFERENTIABLE
+from tools import counted_forwards, debug_mode, fields, on_ranks, shrunk, small, statistics, watched_backwards
 
 V, D = 150, 16
 SIZES = (24, 30, 41)  # tokens: compiled for one number, then for any
@@ -110,10 +100,11 @@ def test_losses_are_compiled_but_twice_whatever_n(name, device):
     assert counter.frame_count == 2
 
 
-def test_no_graph_notices_that_tritons_backward_writes_over_what_is_kept(kernels, device):
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_no_graph_notices_that_tritons_backward_writes_over_what_is_kept(backend, device):
     t = operands(40, device, "bf16", V=900)
     loss = loss_of("some saved", logits_budget=48000)  # a window of 256 vocabulary rows
-    with chosen_backend("triton"), shrunk(24000):
+    with shrunk(24000):
         assert any(assert_as_eager(compiled(loss)[0], loss, t, device))
 
 
@@ -179,9 +170,8 @@ def test_statistics_are_compiled_but_twice_whatever_n(device):
             ids = target[..., None].clamp(min=0)
             found, expected = (fields(f(x, t.weight, target, selected=ids)) for f in (fast, call))
         assert_same(found.values(), expected.values(), device)
-        differentiable = {*DIFFERENTIABLE, "selected_log_prob"}
-        assert all(value.requires_grad == (name in differentiable) for name, value in found.items())
-        sums = [sum(each[name].sum() for name in differentiable) for each in (found, expected)]
+        assert all(value.requires_grad == (name in DIFFERENTIABLE) for name, value in found.items())
+        sums = [sum(each[name].sum() for name in DIFFERENTIABLE) for each in (found, expected)]
         assert_same(*(torch.autograd.grad(value, [t.x, t.weight]) for value in sums), device)
     assert counter.frame_count == 2
     without = compiled(lambda: parallel_lce.token_statistics(t.x, t.weight, None))[0]()

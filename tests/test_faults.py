@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_lce
 from cases import make, part
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
 from releases import ROOT
 from tools import REDUCED, chosen_backend, given, on_ranks, shrunk, small
@@ -22,19 +21,6 @@ pytestmark = pytest.mark.slow
 N, V, D = 24, 40, 8
 SP = dict(sequence_parallel=True)
 BLOCKS = 1000, (8, 16)  # of these sizes; see shrunk
-
-
-def of_call(name: str, t, group=None, **options) -> torch.Tensor:
-    """The loss, by the name of a strategy of :data:`REDUCED`, or the divergence from a teacher."""
-    if name in REDUCED:
-        options = REDUCED[name] | options
-        return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, process_group=group, **options).sum()
-    return divergence(t.x, t.weight, 2 * t.x.detach(), t.weight.detach(), process_group=group, **options)
-
-
-def step_of(name: str, t, group=None, **options) -> list[torch.Tensor]:
-    loss = of_call(name, t, group, **options)
-    return [loss.detach(), *torch.autograd.grad(loss, [t.x, t.weight])]
 
 
 def same(found, expected) -> bool:
@@ -80,7 +66,7 @@ def test_the_step_after_one_without_memory_is_right(name, backend, device):
         if "main_grad" in name:
             return _main_grad_step(t, main_grad, None, half, reduction="none", logits_budget=0)
         with modes[0]:
-            loss = of_call(name, t)
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **REDUCED[name]).sum()
         half(loss)
         return [loss.detach(), t.x.grad, t.weight.grad]
 
@@ -129,22 +115,3 @@ def test_the_lines_of_the_page_recover_from_one_rank_without_memory(member):
         exec(block, given | dict(optimizer=torch.optim.SGD([t.x])))
     assert len(raised) == 1 and ("made up" if member.rank else "Timed out waiting") in raised[0], raised
     assert len(found) == 1 and same(found[0], expected)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", [*REDUCED, "divergence"])
-@pytest.mark.thinned
-@on_ranks(2)
-def test_100_microbatches_have_the_gradients_that_each_has_alone(member, name, sequence_parallel, backend):
-    """Alive at once, with backwards in either order, each has the gradients that it has alone, to the bit. So a step is
-    right that follows a forward whose backward an error of the user's has prevented."""
-    slow = sequence_parallel or backend == "triton"  # kernels are interpreted
-    microbatches = 8 if slow and member.device.type == "cpu" else 100
-    parts = [part(make(8, V, D, seed=n, device=member.device), member, sequence_parallel) for n in range(microbatches)]
-    where = dict(group=member.group, sequence_parallel=sequence_parallel)
-    with shrunk(400, BLOCKS[1]):
-        expected = [step_of(name, t, **where)[1:] for t in parts]
-        for step in (1, -1):
-            alive = [of_call(name, t, **where) for t in parts]
-            for t, loss, gradients in [*zip(parts, alive, expected)][::step]:
-                assert same(torch.autograd.grad(loss, [t.x, t.weight]), gradients)

@@ -165,16 +165,3 @@ def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size,
         assert_near(torch.cat(dx) if nemo else sum(dx), gradients[0], 2e-6)
         for shards, gradient in zip(of_rows, gradients[1:], strict=True):
             assert_near(torch.cat(shards), gradient, 2e-6)
-
-
-def test_sequences_of_another_shape_are_refused_in_the_shape_that_they_have():
-    """NeMo-RL's hidden states are [S/P, B, D], and what is of the tokens [B, S]."""
-    x, w, _, labels, _ = tensors()
-    hidden, labels = x.view(S, B, D), labels.view(B, S)
-    given = r"for tensor_parallel_hidden_states \[10, 3, 16\] of each of 1 rank\(s\), got \[10, 3\]"
-    for name, of_tokens in (("target", (labels.t(), None)), ("mask", (labels, labels.t() > 0))):
-        target, mask = of_tokens
-        with pytest.raises(ValueError, match=rf"^{name} must be \[B, S\] = \[3, 10\] {given}"):
-            rl.from_parallel_hidden_states_to_logprobs(hidden, w, True, target, 0, V, None, mask=mask)
-    with pytest.raises(ValueError, match=r"tensor_parallel_hidden_states must be \[S/P, B, D\], got \[30, 16\]"):
-        rl.from_parallel_hidden_states_to_logprobs(x, w, True, labels, 0, V, None)

@@ -28,7 +28,6 @@ import megatron_models
 import parallel_lce.verl as door
 from cases import dense_statistics, normal
 from measures import assert_near
-from parallel_lce import neighbours
 from parallel_lce.backends import torch_backend
 from releases import ROOT, folder_of
 from tools import counted_forwards, on_ranks
@@ -276,18 +275,6 @@ def test_a_function_of_other_code_stays(member, verl):
             door.unpatch()
             assert place.linear_cross_entropy is other
         assert len(said) == 1 and f"{place.__name__}.linear_cross_entropy is other code's" in said[0], said
-
-
-@pytest.mark.slow
-@on_ranks(1, path_of=lambda given: _path_of(dict(verl=RELEASE)))
-def test_verls_modules_hold_its_functions_by_these_names(member):
-    names = neighbours.VERL_KERNEL, *neighbours.VERL_USERS
-    kernel, *others = [verls(name.removeprefix("verl.")) for name in names]
-    assert kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply
-    for module in others:  # other tests import them while the kernel's function is replaced
-        assert importlib.reload(module).linear_cross_entropy is kernel.linear_cross_entropy
-    module, kind, name = neighbours.VERL_FSDP
-    assert callable(getattr(getattr(verls(module.removeprefix("verl.")), kind), name))
 
 
 def test_without_verl_patch_says_what_to_install(monkeypatch):

@@ -1,5 +1,6 @@
-"""The repository: its pages are short, and what they name and link exists; ruff is content; the wheel
-holds all of the code, kernels included, and imports where nothing of the repository is."""
+"""The repository: its pages are short, what they name and link exists, and their Python runs, on one rank, but what the
+tests of doors and of faults run; ruff is content; the wheel holds all of the code, kernels included, and imports where
+nothing of the repository is."""
 
 import importlib.metadata
 import importlib.util
@@ -10,10 +11,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-import parallel_lce.megatron.__main__ as megatron_launcher
+import parallel_lce.megatron
 from benchmarks.engine.options import SUITES
 from benchmarks.engine.peers import ONE, RANKS, named
+from parallel_lce.megatron import __main__ as megatron_launcher
 from releases import ROOT
 from tools import ran
 from training.config import load_config
@@ -113,6 +117,63 @@ def test_every_page_is_linked_and_every_example_and_configuration_named():
             assert path.name in text or f"[{path.suffix}](../{path.relative_to(ROOT)})" in text, path
 
 
+N, D, V = 6, 8, 50257  # the vocabulary of the pages
+
+
+def _tensors() -> dict:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+    target = torch.randint(V, (N,))
+    names = dict(torch=torch, dist=dist, hidden=hidden, weight=weight, target=target, tokens=target, V=V)
+    names |= dict(input_ids=target, model=lambda ids: hidden, mask=target > 3, advantage=torch.randn(N))
+    names |= dict(student_hidden=hidden, student_weight=weight, teacher_hidden=hidden, teacher_weight=weight.detach())
+    return names | dict(tp_group=None, sharding={}, step=300, rows=V, ranks=1)
+
+
+def _blocks(page: str) -> list[str]:
+    return [code for language, code in FENCED.findall((ROOT / page).read_text()) if language == "python"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/gradient_filter.md"])
+def test_every_snippet_of_the_page_runs(page):
+    blocks = _blocks(page)
+    assert blocks
+    for block in blocks:
+        names = _tensors()
+        exec(block, names)
+        for name in {"loss", "policy_loss"} & {*names}:
+            assert names[name].isfinite() and names[name].requires_grad
+
+
+def test_the_losses_of_the_readme_before_and_after_agree():
+    (block,), names = _blocks("README.md"), _tensors()
+    losses = []
+    for line in re.split(r"^(?=loss = )", block, flags=re.MULTILINE):
+        exec(line, names)
+        losses += [names["loss"]] if "loss" in names else []
+    assert len(losses) == 3
+    torch.testing.assert_close(losses[1:], losses[:1] * 2)
+
+
+def test_the_imports_of_the_readmes_table_run_as_they_stand():
+    lines = re.findall(r"`(from parallel_lce[^`]*|import parallel_lce)(?:;[^`]*)?`", (ROOT / "README.md").read_text())
+    assert len(lines) == 5
+    for line in lines:
+        exec(line, {})
+    patches = re.findall(r"parallel_lce\.(\w+)\.patch\(", (ROOT / "README.md").read_text())
+    assert len(patches) == 3 and all(callable(getattr(parallel_lce, name).patch) for name in patches)
+
+
+def test_the_configuration_of_megatrons_page_fuses():
+    (block,) = _blocks("docs/megatron.md")
+    names = {"TransformerConfig": lambda *others, **options: options}
+    try:
+        exec(block, names)
+    finally:
+        parallel_lce.megatron.unpatch()
+    assert names["config"] == dict(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")
+
+
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."]], ids=" ".join)
 def test_ruff_is_content(command):
     done = ran(sys.executable, "-m", *command, cwd=ROOT)
@@ -127,30 +188,6 @@ def test_no_file_is_long_and_none_imports_a_trainer():
     assert found <= {"parallel_lce/torchtitan.py"}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The folder of an unpacked wheel of what git would check out, built from an sdist."""
-    source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
-    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
-    for name in ("parallel_lce", "kernels", "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    # Where a package that builds is missing, or setuptools, which comes with torch, is too old, build fetches it.
-    version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
-    isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
-    # Not from the repository: its build/ folder would hide the tool.
-    done = ran(sys.executable, "-m", "build", *isolation, "--outdir", out, source, cwd=out)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (wheel,) = out.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-    return site
-
-
-def _modules(folder: Path) -> set[str]:
-    return {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "__pycache__" not in p.parts}
-
-
 USE = """
 import math, sys
 # Whatever else the extras install may be absent, and whatever the doors are for.
@@ -160,21 +197,17 @@ for name in EXTRAS.split():
 import torch
 before = set(sys.modules)
 import parallel_lce
-assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & (set(sys.modules) - before)
-added = {name.partition(".")[0] for name in set(sys.modules) - before}
-ours = {name for name in added if name not in sys.stdlib_module_names}
-assert ours <= {"parallel_lce", "torch"}, ours
+added = set(sys.modules) - before
+assert not {"torch.distributed.tensor", "parallel_lce.backends.triton"} & added
+assert {name.partition(".")[0] for name in added} <= {"parallel_lce", "torch", *sys.stdlib_module_names}
 
-x = torch.zeros(3, 4, requires_grad=True)
 w = torch.ones(5, 4, requires_grad=True)
-loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
+loss = parallel_lce.linear_cross_entropy(torch.zeros(3, 4), w, torch.tensor([0, 1, 4]))
 loss.backward()
-assert abs(loss.item() - math.log(5)) < 1e-6, loss
-assert w.grad.shape == (5, 4)
+assert abs(loss.item() - math.log(5)) < 1e-6 and w.grad.shape == (5, 4)
 print(parallel_lce.__file__, parallel_lce.__version__)
 
-assert callable(parallel_lce.transformers.patch) and callable(parallel_lce.verl.patch)
-assert callable(parallel_lce.rl.linear_cross_entropy)
+assert callable(parallel_lce.transformers.patch) and callable(parallel_lce.verl.patch) and parallel_lce.rl
 def import_torchtitan():
     import parallel_lce.torchtitan
 for call, needed in (
@@ -193,10 +226,25 @@ for call, needed in (
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
-def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(site, tmp_path):
-    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``. It needs torch
-    alone, and names a neighbour that is missing."""
-    assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")}
+def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(tmp_path):
+    """Of what git would check out, built from an sdist. No top-level ``kernels`` (another package has that name),
+    ``benchmarks``, ``tests`` or ``launch``. It needs torch alone, and names a neighbour that is missing."""
+    source, out, site = (tmp_path / name for name in ("source", "dist", "site"))
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
+    for name in ("parallel_lce", "kernels", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    # Where a package that builds is missing, or setuptools, which comes with torch, is too old, build fetches it.
+    version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools_scm") else "0"
+    isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
+    # Not from the repository: its build/ folder would hide the tool.
+    done = ran(sys.executable, "-m", "build", *isolation, "--outdir", out, source, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (wheel,) = out.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    wanted, found = ({p.relative_to(root) for p in root.rglob("*.py")} for root in (source / "parallel_lce", site))
+    assert found == {Path("parallel_lce") / name for name in wanted}
     (information,) = site.glob("*.dist-info")
     assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
     assert (site / "parallel_lce" / "py.typed").is_file()

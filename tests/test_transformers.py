@@ -22,12 +22,9 @@ from parallel_lce.transformers import explain, patch, unpatch
 from releases import ROOT
 from tools import alone, counted_forwards
 from transformers_models import (
-    KINDS,
-    ONLY_RELEASED,
     RELEASE_ALONE,
-    RELEASED,
     RELEASES,
-    V,
+    TRAININGS,
     batch,
     fused,
     model_of,
@@ -35,13 +32,10 @@ from transformers_models import (
     on_releases,
     same,
     warned,
-)  # fmt: skip
+)
 from transformers_standin import CausalLM, ModulesToSave
 from world import Member, mesh_of
 from zero_standin import ZeRO3, installed
-
-TRAININGS = [("stand-in", kind) for kind in KINDS]
-TRAININGS += [pytest.param(*RELEASED.values, kind, marks=RELEASED.marks) for kind in (*KINDS, *ONLY_RELEASED)]
 
 
 @pytest.mark.parametrize(("release", "kind"), TRAININGS)
@@ -183,7 +177,7 @@ def two_steps(member: Member, model, wrap, patched: str, use: str = "none") -> t
         out = outer(**given)
         was_fused = fused(out)
         if use == "loss outside":
-            loss = F.cross_entropy(out.logits[:, :-1].reshape(-1, V).float(), labels[:, 1:].reshape(-1))
+            loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         else:
             loss = out.loss if use == "none" else out.loss + out.logits.float().logsumexp(-1).square().mean()
         loss.backward()

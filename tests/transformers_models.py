@@ -47,8 +47,10 @@ STANDIN = {
     "tied, biased": {"tied": True, "bias": True},
     "biased": {"bias": True},
 }
-KINDS = [*STANDIN]
-ONLY_RELEASED = ["scaled", "divided", "experts"]
+TRAININGS = [("stand-in", kind) for kind in STANDIN]
+TRAININGS += [
+    pytest.param(*RELEASED.values, kind, marks=RELEASED.marks) for kind in (*STANDIN, "scaled", "divided", "experts")
+]
 
 
 def model_of(release: str, kind: str):

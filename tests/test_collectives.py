@@ -289,41 +289,6 @@ def test_one_rank_needs_none(member):
     assert found == []
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("budget", "reduction"), [(None, "mean"), (0, "none"), (0, "sum")])
-@pytest.mark.thinned
-@on_ranks(4)
-def test_only_the_given_group_is_used(member, budget, reduction, sequence_parallel):
-    """Two tensor-parallel pairs side by side."""
-    groups = {pair: dist.new_group(pair) for pair in ((1, 3), (0, 2))}
-    pair = (1, 3) if member.rank % 2 else (0, 2)
-    me = Member(pair.index(member.rank), 2, member.device, groups[pair])
-    t = part(make(N, 2 * ROWS, D, device=member.device), me, sequence_parallel)
-    options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
-    with shrunk(N // 2 * ROWS * 4, (8, 16)), started() as events:
-        parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum().backward()
-    assert len(events) >= 2 and all(event.group == me.group for event in events)
-
-
-def _uneven_ranks(member: Member, sizes: tuple):
-    """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
-    t = part(make(N, sum(sizes), D, device=member.device), member, shards=sizes)
-    found = []
-    for vocab_size, budget in ((sum(sizes), 0), (sum(sizes), 12000), (sum(sizes), None), (None, 12000)):
-        where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
-        options = dict(reduction="none" if budget else "mean", logits_budget=budget, **where)
-        with shrunk(2000, (8, 16)), started() as events:
-            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
-        found.append(told(events, member.group))
-    return found
-
-
-def test_uneven_shards_start_the_same_collectives(worlds, device):
-    everyone = worlds(3).run(_uneven_ranks, (100, 0, 17))
-    assert everyone == [everyone[0]] * 3
-    assert len({len(events) for events in everyone[0][:3]}) > 1, "the budget must change the blocks"
-
-
 def cancelling(device="cpu"):
     """All rows of the weight share an offset, which adds nothing to the sum over the vocabulary, where the logits'
     gradient adds up to 0, but to each rank's part."""

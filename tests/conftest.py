@@ -27,8 +27,6 @@ from world import World, configure
 
 configure()
 
-SHARED_GPU = os.environ.get("PARALLEL_LCE_TEST_SHARED_GPU") == "1"
-
 
 def pytest_addoption(parser) -> None:
     parser.addoption(
@@ -147,7 +145,8 @@ def worlds(_worlds, device):
     the folder ``path`` first. Those of another path end."""
 
     def get(ranks: int, path: str | None = None) -> World:
-        if device == "cuda" and ranks > torch.cuda.device_count() and not SHARED_GPU:
+        shared = os.environ.get("PARALLEL_LCE_TEST_SHARED_GPU") == "1"
+        if device == "cuda" and ranks > torch.cuda.device_count() and not shared:
             pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
         for key in list(_worlds):
             if key[2] not in (None, path):

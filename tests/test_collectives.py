@@ -289,36 +289,25 @@ def test_one_rank_needs_none(member):
     assert found == []
 
 
-def cancelling(device="cpu"):
+@pytest.mark.parametrize(("reduction", "sequence_parallel"), [("none", True), ("mean", False)])
+@on_ranks(2)
+def test_a_sum_of_dx_in_fp32_that_cancels_keeps_its_digits(member, reduction, sequence_parallel):
     """All rows of the weight share an offset, which adds nothing to the sum over the vocabulary, where the logits'
     gradient adds up to 0, but to each rank's part."""
-    t = make(N, ROWS * 2, 16, "bf16", device)
-    t.weight += 8
-    return t
-
-
-def _gradients(member: Member, reduction: str, sequence_parallel: bool, reduce_dtype) -> list[torch.Tensor]:
-    """This rank's dX and dW."""
-    t = part(cancelling(member.device), member, sequence_parallel)
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
-    with shrunk(N // 2 * ROWS * 2, (8, 16)):
-        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum()
-        found = torch.autograd.grad(loss / (N if reduction == "none" else 1), [t.x, t.weight])
-    assert [g.dtype for g in found] == [torch.bfloat16] * 2
-    return [g.cpu() for g in found]
-
-
-@pytest.mark.parametrize(("reduction", "sequence_parallel"), [("none", True), ("mean", False)])
-def test_a_sum_of_dx_in_fp32_that_cancels_keeps_its_digits(reduction, sequence_parallel, worlds):
-    t = cancelling()
-    x, w = t.x.double(), t.weight.double()
-    g = (torch.softmax(x @ w.t(), 1) - torch.nn.functional.one_hot(t.target, len(w))) / N
+    whole = make(N, ROWS * 2, 16, "bf16", member.device)
+    whole.weight += 8
+    x, w = whole.x.double(), whole.weight.double()
+    g = (torch.softmax(x @ w.t(), 1) - torch.nn.functional.one_hot(whole.target, len(w))) / N
     parts = [a @ b for a, b in zip(g.chunk(2, 1), w.chunk(2))]
-    truth, errors, of_weight = sum(parts), [], []
-    assert sum(map(size, parts)) > 10 * size(truth), "the case must cancel"
+    assert sum(map(size, parts)) > 10 * size(sum(parts)), "the case must cancel"
+    truth = sum(parts).chunk(2)[member.rank] if sequence_parallel else sum(parts)
+    t, found = part(whole, member, sequence_parallel), []
     for reduce_dtype in (None, torch.float32):
-        dx, dw = zip(*worlds(2).run(_gradients, reduction, sequence_parallel, reduce_dtype))
-        errors.append(error(torch.cat(dx) if sequence_parallel else dx[0], truth))
-        of_weight.append(torch.cat(dw))
+        options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype)
+        with shrunk(N // 2 * ROWS * 2, (8, 16)):
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum()
+            found.append(torch.autograd.grad(loss / (N if reduction == "none" else 1), [t.x, t.weight]))
+        assert [gradient.dtype for gradient in found[-1]] == [torch.bfloat16] * 2
+    errors, of_weight = [error(dx, truth) for dx, _ in found], [dw for _, dw in found]
     # What is left is the rounding of the logits' gradient, which the sum's does not add to.
     assert errors[1] <= 0.5 * errors[0] and torch.equal(*of_weight), errors

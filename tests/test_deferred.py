@@ -1,8 +1,6 @@
 """Deferred logits: whatever a program does with them, it gets the answer of real ones, and the loss takes no logits
 where it need not."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -4,7 +4,6 @@ logits. Placements that are refused, and what the refusal says. The loss under D
 import math
 import re
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce
 from cases import normal
-from parallel_lce.core.options import Options, Tensors
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.dtensor import adapted
 from releases import ROOT
 from tools import fields, on_ranks, upstream
 from world import mesh_of
@@ -196,14 +193,6 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
             function(*arguments, **options)
 
 
-@on_ranks(2)
-def test_batch_first_hidden_states_are_neither_copied_nor_transposed(member):
-    whole = problem(device=member.device)
-    part, weight = (whole[n].chunk(2, dim)[member.rank] for n, dim in (("input", 1), ("linear_weight", 0)))
-    asked = Options("linear_cross_entropy", reduction="mean", sequence_parallel=True, sequence_dim=1)
-    assert adapted(asked, Tensors(part, weight, whole["target"]), member.group)[1].input is part
-
-
 @pytest.mark.parametrize("split", [WHOLE, ROWS, SECOND])
 @on_ranks(2)
 def test_other_functions_give_what_they_give_of_plain_tensors(member, split):
@@ -338,8 +327,8 @@ def _fsdp1(model, mesh):
     return FullyShardedDataParallel(model, use_orig_params=True, **where)
 
 
-def _fsdp2(model, mesh, **options):
-    return fully_shard(model, mesh=mesh, **options)
+def _resharded(model, mesh):
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 # What makes one, and what is said of a loss outside of its forward. The root module of FSDP2 keeps its parameters whole
@@ -347,8 +336,8 @@ def _fsdp2(model, mesh, **options):
 WRAPPERS = {
     "DDP": (lambda model, mesh: DistributedDataParallel(model, process_group=mesh.get_group()), None),
     "FSDP1": (_fsdp1, "FSDP1 has flattened"),
-    "FSDP2": (_fsdp2, None),
-    "FSDP2, resharded": (partial(_fsdp2, reshard_after_forward=True), r"call that module's unshard\(\)"),
+    "FSDP2": (lambda model, mesh: fully_shard(model, mesh=mesh), None),
+    "FSDP2, resharded": (_resharded, r"call that module's unshard\(\)"),
 }
 
 

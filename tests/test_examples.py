@@ -12,7 +12,6 @@ import torch
 from releases import ROOT
 from world import launched
 
-EXAMPLES = ROOT / "examples"
 MEGATRON = "megatron_gpt"  # alone in its process: Megatron keeps threads of its groups
 # The number of steps, and the losses of the second and of the last step, in float64 by plain PyTorch.
 CASES = {
@@ -31,7 +30,7 @@ def _run(names: tuple[str, ...], ranks: int, device: str) -> None:
         del os.environ["RANK"]
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(ROOT / "examples"))
     for name in names:
         print("example", name)
         importlib.import_module(name).main()

@@ -19,7 +19,6 @@ from world import Member
 pytestmark = pytest.mark.slow
 
 N, V, D = 24, 40, 8
-SP = dict(sequence_parallel=True)
 BLOCKS = 1000, (8, 16)  # of these sizes; see shrunk
 
 
@@ -92,7 +91,8 @@ def test_the_lines_of_the_page_recover_from_one_rank_without_memory(member):
         part(make(N, V, D), Member(member.rank, 2, torch.device("cpu"), None), True),
         dist.new_group(timeout=timeout),
     )
-    main_grad, options = torch.zeros_like(t.weight), SP | dict(reduction="none", logits_budget=0)
+    main_grad = torch.zeros_like(t.weight)
+    options = dict(sequence_parallel=True, reduction="none", logits_budget=0)
 
     def step(group):
         def backward(loss):

@@ -20,7 +20,6 @@ from tools import ran
 from training.config import DEFAULT_CONFIG, ROOT, load_config
 
 LAUNCH = ROOT / "launch"
-SCRIPTS = ("bench", "demo", "test", "train")
 
 
 def start(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
@@ -35,7 +34,7 @@ def python_at(folder: Path, line: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["bench", "demo", "test", "train"])
 def test_a_script_may_be_started_from_anywhere(name, tmp_path):
     """Through links, with CDPATH set, with a relative path of the interpreter or one that PATH finds."""
     echo = python_at(tmp_path, f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; echo "$@ $PYTHONPATH"')

@@ -24,8 +24,6 @@ from parallel_lce.megatron import token_log_probs, unpatch
 from tools import on_ranks
 from transformers_models import warned
 
-STOCK = LanguageModule.compute_language_model_loss
-
 
 def _twice(function):
     """Under the same name, as functools.wraps gives it."""
@@ -52,7 +50,6 @@ PATCHES = {
     "a keyword": (*LOSS, lambda own: lambda self, labels, logits, weight=3.0: weight * own(self, labels, logits)),
     "views": (*LOSS, lambda own: lambda self, labels, logits: own(self, labels, logits.view(-1, *logits.shape[1:]))),
     "a partialmethod": (*LOSS, lambda own: functools.partialmethod(lambda self, *given: 3 * own(self, *given))),
-    "a loss of before": (*LOSS, lambda own: lambda self, labels, logits: 2 * STOCK(self, labels, logits)),
 }
 
 

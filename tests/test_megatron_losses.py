@@ -1,8 +1,6 @@
 """Losses that Megatron's configuration does not have, z-loss, label smoothing, the true vocabulary and those of counted
 tokens alone, and metrics of their tokens; of deferred logits, also beside a use of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -58,11 +58,6 @@ def assert_tiled(call: dict, blocks) -> None:
     assert ends[-1] == call["tokens"] // call["sp_size"]
 
 
-def test_a_plan_keeps_to_its_budget():
-    for call in map(drawn, range(1000)):
-        assert_within_budget(call)
-
-
 def assert_within_budget(call: dict) -> None:
     """All is saved if it fits, and else as much as fits; blocks are as few as the bytes of one demand, of 128s of rows
     but the last."""
@@ -164,11 +159,6 @@ def test_a_larger_shard_than_the_plan_s_saves_what_fits(call, shard_rows, saved)
     assert starts[0] == starts[1]
 
 
-def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once():
-    for call in map(drawn, range(1000)):
-        assert_few_are_gathered(call)
-
-
 def assert_few_are_gathered(call: dict) -> None:
     """At most ``GATHERED_BYTES``, or a row of each part, in as few blocks as that allows; but the first block of a plan
     that saves, or that recomputes slices of the vocabulary for all rows, is one in forward too."""
@@ -206,3 +196,9 @@ def test_codes_where_exponentials_do_not_fit(ranks):
     assert not replace(call(budget=whole // 2 + SMALLEST_BLOCK, codable=False)).codes
     for rows in (128256 * 17 // (16 * ranks), 2 * 128256 // ranks):
         assert coded.limited(rows, 2, 1).saved * 8192 + coded.scratch_bytes <= coded.block_bytes
+
+
+def test_a_plan_keeps_to_its_budget_and_gathers_few_hidden_states_at_once():
+    for call in map(drawn, range(1000)):
+        assert_within_budget(call)
+        assert_few_are_gathered(call)

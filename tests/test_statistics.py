@@ -1,5 +1,4 @@
-"""The fields of ``token_statistics``, the order of the largest entries, tokens that do not count, and odd selections.
-test_functional.py and the fuzz compare every value and gradient with float64."""
+"""The order of the largest entries, and odd selections. The fuzz compares every value and gradient with float64."""
 
 from unittest import mock
 

@@ -144,8 +144,6 @@ class Step:
         return self.backward(self.forward())
 
 
-# --- delays ----------------------------------------------------------------------------------------
-
 DATA = 5  # sets of inputs at most; repetitions that follow each other have different ones
 REPETITIONS = {"cpu": 20, "cuda": 200}
 FEWER = 4  # on a CPU without --all
@@ -341,8 +339,6 @@ def test_delays_change_no_bit(call, worlds, device, request):
         assert not red, f"rank {rank}: other bits of loss and gradients in {len(red)} repetitions: {red[:3]}"
         assert all(map(torch.equal, same, answers[0][1])), f"the loss or dX of rank {rank} is another"
 
-
-# --- graphs, on GPUs -------------------------------------------------------------------------------
 
 GRAPH_SIZE = 2048, 3000, 256
 REPLAYS = 1000

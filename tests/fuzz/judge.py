@@ -44,15 +44,14 @@ class Verdict:
     error: float
     allowed: float
     yardstick: float
-    truth: float
 
     @property
     def good(self) -> bool:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        its = f"yardstick's {self.yardstick:.3g}, norm {self.truth:.3g}"
-        return f"{self.name} row {self.row}: error {self.error:.3g}, allowed {self.allowed:.3g}, {its}"
+        its = f"allowed {self.allowed:.3g}, yardstick's {self.yardstick:.3g}"
+        return f"{self.name} row {self.row}: error {self.error:.3g}, {its}"
 
 
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
@@ -183,7 +182,7 @@ def _of_groups(
         if base in _OF_IDS or not truth[base].numel() or not truth[base].dim():
             continue
         exact = truth[base]
-        parts = value - exact, torchs[base].double() - exact, _floor(c, o, truth, base), exact
+        parts = value - exact, torchs[base].double() - exact, _floor(c, o, truth, base)
         # What may overflow is not judged.
         judged = ((exact.abs() < INFINITE) & allowed[base].isfinite()).reshape(len(exact), -1).all(1)
         for group, tokens in groups.items():
@@ -191,9 +190,9 @@ def _of_groups(
                 continue  # The others' part of a sum over all tokens hides that of the sure ones.
             tokens = tokens & ~o.nowhere if base in OF_TARGET else tokens
             rows = judged if base in _SUMMED else judged & per_result(base, tokens, o.entries)
-            error, other, least, size = (part[rows].norm().item() for part in parts)
+            error, other, least = (part[rows].norm().item() for part in parts)
             if math.isfinite(other):
-                verdicts.append(Verdict(f"{name} of {group} tokens", -1, error, 2 * other + least, other, size))
+                verdicts.append(Verdict(f"{name} of {group} tokens", -1, error, 2 * other + least, other))
     return verdicts
 
 
@@ -216,7 +215,7 @@ def _norms(value: Tensor) -> Tensor:
 
 def _worst(name: str, found: Tensor, truth: Tensor, bound: Tensor, yardstick: Tensor | None = None) -> Verdict:
     if truth.numel() == 0:
-        return Verdict(name, 0, 0.0, 0.0, 0.0, 0.0)
+        return Verdict(name, 0, 0.0, 0.0, 0.0)
     infinite = truth.abs() > INFINITE
     wrong = infinite & (found != truth.sign() * torch.inf)
     # What may overflow is not judged, and neither is its yardstick.
@@ -227,5 +226,4 @@ def _worst(name: str, found: Tensor, truth: Tensor, bound: Tensor, yardstick: Te
     its = _norms(of_torch.masked_fill(aside, 0.0).nan_to_num(0.0, 0.0, 0.0))
     allowed = 2 * its + _norms(bound.masked_fill(aside, 0.0))
     row = int(torch.where(error == 0, 0.0, error / allowed).argmax())
-    norm = _norms(truth.masked_fill(infinite, 0.0))
-    return Verdict(name, row, *(v[row].item() for v in (error, allowed, its, norm)))
+    return Verdict(name, row, *(v[row].item() for v in (error, allowed, its)))

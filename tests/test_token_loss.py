@@ -104,7 +104,7 @@ def laid(value: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(2)
-def test_dtensors_of_parts_of_sequences_give_what_tokens_do(member):
+def test_counted_tokens_of_dtensors_give_what_all_tokens_do(member):
     t, *values = problem(device=member.device)
     x, weight = t.x.clone().requires_grad_(), part(t, member).weight
     flat = dict(entropy=True, process_group=member.group, logits_budget=0, logit_scale=0.5)
@@ -112,10 +112,11 @@ def test_dtensors_of_parts_of_sequences_give_what_tokens_do(member):
     mesh = mesh_of(member.device.type, (2,), ("tp",))
     placed = DTensor.from_local(its, mesh, [Shard(1)]), DTensor.from_local(weight, mesh, [Shard(0)]), laid(t.target)
     its_values[0] = DTensor.from_local(its_values[0], mesh, [Replicate()])
+    of_counted = dict(process_group=None, counted_tokens=int((t.target != -100).sum()))
     with shrunk(2000):
         total, metrics = parallel_lce.token_loss(x, weight, t.target, ppo, *values, **flat)
         dx, dweight = torch.autograd.grad(total, [x, weight])
-        again, its_metrics = parallel_lce.token_loss(*placed, ppo, *its_values, **flat | dict(process_group=None))
+        again, its_metrics = parallel_lce.token_loss(*placed, ppo, *its_values, **flat | of_counted)
         its_dx, its_dweight = torch.autograd.grad(again.to_local(), [its, weight])
     assert_near(again.to_local(), total, 3e-6)  # fp32 sums of other blocks
     assert_near(its_dx, laid(dx).chunk(2, 1)[member.rank], 1e-5)

@@ -256,6 +256,7 @@ def _merge_kernel(
     sum_exp = tl.zeros((BLOCK_R,), tl.float64)
     target = tl.zeros((BLOCK_R,), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float64)
+    shifted = tl.zeros((BLOCK_R,), tl.float64)
     weighted = tl.zeros((BLOCK_R,), tl.float64)
     squared = tl.zeros((BLOCK_R,), tl.float64)
     saved_sum = tl.zeros((BLOCK_R,), tl.float64)
@@ -298,8 +299,8 @@ def _merge_kernel(
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
         if slices.shifted is not None:
             column = _wide(slices.shifted, low.shifted, here, inside)
-            total += tl.sum(tl.where(inside, column + real.to(tl.float64)[:, None] * finite_base(m), 0.0), 0)
-        elif slices.total is not None:
+            shifted += tl.sum(tl.where(inside, column + real.to(tl.float64)[:, None] * finite_base(m), 0.0), 0)
+        if slices.total is not None:
             total += tl.sum(_wide(slices.total, low.total, here, inside), 0)
         if slices.weighted is not None:
             column = _wide(slices.weighted, low.weighted, here, inside)
@@ -336,7 +337,8 @@ def _merge_kernel(
     # Each is read only where its column exists.
     below_max, sum_of_logits, below, squares = top, top, top, top
     if SHIFTED > 0:
-        value = total - count * base.to(tl.float64) + nan
+        # Windows have the sum of the logits alone.
+        value = (shifted if RANKS else total) - count * base.to(tl.float64) + nan
         below_max = _store_wide(value, here, merged_stride, valid, SHIFTED, OF_SHIFTED)
     if TOTAL > 0:
         sum_of_logits = _store_wide(total + nan, here, merged_stride, valid, TOTAL, OF_TOTAL)

@@ -22,7 +22,8 @@ from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of, ti
 from parallel_lce.kernels.product import Product
 
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
-# and 64 entries per token, dW with 8, where most rows are picked once. Logits are products of at least 16 rows.
+# and 64 entries per token, dW with 8 and 64, where a row is picked by few tokens. Logits are products of at least 16
+# rows.
 _LOGITS = 16, 128, 1
 _ROWS = 8, 512, 2
 _ROWS_OF_FEW = 4, 2048, 4
@@ -235,7 +236,7 @@ def write_picked(
 def picked_rows(picked: Picked, source: torch.Tensor, out: torch.Tensor) -> None:
     """As :meth:`parallel_lce.backends.interface.Backend.picked_rows`."""
     (rows, hidden_size), strides = out.shape, (source.stride(0), out.stride(0))
-    tile = _tile_of(_ROWS if len(picked.ids) >= rows else _ROWS_OF_FEW, hidden_size)
+    tile = _tile_of(_ROWS if len(picked.ids) >= _ROWS[0] * rows else _ROWS_OF_FEW, hidden_size)
     grid, sizes = (rows, -(-hidden_size // tile["BLOCK_K"])), (len(source), hidden_size)
     if rows:
         lce_backward_picked_rows.launch(grid, picked[:3], picked.gradient, source, out, *sizes, *strides, **tile)

@@ -154,7 +154,7 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
         assert_no_worse(found, *(v[own] for v in exact), 1.3 if member.ranks == 1 else 2.0, floor)
 
 
-@pytest.mark.parametrize("beta", [0, 0.3, 1])
+@pytest.mark.parametrize("beta", [0, 1e-5, 0.3, 1])
 @pytest.mark.parametrize("distance", [1e-4, 1e-2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["layer", "class", "renormalize"])
@@ -169,15 +169,21 @@ def test_a_student_close_to_its_teacher(dtype, distance, beta, kind, backend, de
     if kind == "layer":
         given = dict(teacher_hidden=moved, teacher_weight=t.weight)
     given = {name: value.to(device) for name, value in given.items()}
-    found = loss(kind, [t.x.to(device), t.weight.to(device)], given, beta=beta, reduction="none")
+    x = t.x.to(device).requires_grad_()
+    found = loss(kind, [x, t.weight.to(device)], given, beta=beta, reduction="none")
 
-    def of_logits(wide: torch.dtype) -> torch.Tensor:
-        log_p, log_q = (linear(x.to(wide), t.weight.to(wide)).log_softmax(1) for x in (t.x, moved))
+    def of_logits(wide: torch.dtype) -> list[torch.Tensor]:
+        leaf = t.x.to(wide).requires_grad_()
+        log_p, log_q = (linear(x, t.weight.to(wide)).log_softmax(1) for x in (leaf, moved.to(wide)))
         both = (log_p, log_q) if kind == "layer" else classes(log_p, ids, log_q.gather(1, ids), kind)
-        return of_classes(*both, beta)
+        losses = of_classes(*both, beta)
+        return [losses, *torch.autograd.grad(losses.sum(), leaf)]
 
-    factor = 0.2 if distance == 1e-2 else 0.01
-    assert_no_worse(found, of_logits(torch.float64), of_logits(torch.float32), factor, floor=1e-12)
+    (exact, gradient), (others, _) = of_logits(torch.float64), of_logits(torch.float32)
+    assert_no_worse(found, exact, others, 0.2 if distance == 1e-2 else 0.01, floor=1e-12)
+    if dtype != "fp16":  # in which it underflows
+        (dx,) = torch.autograd.grad(found.sum(), x)
+        assert (dx.double().cpu() - gradient).norm() <= 0.01 * gradient.norm()
 
 
 @pytest.mark.gpu

@@ -86,8 +86,7 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     if beta in (0, 1):
         return log_ratio, -log_ratio
     up, rest = log_ratio > 0, 1 - beta
-    smaller = torch.where(up, -log_ratio, log_ratio).exp()
-    log_sum = torch.where(up, rest + beta * smaller, beta + rest * smaller).log()
+    log_sum = (torch.expm1(-log_ratio.abs()) * torch.where(up, beta, rest)).log1p()
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 

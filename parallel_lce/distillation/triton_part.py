@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from parallel_lce.distillation.torch_part import NEAR_RATIO, STUDENT_MEAN
+from parallel_lce.kernels.arithmetic import INTERPRETED
 from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 
@@ -23,6 +25,15 @@ def _term(q, log_ratio, r):
     series = log_ratio * log_ratio * (0.5 - log_ratio * series)
     far = tl.where(q != 0.0, q * log_ratio, 0.0) + (r - q)
     return tl.where(tl.abs(log_ratio) < _NEAR_RATIO, q * series, far)
+
+
+@triton.jit
+def _log_of_sum(share, exponent):
+    """``log(1 + share (exp(exponent) - 1))``, exact near 0, too."""
+    if INTERPRETED:
+        return tl.log(1.0 + share * (tl.exp(exponent.to(tl.float64)) - 1.0)).to(tl.float32)
+    else:
+        return libdevice.log1p(share * libdevice.expm1(exponent))
 
 
 @Relaunched
@@ -71,9 +82,8 @@ def lce_backward_divergence(
         of_q = -log_ratio
         of_p = log_ratio
         if TEACHER and STUDENT:
-            smaller = tl.exp(-tl.abs(log_ratio))
             up = log_ratio > 0
-            log_of_sum = tl.log(tl.where(up, rest + beta * smaller, beta + rest * smaller))
+            log_of_sum = _log_of_sum(tl.where(up, beta, rest), -tl.abs(log_ratio))
             of_q = tl.where(up, -log_ratio, 0.0) - log_of_sum
             of_p = tl.where(up, 0.0, log_ratio) - log_of_sum
         if sums is not None:

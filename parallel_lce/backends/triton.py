@@ -74,7 +74,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             epilogue = epilogue._replace(logits=task.logits[some], logits_stride=task.logits.stride(0))
         rounded = None
         if stored.codes is not None:
-            epilogue = epilogue._replace(codes=stored.codes, target=target, target_logit=partial[TARGET])
+            epilogue = epilogue._replace(codes=stored.codes, target=target)
         elif stored.has_mass:
             # The common rounding of exponentials matters where they are nearly equal. In fp32 it never does.
             sums, mass = windows.sum_exp, torch.empty(rows, dtype=torch.float32, device=x.device)

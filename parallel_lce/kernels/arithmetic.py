@@ -126,12 +126,6 @@ def exact_logit(logit, top, sum_exp):
 
 
 @triton.jit
-def is_largest(logit, top):
-    """Whether ``logit`` is a tile's largest logit ``top``, but for its roundings."""
-    return logit >= top - tl.abs(top) * _ROUNDINGS
-
-
-@triton.jit
 def gradient_of(p, below_max, values, coefficients):
     """``p (alpha + delta below_max + epsilon p) - gamma``, with ``below_max = z - M``. ``values``: alpha, gamma, delta
     and epsilon. The last three are read only if ``coefficients`` has them."""
@@ -178,6 +172,17 @@ def _fused(a, b, c):
         return a.to(tl.float64) * b + c
     else:
         return tl.fma(a, b, c)
+
+
+@triton.jit
+def rounded_to_bf16(x):
+    """``x`` of at most 2^100 as bf16 rounds it, in fp32 (Veltkamp 1968; a tie may go the other way). Conversions would
+    take the unit of exp2, four times as long."""
+    if INTERPRETED:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        above = tl.fma(x, 65536.0, x)
+        return above - (above - x)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ at most 2 %, rms .6 %; one of 1e-4 E up to 10 %, a smaller one more; and less wh
 of dW whose entry is far below E for all tokens may have several times the error of bf16 logits.
 
 Equal entries must not all be rounded up, or all down: their errors would not average out. So a number between 0 and 1
-that depends on the entry's row and column is added before the rounding, and subtracted after it (subtractive dither:
-Roberts 1962, "Picture coding using pseudo-random noise").
+that depends on the entry's row, and on its column in the window, is added before the rounding, and subtracted after it
+(subtractive dither: Roberts 1962, "Picture coding using pseudo-random noise").
 
 The token's target is left out of E: it could hide the other entries of a confident token. Its gradient is formed in
 fp32 from its logit (:mod:`parallel_lce.kernels.token_gradients`), and its code means nothing. So codes serve only
@@ -27,13 +27,14 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import finite_base, is_largest, to_base
+from parallel_lce.kernels.arithmetic import finite_base, largest_of, to_base
 from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import scales_of
 
 # Entries per program, and per step.
 _SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(4096)
-_ONE, _FRACTION = tl.constexpr(0x3F800000), tl.constexpr(0x7FFFFF)
+# Bits of an fp32 number: of 1; the fraction's, and the first five of these.
+_ONE, _FRACTION, _LEADING = tl.constexpr(0x3F800000), tl.constexpr(0x7FFFFF), tl.constexpr(0x7C0000)
 # Of a row's and a column's number, 2^23 times the golden ratio's and the plastic number's inverse: their multiples fill
 # an interval evenly.
 _OF_ROW, _OF_COLUMN = tl.constexpr(6332475), tl.constexpr(5184443)
@@ -42,14 +43,9 @@ _OF_ROW, _OF_COLUMN = tl.constexpr(6332475), tl.constexpr(5184443)
 class CodeColumns(NamedTuple):
     """What the forward stores beside the codes."""
 
-    # [windows, R] int32, and fp32: each window's shift and its lowest f
+    # [windows, R] int32, and fp32: 4 times each window's shift, and its lowest f
     shift: torch.Tensor
     lowest: torch.Tensor
-
-
-@triton.jit
-def _two_largest(largest, second, other, other_second):
-    return tl.maximum(largest, other), tl.maximum(tl.minimum(largest, other), tl.maximum(second, other_second))
 
 
 @triton.jit
@@ -61,28 +57,26 @@ def _number(bits):
 def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
     """The codes of a tile's exponentials ``e [BLOCK_M, BLOCK_N]``: int32 whose lowest byte is the code.
 
-    ``top``: the tile's largest logits. ``target``: the targets' ids and logits. ``position``: as in
-    :func:`parallel_lce.kernels.epilogue.finish_tile`. If the target is the tile's largest, the largest other is the
-    second. To compare each column with the target's would take more registers than there are."""
-    r, c, window, rows, entries = position
-    largest, second = tl.reduce((e, e * 0.0), 1, _two_largest)
+    ``top``: the tile's largest logits. ``target``: the targets' ids. ``position``: as in
+    :func:`parallel_lce.kernels.epilogue.finish_tile`."""
+    r, c, window, rows, _ = position
+    first = window * e.shape[1]
+    largest, least = largest_of(top), tl.min(e, 1)
     if HAS_TARGET:
-        target_id, logit = target
-        # The padding of a shard's last window has the ids of the next shard, whose logits are not known here.
-        here = (target_id >= window * e.shape[1]) & (target_id < tl.minimum((window + 1) * e.shape[1], entries))
-        # Nearly equal entries hide nothing of each other. Either may be the target: a code above 255 would be another.
-        here &= second < 0.5 * largest
-        largest = tl.where(here & is_largest(logit, top), second, largest)
+        # Few tiles have a target.
+        if tl.max(((target >= first) & (target < first + e.shape[1])).to(tl.int32), 0) != 0:
+            e = tl.where(c[None, :] == target[:, None], least[:, None], e)
+            largest = tl.max(e, 1)
     shift = _ONE - (largest.to(tl.int32, bitcast=True) >> 2)
-    lowest = _number((tl.min(e, 1).to(tl.int32, bitcast=True) >> 2) + shift)
+    lowest = _number((least.to(tl.int32, bitcast=True) >> 2) + shift)
     here = window.to(tl.int64) * rows + r
-    tl.store(codes.shift + here, shift, mask=r < rows)
+    tl.store(codes.shift + here, shift << 2, mask=r < rows)
     tl.store(codes.lowest + here, lowest, mask=r < rows)
     steps = 1.0 / _step(lowest)
     f = _number((e.to(tl.int32, bitcast=True) >> 2) + shift[:, None])
     # The sum with 2^23 is an integer, in its lowest bits. The dither has added 1.
-    code = (f - lowest[:, None]) * steps[:, None] + _dither(r[:, None], c[None, :]) + (2.0**23 - 1.0)
-    return tl.where(e >= largest[:, None], 255, code.to(tl.int32, bitcast=True))
+    code = (f - lowest[:, None]) * steps[:, None] + _dither(r[:, None], (c - first)[None, :]) + (2.0**23 - 1.0)
+    return tl.where(f >= 1.0, 255, code.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -93,8 +87,10 @@ def _step(lowest):
 
 @triton.jit
 def _dither(row, column):
-    """A number in [1, 2)."""
-    return _number(((row * _OF_ROW + column * _OF_COLUMN) & _FRACTION) | _ONE)
+    """A number in [1, 2). ``column``: in the window."""
+    # A thread of the epilogue has columns 8 apart. Their numbers differ in the leading bits: one instruction each.
+    mixed = (row * _OF_ROW + column % 8 * _OF_COLUMN) & _FRACTION | _ONE
+    return _number(mixed ^ ((column << 15) & _LEADING))
 
 
 @Relaunched
@@ -121,6 +117,7 @@ def lce_backward_decode(
     alpha = tl.load(terms.coefficients.alpha + row) * scales_of(terms.logit_map, row, True)
     base = finite_base(tl.load(terms.partial + row))
     factor = alpha / tl.load(terms.partial + rows + row)
+    dither = _dither(row + first_row, tl.arange(0, WINDOW))
     codes += row.to(tl.int64) * stride
     gradient += row.to(tl.int64) * out_stride
     for start in range(begin, tl.minimum(begin + _SPAN, entries), _BLOCK):
@@ -135,10 +132,10 @@ def lce_backward_decode(
         low = tl.load(lowest + here, mask=known, other=0.0)
         shift = tl.load(shifts + here, mask=known, other=0)
         step = _step(low)
-        f = code * step[:, None] + ((low + step)[:, None] - _dither(row + first_row, first + c) * step[:, None])
+        f = code * step[:, None] + ((low + step)[:, None] - dither[None, :] * step[:, None])
         # Code 255 lies beyond 1.
         f = tl.minimum(tl.maximum(f, low[:, None]), 1.0)
-        e = _number((f.to(tl.int32, bitcast=True) - shift[:, None]) << 2)
+        e = _number((f.to(tl.int32, bitcast=True) << 2) - shift[:, None])
         # In a window of only -inf this factor might be infinite, and 0 times infinity is NaN. The product of both
         # factors might underflow.
         of_window = tl.where(top == -float("inf"), 0.0, to_base(top, base))

@@ -33,6 +33,7 @@ from parallel_lce.kernels.arithmetic import (
     largest_of,
     loaded,
     local_ids,
+    rounded_to_bf16,
 )
 from parallel_lce.kernels.codes import CodeColumns, encoded
 from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
@@ -69,10 +70,9 @@ class ForwardEpilogue(NamedTuple):
     rounded_sums: torch.Tensor | None = None
     # The tile becomes codes in place of exponentials; None: it does not.
     codes: CodeColumns | None = None
-    # Beside codes: [R] int64 ids relative to the shard, and [R] fp32 logits. None: no targets. Not in ``codes``, since
-    # Triton 3.6 compares no tuple with None that contains one.
+    # Beside codes: [R] int64 ids relative to the shard. None: no targets. Not in ``codes``, since Triton 3.6 compares
+    # no tuple with None that contains one.
     target: torch.Tensor | None = None
-    target_logit: torch.Tensor | None = None
 
 
 class GradientTerms(NamedTuple):
@@ -112,8 +112,7 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
         elif epilogue.target is None:
             return (scales, flat, r)  # a placeholder: functions of Triton 3.6 cannot return None
         else:
-            ids = local_ids(epilogue.target, r, rows, _NO_ENTRY)
-            return (scales, flat, (ids, loaded(epilogue.target_logit, r, valid, 1.0)))
+            return (scales, flat, local_ids(epilogue.target, r, rows, _NO_ENTRY))
 
 
 @triton.jit
@@ -143,7 +142,7 @@ def finish_tile(
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
         if epilogue.rounded_sums is not None:
-            rounded = tl.sum(e.to(tl.bfloat16).to(tl.float32), 1)
+            rounded = tl.sum(rounded_to_bf16(e), 1)
             tl.store(epilogue.rounded_sums + window.to(tl.int64) * rows + r, rounded, mask=r < rows)
         if epilogue.codes is not None:
             return encoded(e, top, row_values[2], position, epilogue.codes, epilogue.target is not None)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from parallel_lce.distillation.torch_part import NEAR_RATIO, STUDENT_MEAN
-from parallel_lce.kernels.arithmetic import INTERPRETED
 from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 
@@ -28,12 +26,12 @@ def _term(q, log_ratio, r):
 
 
 @triton.jit
-def _log_of_sum(share, exponent):
-    """``log(1 + share (exp(exponent) - 1))``, exact near 0, too."""
-    if INTERPRETED:
-        return tl.log(1.0 + share * (tl.exp(exponent.to(tl.float64)) - 1.0)).to(tl.float32)
-    else:
-        return libdevice.log1p(share * libdevice.expm1(exponent))
+def _log_of_sum(share, distance):
+    """``log(1 - share (1 - exp(-distance)))``, with a small relative error near 0, too."""
+    series = distance * (1.0 - distance * (1.0 / 2.0 - distance * (1.0 / 6.0 - distance * (1.0 / 24.0))))
+    missing = share * tl.where(distance < 0.0625, series, 1.0 - tl.exp(-distance))
+    left = 1.0 - missing
+    return tl.log(left) + ((1.0 - left) - missing)  # what the difference lost by its rounding
 
 
 @Relaunched
@@ -83,7 +81,7 @@ def lce_backward_divergence(
         of_p = log_ratio
         if TEACHER and STUDENT:
             up = log_ratio > 0
-            log_of_sum = _log_of_sum(tl.where(up, beta, rest), -tl.abs(log_ratio))
+            log_of_sum = _log_of_sum(tl.where(up, beta, rest), tl.abs(log_ratio))
             of_q = tl.where(up, -log_ratio, 0.0) - log_of_sum
             of_p = tl.where(up, 0.0, log_ratio) - log_of_sum
         if sums is not None:

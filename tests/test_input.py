@@ -10,7 +10,7 @@ import torch
 
 import parallel_lce
 from calls import D, N, V, call, good
-from cases import make, normal
+from cases import make
 from parallel_lce import rl, trl
 from parallel_lce.distillation import divergence, top_k_divergence
 from tools import debug_mode, on_ranks, shrunk, small, started, unchecked
@@ -114,15 +114,6 @@ def test_ids_of_any_integer_dtype_give_the_same_results(bits, device):
         want = function(x.detach(), w, ids)
         with debug_mode():
             assert torch.equal(function(x.detach(), w, ids.to(dtype)), want) and want.isfinite().all(), name
-
-
-def test_negative_views_give_the_same_bits(backend, device):
-    arguments = good(device)
-    arguments |= dict(linear_bias=normal(V, seed=1).float().to(device), token_weight=arguments["input"][:, 0].abs())
-    plain = call(arguments)
-    for name, value in arguments.items():
-        for _ in range(2):  # whether or not the signature is known
-            assert torch.equal(call(arguments | {name: torch._neg_view(-value)}), plain)
 
 
 LARGE = 2**24 + 3

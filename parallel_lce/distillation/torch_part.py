@@ -86,7 +86,8 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     if beta in (0, 1):
         return log_ratio, -log_ratio
     up, rest = log_ratio > 0, 1 - beta
-    log_sum = (torch.expm1(-log_ratio.abs()) * torch.where(up, beta, rest)).log1p()
+    share = torch.full_like(log_ratio, rest).masked_fill_(up, beta)
+    log_sum = (torch.expm1(-log_ratio.abs()) * share).log1p()
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 

@@ -451,7 +451,7 @@ def _walk(random: Random, d: dict) -> dict:
     freezes = projected and random.random() < 0.25
     return {
         "frozen": tuple(name for name in ("input", "weight", "bias") if freezes and random.random() < 0.5),
-        "layouts": tuple(random.choice(("plain",) * 12 + ("gaps", "transposed", "offset")) for _ in LAID),
+        "layouts": tuple(random.choice(("plain",) * 12 + ("gaps", "transposed", "offset", "negative")) for _ in LAID),
     } | _each(
         random,
         upstream=("random",) * (4 if projected else 2) + ("ones", "some zeros", "zero", "large", "tiny"),

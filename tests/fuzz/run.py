@@ -64,7 +64,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    return torch.equal(a.view(bits), b.view(bits))
+    return torch.equal(a.resolve_neg().view(bits), b.resolve_neg().view(bits))
 
 
 def _part(c: Configuration, rank: int, name: str, value: Tensor) -> Tensor:

@@ -371,7 +371,9 @@ def _upstream(c: Configuration, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def laid(value: Tensor, layout: str) -> Tensor:
-    """The same numbers at other strides or another offset; what lies between them is NaN."""
+    """The same numbers at other strides or another offset, where what lies between them is NaN; or a negative view."""
+    if layout == "negative" and value.is_floating_point():
+        return torch._neg_view(-value)
     if layout == "offset":
         view = value.new_empty(value.numel() + 1)[1:].view(value.shape)
     elif layout == "gaps" and value.dim():

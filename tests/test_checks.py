@@ -124,7 +124,7 @@ OF_DIVERGENCE = [
     ("teacher_hidden", "must .* both or none must be float64, got .* torch.float64", DOUBLE),
     ("teacher_weight", "must be a tensor", None),
     ("", r"\[0, 9\).*\[0, 10\)", dict(teacher_weight=torch.zeros(V - 1, D))),
-    ("beta", "must be a number from 0", -1e-9, 2),
+    ("beta", "must be 0, 1", 1e-9, 2),
     ("target", "must .*integer dtype", ZEROS),
     ("student_bias", "must", ZEROS[1:]),
     ("teacher_logit_scale", r"must be .* of target's shape \[6\]", ZEROS[1:]),
@@ -132,7 +132,7 @@ OF_DIVERGENCE = [
 ]
 OF_TOP_K = [
     ("tail", "must be 'class' or 'renormalize', got", "none"),
-    ("beta", "must be a number from 0", 2),
+    ("beta", "must be 0, 1", 2),
     ("teacher_ids", "must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
     ("teacher_ids", "must be ids of an integer dtype, got", None, torch.zeros(N, 1)),
     ("teacher_log_probs", "must be floating-point, got torch.int64", IDS[:, None]),

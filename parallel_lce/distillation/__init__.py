@@ -28,6 +28,7 @@ from parallel_lce.dtensor import DTensorAdapter, adapted
 from parallel_lce.run.entry import fused_statistics
 from parallel_lce.selected_log_probs import log_probs_of
 
+_NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, 1 - beta is not in fp32
 # Arguments by the names of linear_cross_entropy.
 _STUDENT = {"input": "student_hidden", "linear_weight": "student_weight", "linear_bias": "student_bias"}
 _STUDENT["selected"] = "teacher_ids"
@@ -75,7 +76,7 @@ def divergence(
         teacher_hidden, teacher_weight, teacher_bias: ``[..., E]`` of the same tokens, split like the student's, and
             shards ``[V/P, E]`` and ``[V/P]`` of the same vocabulary entries. The dtype (but both are fp64 or neither)
             and, with ``vocab_size``, the rows of padding may differ from the student's.
-        beta: a number from 0 to 1.
+        beta: 0, 1, or a number between them at least 1e-6 from both.
         teacher_logit_scale, teacher_logit_softcap: None: the student's. ``math.inf``: no soft-cap.
         target: ids, used for ``ignore_index`` alone; None: no token is ignored. An ignored token has divergence 0 and
             gradient 0, even if the teacher's values are NaN.
@@ -227,8 +228,8 @@ def _adapted_student(
     """:func:`adapted` from a public function's ``arguments``, of the student. ``ids``: selected. The call itself
     reduces and ignores nothing: the settings are in its name, which ranks compare."""
     beta, reduction, ignore_index = (arguments[name] for name in ("beta", "reduction", "ignore_index"))
-    if not (is_number(beta) and 0 <= beta <= 1):
-        raise ValueError(f"beta must be a number from 0 to 1, got {shortened(beta)}")
+    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
+        raise ValueError(f"beta must be 0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}, got {shortened(beta)}")
     beta = float(beta)
     check_reduction(reduction)
     check_option("ignore_index", ignore_index)

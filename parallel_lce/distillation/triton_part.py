@@ -26,12 +26,13 @@ def _term(q, log_ratio, r):
 
 
 @triton.jit
-def _log_of_sum(share, distance):
-    """``log(1 - share (1 - exp(-distance)))``, with a small relative error near 0, too."""
+def _log_of_sum(share, other, distance):
+    """``log(other + share exp(-distance))``, of ``other + share = 1``; with a small relative error near 0, too."""
+    e = tl.exp(-distance)
     series = distance * (1.0 - distance * (1.0 / 2.0 - distance * (1.0 / 6.0 - distance * (1.0 / 24.0))))
-    missing = share * tl.where(distance < 0.0625, series, 1.0 - tl.exp(-distance))
-    left = 1.0 - missing
-    return tl.log(left) + ((1.0 - left) - missing)  # what the difference lost by its rounding
+    missing = share * tl.where(distance < 0.0625, series, 1.0 - e)
+    total = other + share * e
+    return tl.log(total) + ((1.0 - total) - missing)  # what the sum lost by its rounding
 
 
 @Relaunched
@@ -81,7 +82,7 @@ def lce_backward_divergence(
         of_p = log_ratio
         if TEACHER and STUDENT:
             up = log_ratio > 0
-            log_of_sum = _log_of_sum(tl.where(up, beta, rest), tl.abs(log_ratio))
+            log_of_sum = _log_of_sum(tl.where(up, beta, rest), tl.where(up, rest, beta), tl.abs(log_ratio))
             of_q = tl.where(up, -log_ratio, 0.0) - log_of_sum
             of_p = tl.where(up, 0.0, log_ratio) - log_of_sum
         if sums is not None:

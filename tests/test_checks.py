@@ -91,7 +91,7 @@ for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS
         TENSORS.append((name, "is on meta and input is on cpu", value.to("meta")))
 TWO = torch.ones(2, dtype=torch.bool)
 COUNTED = [
-    ("counted_tokens", "must be a number of tokens from 0 to 6, got", N + 1, -1, 3.0),
+    ("counted_tokens", "must be an integer from 0 to 6, got", N + 1, -1, 3.0),
     ("target", r"must have shape \[6\]", dict(target=IDS[1:], counted_tokens=3)),
 ]
 PAIR = torch.zeros(3).long(), torch.zeros(N + 1).long()

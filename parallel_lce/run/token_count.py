@@ -246,9 +246,7 @@ def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor, al
 def _checked_mask(mask: Tensor | None, count: Any, tokens: torch.Size, tensors: Tensors) -> Tensor:
     """The ``mask``. Raises ``ValueError`` as :func:`compacted`."""
     if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
-        raise ValueError(
-            f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
-        )
+        raise ValueError(f"counted_tokens must be an integer from 0 to {tokens.numel()}, got {shortened(count)}")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")

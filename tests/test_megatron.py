@@ -151,7 +151,7 @@ def test_fuse_and_explain(member):
     """Of a model of any other loss. Its settings are its own, also beside another model in another thread."""
     no_layer = "this pipeline stage has no output layer"
     first, second, data = build(member, Model(), {}), build(member, Model(), {}), batch(0, Model(), member.device)
-    assert explain(first) == ["it was built before patch(), and not given to fuse()"]
+    assert explain(first) == ["it was built before patch(), and not given to fuse(); call fuse(model)"]
     assert fuse([first, second], z_loss=0.1) == fuse(second, z_loss=0.3) * 2 == ["fused", "fused"]
     assert explain([first, second]) == ["fused", "fused"]
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN).to(member.device)
@@ -182,6 +182,21 @@ def test_fuse_and_explain(member):
     assert explain(first) == ["unpatch() was called; call fuse(model)"]
     with pytest.raises(ValueError, match="zloss is no setting: take one of cross_entropy, "):
         fuse(first, zloss=1)
+
+
+@on_ranks(1)
+def test_a_model_that_was_built_before_patch_needs_fuse(member):
+    """Megatron does not know the name in its configuration."""
+    chosen = switched(Model())
+    unpatch()
+    model, data = build(member, Model(), chosen).eval(), batch(0, Model(), member.device)
+    patch()
+    with pytest.raises(RuntimeError, match=r"was built before patch\(\): call fuse"):
+        losses_of(model, Model(), data)
+    assert fuse(model) == ["fused"]
+    fused = losses_of(model, Model(), data)
+    unpatch()
+    torch.testing.assert_close(losses_of(model, Model(), data), fused)
 
 
 @on_ranks(1)

@@ -17,7 +17,7 @@ from parallel_lce.core.plan import default_budget, lean_budget
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import MARK, Fusion, counted, running
+from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted, running
 from parallel_lce.neighbours import is_global_group
 from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.results import TokenStatistics
@@ -65,6 +65,8 @@ def with_fused_loss(own: Any) -> Any:
     @functools.wraps(own)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
         fusion: Fusion | None = vars(self).get(MARK)
+        if fusion is None and self.config.cross_entropy_fusion_impl == IMPLEMENTATION:
+            raise RuntimeError("parallel_lce: the model was built before patch(): call fuse(model)")
         if fusion is None or fusion.reason is not None:
             return own(self, labels, logits, *others, **named)
         scoring, chosen, deferred = running.get(), fusion.settings, isinstance(logits, DeferredLogits)

@@ -16,6 +16,7 @@ from parallel_lce.run.token_count import LabelCount
 MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
 
+IMPLEMENTATION = "parallel_lce"
 NO_HEAD = "this pipeline stage has no output layer"
 
 running: ContextVar[Any] = ContextVar("running", default=None)

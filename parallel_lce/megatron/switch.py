@@ -13,11 +13,10 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import hooks
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
-from parallel_lce.megatron.settings import MARK, Fusion, counted, running
+from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted, running
 from parallel_lce.patching import Replacements
 from parallel_lce.run.token_count import LabelCount
 
-IMPLEMENTATION = "parallel_lce"
 KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()  # a setting is that of an earlier call, else its own
 _LOSS = "compute_language_model_loss"
 _replacements = Replacements()
@@ -51,12 +50,9 @@ def patch(
     resolved = settings.resolve(settings.current, {n: value for n, value in locals().items() if value is not KEPT})
     language_module = _language_module()
     settings.current = resolved
-    for name, make in (
-        ("__init__", _consuming),
-        ("setup_embeddings_and_output_layer", _fusing),
-        (_LOSS, with_fused_loss),
-    ):
-        _replacements.replace(language_module, name, make)
+    _replacements.replace(language_module, "__init__", _consuming)
+    _replacements.replace(language_module, "setup_embeddings_and_output_layer", _fusing)
+    _replacements.replace(language_module, _LOSS, with_fused_loss)
 
 
 def unpatch() -> None:
@@ -97,7 +93,7 @@ def why_not_fused(model: Any) -> str | None:
     if head is None:
         return settings.NO_HEAD
     if fusion is None:
-        return "it was built before patch(), and not given to fuse()"
+        return "it was built before patch(), and not given to fuse(); call fuse(model)"
     if fusion.reason is None and MARK not in vars(head):
         return "its output layer was replaced since; call fuse(model)"
     if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
@@ -110,6 +106,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     from parallel_lce.megatron.heads import fuse_head, is_megatrons
 
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
+    _consume(model.config)
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
     elif model.config.defer_embedding_wgrad_compute:
@@ -132,7 +129,7 @@ def language_model(model: Any) -> Any:
         inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
     if not isinstance(inner, kind):
         kind = type(model).__name__
-        raise ValueError(f"model must be a language model of Megatron's, alone or in wrappers, got {kind}")
+        raise ValueError(f"model must be a language model of Megatron's, alone or as .module of wrappers, got {kind}")
     return inner
 
 
@@ -152,22 +149,24 @@ def _language_module() -> Any:
 
 _CHOSEN = str(b"native", "ascii")
 """ "native", in the configuration of a model that chose this package, known by its identity: Megatron's own code knows
-the name, and programs write configurations to files, which a subclass of str would hinder. There
-``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
+the name, 0.20 raises for others, and programs write configurations to files, which a subclass of str would hinder.
+There ``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
 
 
 def _consuming(own: Callable) -> Callable:
     @functools.wraps(own)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        config: Any = named.get("config", given[0] if given else None)
-        name = getattr(config, "cross_entropy_fusion_impl", None)
-        chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
-        if chosen and config.cross_entropy_loss_fusion:
-            # Megatron 0.20 raises for names that it does not know.
-            config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _CHOSEN, False
+        _consume(named.get("config", given[0] if given else None))
         own(self, *given, **named)
 
     return __init__
+
+
+def _consume(config: Any) -> None:
+    name = getattr(config, "cross_entropy_fusion_impl", None)
+    chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
+    if chosen and config.cross_entropy_loss_fusion:
+        config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _CHOSEN, False
 
 
 def _fusing(own: Callable) -> Callable:

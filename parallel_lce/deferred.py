@@ -271,12 +271,12 @@ class DeferredLogits(Tensor):
         state, tensor = self.state, self
         while tensor is not None:
             if tensor.state.is_touched() or tensor._is_moved():
-                return "an in-place change, a hook or a torch.autograd.Function comes between it and the output layer"
+                return "an in-place change, a hook or a torch.autograd.Function comes between output layer and loss"
             tensor = tensor.state.parent
         if state.rows is None:
-            return "rows of the logits are selected, and under sequence parallelism this rank has not all rows"
+            return "rows of the logits are selected or moved, and under sequence parallelism this rank has not all rows"
         if self.epilogue() is None or state.kind == torch.float64 != self.source.hidden.dtype:
-            return f"it takes more than a scale, a soft-cap and a cast of them: {[_name(f) for f, *_ in state.steps]}"
+            return f"the loss takes more than a scale, a soft-cap and a cast: {[_name(f) for f, *_ in state.steps]}"
         return None
 
     def epilogue(self) -> dict[str, float] | None:

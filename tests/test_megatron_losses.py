@@ -95,7 +95,7 @@ def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     given = data.tokens, data.positions, data.mask
     patch(z_loss=0.1)
-    for change, reason in (lambda z: z + 1, "the loss gets real"), (lambda z: z.tanh().tanh(), "it takes more than"):
+    for change, reason in (lambda z: z + 1, "the loss gets real"), (lambda z: z.tanh().tanh(), "the loss takes more"):
         hook = model.output_layer.register_forward_hook(lambda layer, inputs, output: (change(output[0]), None))
         with pytest.raises(RuntimeError, match=f"z_loss=0.1 needs a fused loss, and this one is not: {reason}"):
             model(*given, labels=data.labels)

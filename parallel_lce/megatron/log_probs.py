@@ -32,11 +32,11 @@ class TokenLogProbs(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits)``, a tuple of tensors."""
+    """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""
 
     function: str
     labels: Tensor
-    of: Callable[[DeferredLogits], tuple]
+    of: Callable[[DeferredLogits, Tensor], tuple]
 
     def refused(self, reason: str) -> RuntimeError:
         return RuntimeError(f"{self.function} makes no logits: {reason}")
@@ -72,10 +72,9 @@ def token_log_probs(
     ``ValueError``: the model cannot be fused, or labels or temperature do not fit. ``RuntimeError``: something in the
     model's forward makes real logits.
     """
-    inner = _scored_model(model)
+    inner = _scored_model(model, labels, temperature)
 
-    def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
-        assert labels is not None
+    def of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
         found = statistics(logits, labels, temperature, ignore_index=NO_LABEL, entropy=entropy)
         return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
@@ -105,13 +104,12 @@ def token_loss(
     have the labels' shape. On pipeline stages other than the last the result is the model's own output. If dW goes to a
     ``main_grad``, backward forms the gradients.
     """
-    inner, names = _scored_model(model), []
+    inner, names = _scored_model(model, labels, temperature), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
     # Before the model runs, on the last stage alone.
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
-    def of(logits: DeferredLogits) -> tuple[Tensor, ...]:
-        assert labels is not None
+    def of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
         named = dict(loss=loss, values=tuple(map(swapped, values)))
         total, metrics = run(logits, labels, fused_token_loss, temperature, named, ignore_index=NO_LABEL, **options)
         names.extend(metrics)
@@ -126,10 +124,10 @@ def _scored(
     inner: Any,
     call: Callable[[], Any],
     labels: Tensor | None,
-    of: Callable[[DeferredLogits], tuple],
+    of: Callable[[DeferredLogits, Tensor], tuple],
     result: Callable[[tuple], Any],
 ) -> Any:
-    """The output of a ``call`` of the model, ``result(of(logits))`` on the last pipeline stage."""
+    """The output of a ``call`` of the model, ``result(of(logits, labels))`` on the last pipeline stage."""
     scoring = None
     if getattr(inner, "post_process", True):
         if not isinstance(labels, Tensor) or labels.dim() != 2:
@@ -156,11 +154,13 @@ def _scored(
     return result(output)
 
 
-def _scored_model(model: Any) -> Any:
+def _scored_model(model: Any, labels: Tensor | None, temperature: float | Tensor) -> Any:
     """The language model in its wrappers. Debug mode learns its group."""
     inner = language_model(model)
     if Fusion(inner).labels != "labels":
         kind = type(inner).__name__
         raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, got {kind}")
     debug.state.group = model_group(inner)
+    if isinstance(labels, Tensor) and isinstance(temperature, Tensor) and temperature.shape != labels.shape:
+        raise ValueError(f"temperature must be a number or one per label {[*labels.shape]}, got {[*temperature.shape]}")
     return inner

@@ -78,7 +78,7 @@ def with_fused_loss(own: Any) -> Any:
             why_real = _REAL if fusion.has_labels else _UNLABELLED
             reason = logits.why_not_fused() if deferred else why_real
             if reason is None:
-                found = scores.of(logits) if scores else (_fused(self, chosen, logits, labels),)
+                found = scores.of(logits, labels) if scores else (_fused(self, chosen, logits, labels),)
                 logits.source.close_after(*found)
                 return found if scores else found[0]
             if scores:

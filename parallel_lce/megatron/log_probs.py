@@ -38,9 +38,6 @@ class Scoring(NamedTuple):
     labels: Tensor
     of: Callable[[DeferredLogits, Tensor], tuple]
 
-    def refused(self, reason: str) -> RuntimeError:
-        return RuntimeError(f"{self.function} makes no logits: {reason}")
-
 
 @public
 def token_log_probs(

@@ -82,7 +82,7 @@ def with_fused_loss(own: Any) -> Any:
                 logits.source.close_after(*found)
                 return found if scores else found[0]
             if scores:
-                raise scores.refused(reason)
+                raise RuntimeError(f"{scores.function} makes no logits: {reason}")
             if changes := chosen.changes():
                 raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
             if deferred or not fusion.said:  # else the output layer has said why
@@ -175,8 +175,7 @@ def run(
         options |= dict(z_loss=chosen.z_loss, label_smoothing=chosen.label_smoothing)
     target = labels.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # labels may change before backward
     each = temperature.transpose(0, 1) if isinstance(temperature, Tensor) else None
-    if each is None:
-        options["temperature"] = temperature
+    options["temperature"] = temperature if each is None else 1.0
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)

@@ -102,7 +102,7 @@ class Fusion:
         """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a
         reason, on one of the ranks that have the output layer."""
         if (scoring := running.get()) is not None:
-            raise scoring.refused(reason)
+            raise RuntimeError(f"{scoring.function} makes no logits: {reason}")
         words = f"training makes the whole logits, which need not exist: {reason}"
         if training and torch.is_grad_enabled() and words not in self.said:
             self.said.append(words)

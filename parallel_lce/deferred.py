@@ -65,8 +65,8 @@ class Source:
     within: Callable[..., Any] | None = None
     # The layer's own weight, by default `weight`.
     parameter: Tensor | None = None
-    # Whether `hidden` is this rank's part of the rows.
-    is_part: bool = False
+    # Makes the hidden states of all rows of those of this rank. None: it has all.
+    whole: Callable[[Tensor], Tensor] | None = None
     has_loss: bool = False
     # What makes real logits too late.
     events: list[str] = dataclasses.field(default_factory=list)
@@ -301,19 +301,22 @@ class DeferredLogits(Tensor):
         return {"logit_scale": scale} if cap is None else {"logit_scale": scale * cap, "logit_softcap": cap}
 
     @torch.no_grad()
-    def _argmax(self, over: list) -> Tensor | None:
-        """The result of ``argmax(-1)`` by a fused projection; None where that needs real logits. Waits for the device:
-        a token with a NaN needs them."""
+    def _largest(self, name: str, over: list) -> Any:
+        """The result of ``argmax(-1)`` or ``max(-1)`` by a fused projection; None where that needs real logits. For
+        ``argmax`` a token with a NaN needs them, so it waits for the device. ``max`` gives such a token the index 0."""
         source, weight, sizes = self.source, self.source.weight, self.state.sizes
         if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(sizes) - 1) or self.why_not_fused():
             return None
-        if source.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        if (source.whole and name == "argmax") or (source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        if source.is_part or source.event() or type(weight) not in (Tensor, nn.Parameter) or len(weight) != sizes[-1]:
+        if source.event() or type(weight) not in (Tensor, nn.Parameter) or len(weight) != sizes[-1]:
             return None  # the last: logits that are gathered over the ranks
+        rows = cast(Tensor, self.state.rows) if source.whole is None else source.whole(source.hidden)
         with source.modes():
             options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
-            found: Any = token_statistics(cast(Tensor, self.state.rows), weight, None, **options)
+            found: Any = token_statistics(rows, weight, None, **options)
+        if name == "max":
+            return torch.return_types.max((found.max_logit.to(self.state.kind), found.argmax.clamp(min=0)))
         return None if (found.argmax < 0).any() else found.argmax
 
     # --- real logits ---
@@ -373,8 +376,8 @@ class DeferredLogits(Tensor):
                     return function(*args, **kwargs)
             if not first._is_moved() and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
                 return step
-            if name == "argmax" and kwargs.keys() <= {"dim"}:
-                if (found := first._argmax([*args[1:], *kwargs.values()])) is not None:
+            if (name == "argmax" or (name == "max" and not torch.is_grad_enabled())) and kwargs.keys() <= {"dim"}:
+                if (found := first._largest(name, [*args[1:], *kwargs.values()])) is not None:
                     return found
         if function in (torch.autograd.grad, torch.autograd.backward):
             wanted = pytree.tree_leaves((args[1:], kwargs.get("inputs")))
@@ -429,7 +432,7 @@ class DeferredLogits(Tensor):
             if (view := _view(function, sizes, arguments, options)) is None:
                 return None
             sizes = view.shape
-            rows = None if rows is None or source.is_part else _same_rows(rows, view)
+            rows = None if rows is None or source.whole is not None else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
         if name == "detach":

@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any
 
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
 from torch import Tensor
 
 from parallel_lce.call.checks import dispatches
@@ -45,8 +45,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 
         group: Any = self.tp_group
         is_part = self.sequence_parallel and group is not None and group.size() > 1
+        whole = functools.partial(gather_from_sequence_parallel_region, group=group) if is_part else None
         bias = None if self.skip_bias_add else self.bias
-        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, is_part=is_part)
+        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole)
         call.shared = weight is not None  # for the loss
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition

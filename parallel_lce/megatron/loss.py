@@ -164,7 +164,7 @@ def run(
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
-    options = dict(given, **(logits.epilogue() or {}), sequence_parallel=call.is_part)
+    options = dict(given, **(logits.epilogue() or {}), sequence_parallel=call.whole is not None)
     options |= dict(reduce_dtype=chosen.reduce_dtype, vocab_size=chosen.vocab_size, logits_budget=chosen.logits_budget)
     if fusion.heads > 1:  # all calls keep saved memory until backward
         default = default_budget(call.hidden.device)

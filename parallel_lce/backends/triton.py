@@ -48,7 +48,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
     projection, columns, target = task.projection, task.columns, task.target
     rows, real = task.x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
-        return torch_backend.block_forward(task)
+        partial, _, found = torch_backend.block_forward(task)
+        return partial, (), found
     x = aligned_contiguous(task.x)
     product = Product.of(projection, x, 0, real)
     partial = task.out

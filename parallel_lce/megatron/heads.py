@@ -44,15 +44,15 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
             fusion.say(self.training, f"{use!r} of the output layer's result wants them")
 
         group: Any = self.tp_group
-        is_part = self.sequence_parallel and group is not None and group.size() > 1
-        whole = functools.partial(gather_from_sequence_parallel_region, group=group) if is_part else None
+        ranks = group.size() if self.sequence_parallel and group is not None else 1
+        whole = functools.partial(gather_from_sequence_parallel_region, group=group) if ranks > 1 else None
         bias = None if self.skip_bias_add else self.bias
         call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole)
         call.shared = weight is not None  # for the loss
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
         first, *others, _ = input_.shape
-        shape = group.size() * first if is_part else first, *others, entries
+        shape = ranks * first, *others, entries
         logits = DeferredLogits.of(call, shape, getattr(self, "output_dtype", None))
         return logits, self.bias if self.skip_bias_add else None
 

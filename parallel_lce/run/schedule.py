@@ -322,8 +322,8 @@ class Fused(torch.autograd.Function):
             call = call.replaced(main_grad=call.main_grad.now(ctx.next_functions[1][0]))
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
         if call.kind == "loss":  # saved-tensor hooks may have changed the strides
-            *values, _, divisor = [c if c is None else c.contiguous() for c in kept]
-            coefficients = Coefficients(*values, factor=upstream[0], divisor=divisor)
+            values: list[Any] = [c if c is None else c.contiguous() for c in kept]
+            coefficients = Coefficients(*values)._replace(factor=upstream[0])
         else:
             (vocab_size,) = kept
             coefficients = results.of_statistics(call, partial, vocab_size, upstream)

@@ -6,10 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_lce.core.private import parameters_of
+from parallel_lce import neighbours
+from parallel_lce.core import private
+from parallel_lce.patching import is_own
 
 
 class Derived:
@@ -51,4 +54,22 @@ def unfuse(module: Any) -> None:
 
 def is_unit(layer: nn.Module) -> bool:
     """Whether FSDP2 or DeepSpeed's ZeRO-3 gathers the layer's weight, by hooks, for a call of the layer alone."""
-    return isinstance(layer, FSDPModule) or hasattr(parameters_of(layer).get("weight"), "ds_id")
+    return isinstance(layer, FSDPModule) or hasattr(private.parameters_of(layer).get("weight"), "ds_id")
+
+
+def why_no_product(weight: Any, input: Any) -> str | None:
+    """Why the logits of an ``nn.Linear`` might be more than a product of these, which are then made. ``weight``: None
+    if it is whole in the loss alone."""
+    if any(type(mode) is not private.DeviceContext for mode in private.function_modes()):
+        return "a mode of torch functions is active"
+    if private.transforming() or private.in_forward_mode() or torch.jit.is_tracing():  # pyright: ignore
+        return "torch.func, forward-mode differentiation or a trace of torch.jit runs"
+    function = nn.functional.linear
+    if not (function is private.linear or is_own(function, f"{neighbours.ZERO_MODULES[0]}.linear")):
+        return "torch.nn.functional.linear was replaced"
+    if not is_own(nn.Linear.forward, "torch.nn.modules.linear", "Linear.forward"):
+        return "nn.Linear.forward was replaced"
+    for name, value in (("weight", weight), ("input", input)):
+        if value is not None and (type(value) not in (Tensor, nn.Parameter) or value.is_meta):
+            return f"the {name} of its output layer is a {type(value).__name__} on {value.device}"
+    return None

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
-from parallel_lce.core.private import comes_from, hooks
+from parallel_lce.core.private import comes_from, hooks, parameters_of
+from parallel_lce.heads import why_no_product
 from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED
 from parallel_lce.patching import is_own, warn
 
@@ -122,9 +123,13 @@ def _local(value: Any) -> Any:
 
 def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     """Why torchtitan might compute something else, if it might. The same on every rank."""
-    functions = (ChunkedLossWrapper.__call__, CrossEntropyLoss.__call__, loss_fn.fn)
-    names = ("ChunkedLossWrapper.__call__", "CrossEntropyLoss.__call__", "cross_entropy_loss")
-    if not all(is_own(function, _LOSSES, name) for function, name in zip(functions, names, strict=True)):
+    own = (
+        is_own(ChunkedLossWrapper.__call__, _LOSSES, "ChunkedLossWrapper.__call__"),
+        is_own(CrossEntropyLoss.__call__, _LOSSES, "CrossEntropyLoss.__call__"),
+        is_own(loss_fn.fn, _LOSSES, "cross_entropy_loss"),
+        is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"),
+    )
+    if not all(own):
         return "other code has replaced a function of its losses"
     instead = vars(lm_head).get("forward")
     distributed = instead is None or is_own(instead, TORCHTITAN_DISTRIBUTED)
@@ -136,7 +141,9 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     around = hooks(lm_head, "forward", "backward", "backward_pre")
     if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's
         return "lm_head has a hook on its logits or their gradient; remove it"
-    return "debug.spmd_typechecking is on" if spmd.is_type_checking() else None
+    if spmd.is_type_checking():
+        return "debug.spmd_typechecking is on"
+    return why_no_product(_local(parameters_of(lm_head).get("weight")), None)
 
 
 @override(target=ChunkedLossWrapper.Config, description="output projection and cross-entropy without logits")

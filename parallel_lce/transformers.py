@@ -23,7 +23,7 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_loss
-from parallel_lce.heads import Derived, fused_class, is_unit, unfuse
+from parallel_lce.heads import Derived, fused_class, is_unit, unfuse, why_no_product
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import is_own, warn
 from parallel_lce.run.results import TokenStatistics
@@ -183,7 +183,7 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     loss is computed in a further call of the layer, where its weight is whole."""
     door, call = vars(layer)[_DOOR], _running.get()
     weight, bias = (None, None) if in_a_call else (layer.weight, layer.bias)
-    reason = _reason(hidden, weight)
+    reason = why_no_product(weight, hidden)
     if call is not None and call.in_a_unit:
         reason = "its output layer is in a unit of FSDP1, or of FSDP with more than the layer: fully_shard it alone"
     elif not in_a_call and is_unit(layer):
@@ -207,23 +207,6 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     parameter = private.parameters_of(layer).get("weight")
     source = Source(layer, hidden, weight, bias, make, door.say_use, operands, within, parameter)
     return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
-
-
-def _reason(hidden: Any, weight: Any) -> str | None:
-    """Why an output layer must make real logits. ``weight``: None if it is whole in the loss alone."""
-    if any(type(mode) is not private.DeviceContext for mode in private.function_modes()):
-        return "a mode of torch functions is active"
-    if private.transforming() or private.in_forward_mode() or torch.jit.is_tracing():  # pyright: ignore
-        return "torch.func, forward-mode differentiation or a trace of torch.jit runs"
-    function = nn.functional.linear
-    if not (function is private.linear or is_own(function, f"{neighbours.ZERO_MODULES[0]}.linear")):
-        return "torch.nn.functional.linear was replaced"
-    if not is_own(nn.Linear.forward, "torch.nn.modules.linear", "Linear.forward"):
-        return "nn.Linear.forward was replaced"
-    for name, value in (("weight", weight), ("input", hidden)):
-        if value is not None and (type(value) not in (Tensor, nn.Parameter) or value.is_meta):
-            return f"the {name} of its output layer is a {type(value).__name__} on {value.device}"
-    return None
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import prune
+from torch.overrides import BaseTorchFunctionMode
 
 from cases import normal
 from measures import assert_close
@@ -203,6 +204,15 @@ def test_skip_masked_does_not_project_masked_labels(masked):
         assert_close(value, expected, 1e-5, 1e-9)
 
 
+class Twice(torch.Tensor):
+    """As of a quantized weight, its product is its own."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs)
+        return 2 * result.as_subclass(torch.Tensor) if function is F.linear else result
+
+
 Doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
 HABITS = {  # what else programs do to lm_head or to the loss: an expected word, if the logits are made
     "a hook of its input": (lambda head, _: head.register_forward_pre_hook(lambda m, x: (2 * x[0],)), None),
@@ -211,6 +221,8 @@ HABITS = {  # what else programs do to lm_head or to the loss: an expected word,
     "a derived class": (lambda head, _: setattr(head, "__class__", Doubled), "a Doubled, has a forward of its own"),
     "a hook": (lambda head, _: head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),
     "pruning": (lambda head, _: prune.l1_unstructured(head, "weight", 0.3), "makes its weight"),
+    "its weight": (lambda head, _: setattr(head, "weight", nn.Parameter(head.weight.detach().as_subclass(Twice))),
+                   "the weight of its output layer is a Twice"),
     "a function": (lambda _, loss: setattr(loss, "fn", lambda y, *_, **__: y.square().sum()), "other code"),
 }  # fmt: skip
 
@@ -226,16 +238,21 @@ def test_another_projection_or_loss_runs_as_without_the_override(name):
         assert_close(value, other, 1e-5)
 
 
-@pytest.mark.parametrize("place", ["ChunkedLossWrapper", "CrossEntropyLoss"])
-def test_replaced_losses_and_checked_types_run_torchtitans_own_loss(place, monkeypatch):
-    with installed(checking=True) as ours:
-        loss_fn = ours.linear_cross_entropy(ChunkedLossWrapper.Config()).build()
-        assert "spmd_typechecking is on" in trained(loss_fn, *problem())[1][0]
+@pytest.mark.parametrize("name", ["ChunkedLossWrapper", "CrossEntropyLoss", "cross_entropy", "linear"])
+def test_replaced_functions_and_modes_run_torchtitans_own_loss(name, monkeypatch):
+    for checking, mode, words in (
+        (True, nullcontext(), "spmd_typechecking is on"),
+        (False, BaseTorchFunctionMode(), "a mode"),
+    ):
+        with installed(checking=checking) as ours, mode:
+            loss_fn = ours.linear_cross_entropy(ChunkedLossWrapper.Config()).build()
+            assert words in trained(loss_fn, *problem())[1][0]
     with installed() as ours:
         loss_fn = ours.linear_cross_entropy(ChunkedLossWrapper.Config()).build()
-        own = getattr(ours, place).__call__
-        monkeypatch.setattr(getattr(ours, place), "__call__", lambda *given, **named: own(*given, **named))
-        assert "other code has replaced" in trained(loss_fn, *problem())[1][0]
+        owner, attribute = (F, name) if hasattr(F, name) else (getattr(ours, name), "__call__")
+        own = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, lambda *given, **named: own(*given, **named))
+        assert "replaced" in trained(loss_fn, *problem())[1][0]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from parallel_lce.patching import is_own, warn
 
 _OURS, _LOSSES = "parallel_lce.torchtitan", "torchtitan.components.loss"
 try:
-    import spmd_types as spmd
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import CompileConfig
     from torchtitan.config.override import derive, override
@@ -141,22 +140,13 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     around = hooks(lm_head, "forward", "backward", "backward_pre")
     if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's
         return "lm_head has a hook on its logits or their gradient; remove it"
-    if spmd.is_type_checking():
-        return "debug.spmd_typechecking is on"
     return why_no_product(_local(parameters_of(lm_head).get("weight")), None)
 
 
 @override(target=ChunkedLossWrapper.Config, description="output projection and cross-entropy without logits")
-def linear_cross_entropy(
-    cfg: ChunkedLossWrapper.Config,
-    *,
-    logits_budget: int | None = None,
-    gradient_filter: float | None = None,
-    skip_masked: bool = False,
-) -> ChunkedLossWrapper.Config:
-    """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these fields."""
+def linear_cross_entropy(cfg: ChunkedLossWrapper.Config, **options: Any) -> ChunkedLossWrapper.Config:
+    """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these options."""
     if type(cfg) is ChunkedLossWrapper.Config and type(cfg.loss_fn) is CrossEntropyLoss.Config:
-        options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter, skip_masked=skip_masked)
         return derive(cfg, LinearCrossEntropyLoss.Config, **options)
     left = f"torchtitan's own code runs {type(cfg).__qualname__} of {type(cfg.loss_fn).__qualname__}"
     warn(f"{_OURS}: {left}: only ChunkedLossWrapper of CrossEntropyLoss is fused", UserWarning)

@@ -86,16 +86,15 @@ def derive(source, target, **deltas):
 
 
 @contextmanager
-def installed(mesh=None, checking: bool = False):
+def installed(mesh=None):
     """Yields parallel_lce.torchtitan, imported from this module. ``mesh``: that of plain tensors, with a "tp"."""
     own = SimpleNamespace(
         **globals(), CompileConfig=None, override=lambda **_: lambda factory: factory,
         current_spmd_mesh=lambda: mesh, spmd_mesh_size=lambda name: 1 if mesh is None else mesh[name].size(),
-        is_type_checking=lambda: checking,
     )  # fmt: skip
     names = "config", "config.override", "distributed.spmd_types"
     loss = {"torchtitan.components.loss": sys.modules[__name__]}
-    with with_modules({"spmd_types": own, **{f"torchtitan.{name}": own for name in names}, **loss}):
+    with with_modules({f"torchtitan.{name}": own for name in names} | loss):
         try:
             yield importlib.import_module("parallel_lce.torchtitan")
         finally:

@@ -89,7 +89,7 @@ def derive(source, target, **deltas):
 def installed(mesh=None):
     """Yields parallel_lce.torchtitan, imported from this module. ``mesh``: that of plain tensors, with a "tp"."""
     own = SimpleNamespace(
-        **globals(), CompileConfig=None, override=lambda **_: lambda factory: factory,
+        **globals(), override=lambda **_: lambda factory: factory,
         current_spmd_mesh=lambda: mesh, spmd_mesh_size=lambda name: 1 if mesh is None else mesh[name].size(),
     )  # fmt: skip
     names = "config", "config.override", "distributed.spmd_types"

@@ -21,7 +21,7 @@ from parallel_lce.patching import is_own, warn
 
 _OURS, _LOSSES = "parallel_lce.torchtitan", "torchtitan.components.loss"
 try:
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config.override import derive, override
     from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 except ImportError as error:
@@ -94,7 +94,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         return loss, {}
 
     def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
-        arguments = {"linear_bias": lm_head.bias, "reduction": "sum", "reduce_hidden_grad": False}
+        arguments = dict(linear_bias=lm_head.bias, reduction="sum", reduce_hidden_grad=False, ignore_index=IGNORE_INDEX)
         arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
         if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
             V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
@@ -104,7 +104,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
             arguments |= {"process_group": group, "vocab_start": start}
         if self.config.skip_masked:
-            arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels))
+            arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels), IGNORE_INDEX)
         return arguments
 
 

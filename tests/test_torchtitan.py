@@ -190,16 +190,18 @@ def trained(loss_fn, lm_head, x, labels, change=lambda lm_head, loss_fn: None) -
     return [loss.detach(), x.grad, *(p.grad for p in lm_head.parameters())], said
 
 
-@pytest.mark.parametrize("masked", ["some", "all"])
-def test_skip_masked_does_not_project_masked_labels(masked):
+@pytest.mark.parametrize(("masked", "ignored"), [("some", -100), ("all", -100), ("some", 4)])
+def test_skip_masked_does_not_project_labels_that_torchtitan_ignores(masked, ignored, monkeypatch):
+    monkeypatch.setattr("torchtitan_standin.IGNORE_INDEX", ignored)  # as a fork may
     with installed() as ours:
         found = []
         for config in (ChunkedLossWrapper.Config(), ours.LinearCrossEntropyLoss.Config(skip_masked=True)):
             lm_head, x, labels = problem()
             labels[:, : S if masked == "all" else 2] = -100
+            labels.masked_fill_(labels == -100, ignored)
             with counted_forwards(torch_backend) as rows:
                 found.append(trained(config.build(), lm_head, x, labels)[0])
-    assert sum(rows) == 2 * (labels != -100).sum()
+    assert sum(rows) == 2 * (labels != ignored).sum()
     for value, expected in zip(*found[::-1], strict=True):
         assert_close(value, expected, 1e-5, 1e-9)
 

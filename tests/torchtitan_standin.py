@@ -32,7 +32,7 @@ class BaseLoss:
 
 
 def cross_entropy_loss(logits, labels, *, global_vocab_size=None):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 class CrossEntropyLoss(BaseLoss):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
-from parallel_lce.core.private import comes_from, hooks, parameters_of
+from parallel_lce.core.private import FSDP_MODULES, comes_from, hooks, parameters_of
 from parallel_lce.heads import why_no_product
 from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED
 from parallel_lce.patching import is_own, warn
@@ -137,7 +137,7 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     if "weight" in vars(lm_head):  # would be set on another module than lm_head
         return "a hook of lm_head makes its weight, as of pruning; make it permanent"
     around = hooks(lm_head, "forward", "backward", "backward_pre")
-    if not all(comes_from(hook, "torch.distributed.") for hook in around):  # FSDP's
+    if not all(comes_from(hook, *FSDP_MODULES) for hook in around):
         return "lm_head has a hook on its logits or their gradient; remove it"
     return why_no_product(_local(parameters_of(lm_head).get("weight")), None)
 

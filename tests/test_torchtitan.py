@@ -215,6 +215,10 @@ class Twice(torch.Tensor):
         return 2 * result.as_subclass(torch.Tensor) if function is F.linear else result
 
 
+# A hook as of PyTorch's ColwiseParallel.
+OfAStyle = type(
+    "OfAStyle", (), {"__module__": "torch.distributed.tensor._api", "__call__": lambda *given: 2 * given[-1]}
+)
 Doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
 HABITS = {  # what else programs do to lm_head or to the loss: an expected word, if the logits are made
     "a hook of its input": (lambda head, _: head.register_forward_pre_hook(lambda m, x: (2 * x[0],)), None),
@@ -222,6 +226,7 @@ HABITS = {  # what else programs do to lm_head or to the loss: an expected word,
     "its forward": (lambda head, _: setattr(head, "forward", lambda x: Doubled.forward(head, x)), "a Linear, has"),
     "a derived class": (lambda head, _: setattr(head, "__class__", Doubled), "a Doubled, has a forward of its own"),
     "a hook": (lambda head, _: head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),
+    "a style": (lambda head, _: head.register_forward_hook(OfAStyle()), "hook on its logits"),
     "pruning": (lambda head, _: prune.l1_unstructured(head, "weight", 0.3), "makes its weight"),
     "its weight": (lambda head, _: setattr(head, "weight", nn.Parameter(head.weight.detach().as_subclass(Twice))),
                    "the weight of its output layer is a Twice"),

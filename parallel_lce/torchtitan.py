@@ -109,7 +109,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
 
 class _Head(nn.Module):
-    """Another forward with the hooks of a layer: FSDP's, and a program's on the layer's input."""
+    """Another forward with a layer's hooks."""
 
     def __init__(self, lm_head: nn.Module, forward: Any) -> None:
         vars(self).update(vars(lm_head), forward=forward, _compiled_call_impl=None)
@@ -134,11 +134,10 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
     # fully_shard derives a class.
     if not (distributed and is_own(type(lm_head).forward, "torch.nn.modules.linear", "Linear.forward")):
         return f"lm_head, a {type(lm_head).__name__}, has a forward of its own; leave it out of quantization and LoRA"
-    if "weight" in vars(lm_head):  # would be set on another module than lm_head
-        return "a hook of lm_head makes its weight, as of pruning; make it permanent"
-    around = hooks(lm_head, "forward", "backward", "backward_pre")
+    # Others may write into lm_head, and the loss calls them with another module.
+    around = hooks(lm_head, "forward", "forward_pre", "backward", "backward_pre")
     if not all(comes_from(hook, *FSDP_MODULES) for hook in around):
-        return "lm_head has a hook on its logits or their gradient; remove it"
+        return "lm_head has a hook, as of pruning; remove it"
     return why_no_product(_local(parameters_of(lm_head).get("weight")), None)
 
 

@@ -221,13 +221,13 @@ OfAStyle = type(
 )
 Doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
 HABITS = {  # what else programs do to lm_head or to the loss: an expected word, if the logits are made
-    "a hook of its input": (lambda head, _: head.register_forward_pre_hook(lambda m, x: (2 * x[0],)), None),
+    "a hook of its input": (lambda head, _: head.register_forward_pre_hook(lambda m, x: setattr(m, "x", x[0])), "hook"),
     "a hook of its weight": (lambda head, _: head.weight.register_hook(lambda dw: 2 * dw), None),
     "its forward": (lambda head, _: setattr(head, "forward", lambda x: Doubled.forward(head, x)), "a Linear, has"),
     "a derived class": (lambda head, _: setattr(head, "__class__", Doubled), "a Doubled, has a forward of its own"),
-    "a hook": (lambda head, _: head.register_forward_hook(lambda m, x, y: y.tanh()), "hook on its logits"),
-    "a style": (lambda head, _: head.register_forward_hook(OfAStyle()), "hook on its logits"),
-    "pruning": (lambda head, _: prune.l1_unstructured(head, "weight", 0.3), "makes its weight"),
+    "a hook": (lambda head, _: head.register_forward_hook(lambda m, x, y: y.tanh()), "has a hook"),
+    "a style": (lambda head, _: head.register_forward_hook(OfAStyle()), "has a hook"),
+    "pruning": (lambda head, _: prune.l1_unstructured(head, "weight", 0.3), "as of pruning"),
     "its weight": (lambda head, _: setattr(head, "weight", nn.Parameter(head.weight.detach().as_subclass(Twice))),
                    "the weight of its output layer is a Twice"),
     "a function": (lambda _, loss: setattr(loss, "fn", lambda y, *_, **__: y.square().sum()), "other code"),

@@ -9,7 +9,7 @@ before the next line runs.
 
 import random
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -64,8 +64,8 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Call:
-    """``strategy``: a name. ``shards``: the ranks' rows, None for equal ones; those from ``vocab_size`` on are padding.
-    ``streams``: of the caller's on a GPU, one for the forward and one for the backward, in turns."""
+    """``strategy``: a name. ``shards``: the ranks' rows, None for equal ones; those from ``vocab_size`` on are
+    padding."""
 
     strategy: str
     ranks: int = 1
@@ -75,7 +75,6 @@ class Call:
     shards: tuple[int, ...] | None = None
     vocab_size: int | None = None
     bias: bool = False
-    streams: int = 1
 
 
 class Step:
@@ -169,9 +168,6 @@ CALLS = [
     Call("accumulated", backend="triton", bias=True),
     Call("statistics", 3, True, backend="triton", shards=(0, 60, 60)),
     Call("codes", 2, True, backend="triton"),
-    Call("saved", 2, True, streams=2),
-    Call("recomputed", 2, True, streams=2),
-    Call("accumulated", 2, streams=2),
 ]
 COLLECTIVES = [(collectives, "all_gather"), (collectives, "reduce_scatter"), (dist, "all_reduce")]
 
@@ -283,26 +279,19 @@ def _disturbed(member: Member, call: Call, repetitions: int, seed: int):
 
 
 def _torn(step: Step, sets, expected, repetitions: int, delay) -> list[list[torch.Tensor]]:
-    first, second = (torch.cuda.Stream() for _ in range(2)) if step.call.streams == 2 else (None, None)
     differs = []
     for repetition in range(repetitions):
-        forward, backward = (first, second) if repetition % 2 else (second, first)
         number = repetition % len(sets)
-        with after_it(forward, backward):
-            step.load(sets[number])
-            delay()
-            loss = step.forward()
-            delay()
-        with after_it(backward, forward):
-            found = step.backward(loss)
-            results = [tensor.clone() for tensor in found]
-            del loss, found
-            spoil(step)
-            differs.append([(bits(a) != bits(b)).any() for a, b in zip(results, expected[number])])
-            delay()
-        if first is not None:
-            with after_it(forward, backward):
-                spoil(step)
+        step.load(sets[number])
+        delay()
+        loss = step.forward()
+        delay()
+        found = step.backward(loss)
+        results = [tensor.clone() for tensor in found]
+        del loss, found
+        spoil(step)
+        differs.append([(bits(a) != bits(b)).any() for a, b in zip(results, expected[number])])
+        delay()
     # Hosts have run ahead of their GPUs until here.
     if step.x.is_cuda:
         torch.cuda.synchronize()
@@ -313,21 +302,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@contextmanager
-def after_it(stream, other):
-    """On ``stream``, after all that ``other`` has been given so far."""
-    if stream is not None:
-        stream.wait_stream(other)
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield
-
-
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.thinned
 def test_delays_change_no_bit(call, worlds, device, request):
     repetitions = REPETITIONS[device] if device == "cuda" or request.config.option.all else FEWER
-    if call.streams == 2 and device == "cpu":
-        pytest.skip("a CPU has no streams")
     if call.strategy == "codes" and device == "cpu":
         pytest.skip("a CPU's size is too small for codes")
     if call.backend == "triton":

@@ -40,11 +40,6 @@ class TokenCount:
     def __init__(self, mask: Tensor) -> None:
         self._total = HostNumber(mask.sum()) if _can_be_read(mask) else None
 
-    @property
-    def unknown(self) -> bool:
-        """Whether nobody could read the mask."""
-        return self._total is None
-
     def read(self) -> int | None:
         """The number. Waits until the device has copied it. None where the host must not wait: in a
         trace, in a captured CUDA graph, and for a mask of which nobody could read it."""
@@ -91,8 +86,8 @@ class LabelCount:
     def __init__(self, labels: Any, shifted: bool = False) -> None:
         self._labels, self._shifted, self.count = labels, shifted, None
         if isinstance(labels, Tensor) and not _in_trace():
-            count = TokenCount(as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL)
-            self._version, self.count = version(labels), None if count.unknown else count
+            self.count = TokenCount(as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL)
+            self._version = version(labels)
 
     def of(self, labels: Any, shifted: bool = False) -> TokenCount | None:
         """The count, if it is that of these very labels and nobody has changed them since."""
@@ -128,8 +123,10 @@ class Compaction:
         # [count], positions of the counted tokens; behind the last one 0
         self._kept = torch.nonzero_static(flat, size=count, fill_value=0).view(-1)
         self._wrong = total != count
-        if not torch.compiler.is_compiling():
-            _check_count(count, total, self._wrong)
+        if torch.compiler.is_compiling():
+            return
+        if (total.device.type == "cpu" or debug.enabled()) and self._wrong:  # else the host would wait
+            raise ValueError(f"counted_tokens is {count}, and {int(total)} tokens count")
 
     def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
         """The rows ``[count, ...]`` that the call works on. ``tokens`` has ``dims`` dimensions more than the mask."""
@@ -156,12 +153,6 @@ class Compaction:
         if not value.is_floating_point():
             return value.masked_fill(self._wrong, -1)
         return value * torch.where(self._wrong, torch.nan, 1.0)
-
-
-def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:
-    """Raise ``ValueError`` for a wrong count, where the host can read it."""
-    if (total.device.type == "cpu" or debug.enabled()) and wrong:
-        raise ValueError(f"counted_tokens is {count}, and {int(total)} tokens count")
 
 
 class _AllTokens(torch.autograd.Function):

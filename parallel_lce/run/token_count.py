@@ -97,11 +97,9 @@ class LabelCount:
 
 
 def _in_trace() -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        or transforming()
-    )
+    if torch.compiler.is_compiling() or transforming():
+        return True
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _can_be_read(mask: Tensor) -> bool:
@@ -123,10 +121,8 @@ class Compaction:
         # [count], positions of the counted tokens; behind the last one 0
         self._kept = torch.nonzero_static(flat, size=count, fill_value=0).view(-1)
         self._wrong = total != count
-        if torch.compiler.is_compiling():
-            return
-        if (total.device.type == "cpu" or debug.enabled()) and self._wrong:  # else the host would wait
-            raise ValueError(f"counted_tokens is {count}, and {int(total)} tokens count")
+        if not torch.compiler.is_compiling():
+            _check_count(count, total, self._wrong)
 
     def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
         """The rows ``[count, ...]`` that the call works on. ``tokens`` has ``dims`` dimensions more than the mask."""
@@ -153,6 +149,12 @@ class Compaction:
         if not value.is_floating_point():
             return value.masked_fill(self._wrong, -1)
         return value * torch.where(self._wrong, torch.nan, 1.0)
+
+
+def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:
+    """Raise ``ValueError`` for a wrong count, where the host can read it."""
+    if (total.device.type == "cpu" or debug.enabled()) and wrong:
+        raise ValueError(f"counted_tokens is {count}, and {int(total)} tokens count")
 
 
 class _AllTokens(torch.autograd.Function):

@@ -86,10 +86,11 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     if beta in (0, 1):
         return log_ratio, -log_ratio
     up, rest = log_ratio > 0, 1 - beta
-    share, other = (torch.full_like(log_ratio, a).masked_fill_(up, b) for a, b in ((rest, beta), (beta, rest)))
+    share = torch.full_like(log_ratio, rest).masked_fill_(up, beta)
+    other = torch.full_like(log_ratio, beta).masked_fill_(up, rest)
     distance = log_ratio.abs()
-    sum_ = other + share * torch.exp(-distance)
-    log_sum = sum_.log() + (1 - sum_ + share * torch.expm1(-distance))  # what the sum lost by its rounding
+    total = other + share * torch.exp(-distance)
+    log_sum = total.log() + (1 - total + share * torch.expm1(-distance))  # what the sum lost by its rounding
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 

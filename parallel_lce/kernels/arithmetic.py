@@ -177,12 +177,9 @@ def _fused(a, b, c):
 @triton.jit
 def rounded_to_bf16(x):
     """``x`` of at most 2^100 as bf16 rounds it, in fp32 (Veltkamp 1968; a tie may go the other way). Conversions would
-    take the unit of exp2, four times as long."""
-    if INTERPRETED:
-        return x.to(tl.bfloat16).to(tl.float32)
-    else:
-        above = tl.fma(x, 65536.0, x)
-        return above - (above - x)
+    take the unit of exp2, four times as long. The product is exact, so it does not matter whether it is fused."""
+    above = x * 65536.0 + x
+    return above - (above - x)
 
 
 @triton.jit

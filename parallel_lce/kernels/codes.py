@@ -63,7 +63,7 @@ def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
     first = window * e.shape[1]
     largest, least = largest_of(top), tl.min(e, 1)
     if HAS_TARGET:
-        # Few tiles have a target.
+        # Few tiles have a target. It gets the code of the smallest entry.
         if tl.max(((target >= first) & (target < first + e.shape[1])).to(tl.int32), 0) != 0:
             e = tl.where(c[None, :] == target[:, None], least[:, None], e)
             largest = tl.max(e, 1)

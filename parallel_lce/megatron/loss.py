@@ -82,7 +82,7 @@ def with_fused_loss(own: Any) -> Any:
                 logits.source.close_after(*found)
                 return found if scores else found[0]
             if scores:
-                raise RuntimeError(f"{scores.function} makes no logits: {reason}")
+                fusion.say(self.training, reason)  # refuses the call
             if changes := chosen.changes():
                 raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
             if deferred or not fusion.said:  # else the output layer has said why

@@ -85,7 +85,7 @@ class LabelCount:
 
     def __init__(self, labels: Any, shifted: bool = False) -> None:
         self._labels, self._shifted, self.count = labels, shifted, None
-        if isinstance(labels, Tensor) and not _in_trace():
+        if _can_be_read(labels):
             self.count = TokenCount(as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL)
             self._version = version(labels)
 
@@ -102,7 +102,7 @@ def _in_trace() -> bool:
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _can_be_read(mask: Tensor) -> bool:
+def _can_be_read(mask: Any) -> bool:
     if _in_trace() or type(mask) is not Tensor or mask.device.type not in ("cpu", "cuda"):
         return False
     return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -276,6 +276,18 @@ def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_saved_exponentials_that_are_all_rounded_up_move_no_gradient(device):
+    """Of nearly equal logits. It would show along the mean of the weight's rows."""
+    x, mean = normal(16, 16, seed=0).bfloat16().to(device).requires_grad_(), 3 * normal(1, 16, seed=1)
+    weight, target = (normal(1000, 16, seed=2) * 0.005 + mean).bfloat16().to(device), torch.arange(16, device=device)
+    exact = x.detach().double().requires_grad_()
+    truth = cross_entropy(exact @ weight.double().t(), target, reduction="sum")
+    found = linear_cross_entropy(x, weight, target, reduction="sum")
+    (dx,), (expected,) = torch.autograd.grad(found, [x]), torch.autograd.grad(truth, [exact])
+    assert relative_error(dx, expected) < 0.006  # torch's is 0.78
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     """1e-6 beside 1, of 12288 entries."""
     logits = torch.full((2, 12289), -23.0, device=device)

@@ -116,6 +116,27 @@ def test_ids_of_any_integer_dtype_give_the_same_results(bits, device):
             assert torch.equal(function(x.detach(), w, ids.to(dtype)), want) and want.isfinite().all(), name
 
 
+LARGE = 2**24 + 3
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_vocabulary_beyond_2_to_the_24_keeps_its_ids_apart(member):
+    first = 2**24 - 5
+    start, stop = ((0, first), (first, LARGE))[member.rank]
+    whole = torch.arange(LARGE, device=member.device) % 7 - 3
+    x = torch.tensor([[0.5], [1.0], [-1.0], [2.0]], dtype=torch.bfloat16, device=member.device)
+    target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1], device=member.device)
+    where = dict(process_group=member.group, vocab_start=start)
+    found = parallel_lce.token_statistics(x, whole[start:stop, None].bfloat16(), target, argmax=True, **where)
+    z = whole.double() * x.double()
+    torch.testing.assert_close(found.target_logit.double(), z.gather(1, target[:, None])[:, 0])
+    expected = z.log_softmax(1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(found.target_log_prob.double(), expected, rtol=1e-5, atol=1e-5)
+    assert found.vocab_size == LARGE and found.vocab_size.dtype == torch.int64
+    assert torch.equal(found.argmax, z.argmax(1))
+
+
 @on_ranks(2)
 def test_copies_of_a_module_share_its_group_which_pytorch_cannot_pickle(member):
     positional = good(member.device).values()

@@ -37,6 +37,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     sequence_dim: int = 0,
     token_weight: Tensor | None = None,
+    mask: Tensor | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
@@ -66,10 +67,11 @@ def linear_cross_entropy(
             above.
         logit_scale, temperature: a Python number; or a floating-point tensor of the target's shape, the same on all
             ranks, without a gradient. Temperatures are > 0; those of a tensor are not checked.
-        counted_tokens: the number of targets that are not ``ignore_index``, the same on all ranks; or a result of
+        mask: bool, of the target's shape. Tokens where it is false are ignored, too. Without ``counted_tokens`` the
+            call works on all tokens, on a copy of ``input`` with 0 for those that do not count.
+        counted_tokens: the number of tokens that are not ignored, the same on all ranks; or a result of
             :func:`parallel_lce.count_tokens`. A wrong number is refused on a CPU and in debug mode, and gives NaN on a
-            GPU and in a compiled graph. A count that the host cannot read: the call works on all tokens, on a copy of
-            ``input`` with 0 for those that do not count.
+            GPU and in a compiled graph. A count that the host cannot read: as a ``mask`` alone.
         gradient_filter: a probability in (0, 1); not with ``label_smoothing``.
 
     Returns:
@@ -123,7 +125,8 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
     )
     chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
-    return adapter.loss(fused_loss(chosen, tensors, group, counted_tokens=counted_tokens))
+    mask = adapter.per_token("mask", mask)
+    return adapter.loss(fused_loss(chosen, tensors, group, mask=mask, counted_tokens=counted_tokens))
 
 
 @public

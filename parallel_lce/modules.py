@@ -79,8 +79,9 @@ class LinearCrossEntropy(nn.Module):
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
         counted_tokens: int | TokenCount | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        tokens = dict(linear_bias=linear_bias, token_weight=token_weight, counted_tokens=counted_tokens)
+        tokens = dict(linear_bias=linear_bias, token_weight=token_weight, counted_tokens=counted_tokens, mask=mask)
         options: dict[str, Any] = self.options | tokens
         return linear_cross_entropy(input, linear_weight, target, process_group=self.process_group, **options)
 

@@ -93,24 +93,40 @@ def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, device):
             assert found.isnan().all() and dx[mask].isnan().any()
 
 
+@pytest.mark.parametrize("of", ["statistics", "loss"])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
 @on_ranks()
-def test_a_mask_alone_gives_what_it_gives_with_the_number(member, sequence_parallel, backend):
-    """Tokens that do not count are projected, and all else is as with their number."""
-    t = part(make(N, V, D, device=member.device), member, sequence_parallel)
+def test_a_mask_alone_gives_what_it_gives_with_the_number(member, of, sequence_parallel, backend):
+    """Tokens that do not count are projected, and all else is as with their number. Their targets may be no ids."""
+    t = part(make(N, V, D, ignored=True, device=member.device), member, sequence_parallel)
     mask = torch.arange(N, device=member.device) % 5 == 1  # other tokens in each rank's part
     of_rank = mask.chunk(member.ranks)[member.rank] if sequence_parallel else mask
     x = t.x.detach().masked_fill(~of_rank[:, None], torch.nan).requires_grad_()
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, mask=mask, entropy=True)
-    found = []
-    for count in (10, None):
+    target, labels = t.target.masked_fill(~mask, 2 * V), t.target.masked_fill(~mask, -100)
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, mask=mask)
+    counted, found = int((labels >= 0).sum()) if of == "loss" else 10, []
+    for count in (counted, None):
         with counted_forwards(backend_of(t.weight)) as rows:
-            each = parallel_lce.token_statistics(x, t.weight, t.target, counted_tokens=count, **options)
-        assert sum(rows) == (N if count is None else 10)
-        loss = each.target_log_prob + each.entropy
-        found.append([each.lse, loss, *torch.autograd.grad(loss.sum(), [x, t.weight])])
-    for alone, counted in zip(*found):
-        torch.testing.assert_close(alone, counted, rtol=1e-5, atol=1e-6)
+            if of == "loss":
+                losses = [
+                    parallel_lce.linear_cross_entropy(
+                        x, t.weight, target, reduction=reduction, counted_tokens=count, **options
+                    )
+                    for reduction in ("none", "mean")
+                ]
+            else:
+                each = parallel_lce.token_statistics(x, t.weight, target, counted_tokens=count, entropy=True, **options)
+                losses = [each.lse, each.target_log_prob + each.entropy]
+        assert sum(rows) == (N if count is None else counted) * (2 if of == "loss" else 1)
+        gradients = torch.autograd.grad(losses[1].sum() + losses[0].sum(), [x, t.weight])
+        found.append([*losses, *gradients])
+    if of == "loss":
+        del options["mask"]
+        losses = parallel_lce.linear_cross_entropy(t.x, t.weight, labels, reduction="none", **options)
+        found.append([losses, losses.sum() / counted])
+    for others in found[1:]:
+        for one, other in zip(found[0], others):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_labels_keep_their_count_until_they_change():

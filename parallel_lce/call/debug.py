@@ -160,7 +160,7 @@ def check_together(
         # The numbers of each token take the place of an option's one.
         of_tokens = tensors._replace(input=None, linear_weight=None, linear_bias=None).named()
         values |= {SPOKEN.get(name, name): value for name, value in of_tokens.items()}
-        if mask is not None and options.reduction is None:  # a loss makes it from the targets
+        if mask is not None:
             values["mask"] = mask
         whole = None if layout.sequence_parallel else hidden
         shards = agree(layout, options.function, values, shards[0], whole)

@@ -26,14 +26,15 @@ def fused_loss(
     tensors: Tensors,
     group: dist.ProcessGroup | None,
     *,
+    mask: Tensor | None = None,
     counted_tokens: Any = None,
     main_grad: MainGrad | None = None,
 ) -> Tensor:
-    """The loss, of the tokens' shape or 0-dimensional. Other arguments as in
-    :func:`parallel_lce.call.prepare.prepare`."""
+    """The loss, of the tokens' shape or 0-dimensional. With a ``mask``, bool of that shape, the other tokens are
+    ignored. Other arguments as in :func:`parallel_lce.call.prepare.prepare`."""
     compaction = None
-    if counted_tokens is not None:
-        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
+    if mask is not None or counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
     weights, reduction = tensors.token_weight, options.reduction
     weights_learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
     if weights_learn:

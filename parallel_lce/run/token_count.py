@@ -182,7 +182,7 @@ def compacted(
     counted_tokens: Any,
     main_grad: MainGrad | None = None,
 ) -> tuple[Options, Tensors, Compaction]:
-    """The call on the counted tokens alone: the tokens of the ``mask``, or for a loss the tokens that are not ignored.
+    """The call on the counted tokens alone: the tokens of the ``mask``, for a loss those that are not ignored.
     ``counted_tokens``: their number, or a ``TokenCount``. If there is none, or it cannot be read, the call works on all
     tokens.
 
@@ -198,12 +198,18 @@ def compacted(
     options, layout, tokens = check(options, tensors, group)
     if begun:
         count = counted_tokens.read()
+    if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
+        raise ValueError(f"counted_tokens must be an integer from 0 to {tokens.numel()}, got {shortened(count)}")
+    if mask is not None or options.reduction is None:
+        mask = _checked_mask(mask, tokens, tensors)
     if options.reduction is not None:
-        mask = as_int64(tensors.target) != options.ignore_index
-    mask = _checked_mask(mask, count, tokens, tensors)
+        labelled = as_int64(tensors.target) != options.ignore_index
+        mask = labelled if mask is None else labelled & mask
     # In debug mode the ranks compare their counts.
-    if count is None or (begun and count == tokens.numel() and not debug.enabled()):
-        return options, _of_all(options, tensors, layout, mask, all_count=count is not None), Compaction(mask)
+    if begun and count == tokens.numel() and not debug.enabled():
+        return options, tensors, Compaction(mask)
+    if count is None:
+        return options, _of_all(options, tensors, layout, mask), Compaction(mask)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = readable_size(options, tensors.linear_weight, layout)
         if debug.enabled():
@@ -223,23 +229,19 @@ def compacted(
     return options._replace(sequence_parallel=False), tensors, compaction
 
 
-def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor, all_count: bool) -> Tensors:
+def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor) -> Tensors:
     """The tensors of a call on all tokens. Hidden states of tokens that do not count become 0, since a NaN in them,
     times a gradient of 0, would be NaN in every row of dW; targets of tokens that do not count may be no ids."""
-    hidden, target = tensors.input, tensors.target
-    if not all_count:
-        own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
-        hidden = hidden.masked_fill(~own.unsqueeze(-1), 0.0)
-    if options.reduction is None:
-        debug.compare_later({"mask": mask})  # a loss makes it from the targets, which are compared
-        target = None if target is None else as_int64(target).masked_fill(~mask, NO_LABEL)
-    return tensors._replace(input=hidden, target=target)
+    debug.compare_later({"mask": mask})
+    own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
+    target, ignored = tensors.target, NO_LABEL if options.reduction is None else options.ignore_index
+    if target is not None:
+        target = as_int64(target).masked_fill(~mask, ignored)
+    return tensors._replace(input=tensors.input.masked_fill(~own.unsqueeze(-1), 0.0), target=target)
 
 
-def _checked_mask(mask: Tensor | None, count: Any, tokens: torch.Size, tensors: Tensors) -> Tensor:
+def _checked_mask(mask: Tensor | None, tokens: torch.Size, tensors: Tensors) -> Tensor:
     """The ``mask``. Raises ``ValueError`` as :func:`compacted`."""
-    if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
-        raise ValueError(f"counted_tokens must be an integer from 0 to {tokens.numel()}, got {shortened(count)}")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")

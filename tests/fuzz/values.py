@@ -132,7 +132,7 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     if "mask" in flat:
         quiet = ~flat["mask"]
         nowhere = nowhere & ~quiet
-        for name, value in upstream.items():
+        for name, value in upstream.items() if c.kind == "statistics" else ():
             upstream[name] = value.masked_fill(per_result(name, quiet, entries), 0.0)
     mine = layer("", whole.masked[0], DTYPES[c.computed])
     return Operands(mine, teacher, target, flat.get("token_weight"), entries, upstream, nowhere, quiet)
@@ -196,9 +196,11 @@ def _made(c: Configuration) -> Whole:
         found |= _selected(c, infinite[0], found.get("target"))
     if c.counted and c.kind == "statistics":
         found["mask"] = _normal(*c.shape) > -0.5 if c.ignored == "some" else torch.full(c.shape, c.ignored == "none")
-    counting = c.N
-    if c.counted:
-        counting = int((found["mask"] if c.kind == "statistics" else found["target"].long() != ignore_index(c)).sum())
+    labelled = found["target"].long() != ignore_index(c) if c.kind == "loss" else None
+    if c.kind == "loss" and not c.own and c.values % 2:  # some tokens are ignored by the mask alone
+        found["mask"], some = labelled, torch.arange(c.N).view(c.shape) % 2 == 1
+        found["target"] = found["target"].masked_fill(~labelled & some, int(infinite[0].int().argmin()))
+    counting = int(found.get("mask", labelled).sum()) if c.counted else c.N
     counted = (counting + 1 + c.values % c.N) % (c.N + 1) if c.counted == "wrong" else counting
     whole = Whole(found, infinite, counting, counted if c.counted else None, _upstream(c, found))
     if c.sure:

@@ -200,7 +200,7 @@ def dispatches(kind: type[Tensor]) -> bool:
 
 def _check_each(options: Options, tensors: Tensors) -> None:
     """Raise unless each is a plain tensor on the input's device, of a dtype that fits, or None if it is optional."""
-    required = ("input", "linear_weight") + ("target",) * (options.reduction is not None)
+    required = ("input", "linear_weight") + ("target",) * (options.kind == "loss")
     for field, value in zip(Tensors._fields, tensors):
         name = SPOKEN.get(field, field)
         if value is None and field not in required:
@@ -318,7 +318,7 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
         )
         raise OutsideVocabulary(
             f"target {int(target.flatten()[position])} at position {position} is outside [0, {vocab_size}) and is not "
-            f"{'-100' if options.reduction is None else 'ignore_index'}{forgotten}"
+            f"{'-100' if options.kind == 'statistics' else 'ignore_index'}{forgotten}"
         )
 
 

@@ -70,6 +70,11 @@ class Options(NamedTuple):
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
     @property
+    def kind(self) -> str:
+        """What the call computes: "loss" or "statistics"."""
+        return "statistics" if self.reduction is None else "loss"
+
+    @property
     def columns(self) -> Columns:
         """The columns of partials that the call needs."""
         shifted = self.mean_logit or self.label_smoothing > 0

@@ -112,7 +112,7 @@ def _(tensors, floats, counts, others):
     hidden = tensors.input
     tokens = token_count(hidden, Layout.of(group, options.sequence_parallel))
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
-    if options.reduction is not None:
+    if options.kind == "loss":
         shape = (tokens,) if options.reduction == "none" else ()
         return [hidden.new_empty(shape, dtype=dtype)], handle
     shapes: Shapes = {"vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
@@ -127,7 +127,7 @@ def _save(ctx, inputs, output) -> None:
     tensors, floats, *ctx.others = inputs
     results, handle = output
     options, given, _, _ = _decoded(tensors, None, *ctx.others)
-    ctx.names = ["loss"] if options.reduction is not None else present(options, given)
+    ctx.names = ["loss"] if options.kind == "loss" else present(options, given)
     fixed = [result for result, name in zip(results, ctx.names) if name not in ("loss", *DIFFERENTIABLE)]
     ctx.mark_non_differentiable(*fixed)
     ctx.save_for_backward(*tensors, floats, handle)
@@ -186,7 +186,7 @@ def call_in_graph(options: Options, tensors: Tensors, layout: Layout, main_grad:
     if main_grad is not None:
         raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
     results, _ = torch.ops.parallel_lce.forward(*encoded(options, tensors, layout))
-    if options.reduction is not None:
+    if options.kind == "loss":
         return results[0]
     by_name = dict(zip(present(options, tensors), results))
     return tuple([by_name.get(name) for name in NAMES])

@@ -200,9 +200,9 @@ def compacted(
         count = counted_tokens.read()
     if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
         raise ValueError(f"counted_tokens must be an integer from 0 to {tokens.numel()}, got {shortened(count)}")
-    if mask is not None or options.reduction is None:
+    if mask is not None or options.kind == "statistics":
         mask = _checked_mask(mask, tokens, tensors)
-    if options.reduction is not None:
+    if options.kind == "loss":
         labelled = as_int64(tensors.target) != options.ignore_index
         mask = labelled if mask is None else labelled & mask
     # In debug mode the ranks compare their counts.
@@ -234,7 +234,7 @@ def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor) ->
     times a gradient of 0, would be NaN in every row of dW; targets of tokens that do not count may be no ids."""
     debug.compare_later({"mask": mask})
     own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
-    target, ignored = tensors.target, NO_LABEL if options.reduction is None else options.ignore_index
+    target, ignored = tensors.target, NO_LABEL if options.kind == "statistics" else options.ignore_index
     if target is not None:
         target = as_int64(target).masked_fill(~mask, ignored)
     return tensors._replace(input=tensors.input.masked_fill(~own.unsqueeze(-1), 0.0), target=target)

@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import SPOKEN, Options, Tensors, as_int64, check_option, is_count
+from parallel_lce.core.options import Options, Tensors, as_int64, check_option, is_count
 from parallel_lce.run.results import TokenStatistics
 
 _SHARDED_PARAMETER = (
@@ -34,7 +34,7 @@ def adapted(
     restores order and placements of the results. ``reduction``: of the result, if it differs from that of the options.
     Raises ``ValueError`` for a group, placements or shapes that are not supported."""
     group = group and as_group(group)
-    for name in ("target", "picked", "picked_offsets"):
+    for name in ("target", "selected", "selected_offsets"):
         ids = getattr(tensors, name)
         if isinstance(ids, Tensor) and ids.dtype is not torch.int64:
             tensors = tensors._replace(**{name: as_int64(ids)})
@@ -83,10 +83,9 @@ class DTensorAdapter:
             if hidden.dim() < 3:
                 raise ValueError(f"input must be [b, S/P, ..., D] for sequence_dim=1, got {list(hidden.shape)}")
             self.parts, self._part = dist.get_world_size(self.group), hidden.shape[:-1]
-        if tensors.picked_offsets is not None and (self.mesh is not None or self.parts > 1):
-            name = SPOKEN["picked"]
-            raise ValueError(f"{name} must be ids [..., K], without offsets, for DTensors and sequence_dim=1")
-        others = dict(picked=self.per_token(SPOKEN["picked"], tensors.picked, trailing=True))
+        if tensors.selected_offsets is not None and (self.mesh is not None or self.parts > 1):
+            raise ValueError("selected must be ids [..., K], without offsets, for DTensors and sequence_dim=1")
+        others = dict(selected=self.per_token("selected", tensors.selected, trailing=True))
         for name in ("target", "token_weight", "logit_scale", "temperature"):
             others[name] = self.per_token(name, getattr(tensors, name))
         weight = self.weight("linear_weight", self._weight)

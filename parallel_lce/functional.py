@@ -185,7 +185,7 @@ def token_statistics(
     ``top_k``.
     """
     ids, offsets = ids_and_offsets(selected)
-    tensors = Tensors(input, linear_weight, target, linear_bias, picked=ids, picked_offsets=offsets)
+    tensors = Tensors(input, linear_weight, target, linear_bias, selected=ids, selected_offsets=offsets)
     options = Options(
         "token_statistics",
         ignore_index=NO_LABEL,

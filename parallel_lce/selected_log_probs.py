@@ -19,9 +19,9 @@ from parallel_lce.core.collectives import PartialsGather, checksum_of, gather_hi
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import TARGET, Columns
-from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.selection import Selection
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
 from parallel_lce.run.schedule import GradientSums, first_order_only
@@ -71,7 +71,7 @@ def selected_log_probs(
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
-    tensors = Tensors(input, linear_weight, None, linear_bias, picked=ids, picked_offsets=offsets)
+    tensors = Tensors(input, linear_weight, None, linear_bias, selected=ids, selected_offsets=offsets)
     options = Options.of("selected_log_probs", locals())
     options, tensors, group, adapter = adapted(options, tensors, process_group)
     log_probs, _ = log_probs_of(options, tensors, group)
@@ -79,10 +79,10 @@ def selected_log_probs(
 
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
-    """Log-softmax over each token's picked entries, in their shape, and V."""
+    """Log-softmax over each token's selected entries, in their shape, and V."""
     call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
     log_probs, vocab_size = _LogProbs.apply(*inputs, call)
-    return log_probs.view(tensors.picked.shape), vocab_size
+    return log_probs.view(tensors.selected.shape), vocab_size
 
 
 class _LogProbs(torch.autograd.Function):
@@ -92,24 +92,24 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | int]:
-        layout, shard, picked = call.layout, call.shard, call.picked
-        assert picked is not None
+        layout, shard, selection = call.layout, call.shard, call.selection
+        assert selection is not None
         with device_without_autocast(weight):
             x = _gathered(call, flattened(hidden))
             # This rank's logits, -inf for other ranks' ids.
-            gather = PartialsGather(x, 1, shard, Columns(), layout, call.dtype, extra=len(picked.ids))
-            local = picked._replace(ids=picked.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
-            call.backend.picked_logits(call.projection(weight, bias), x, local)
+            gather = PartialsGather(x, 1, shard, Columns(), layout, call.dtype, extra=len(selection.ids))
+            local = selection._replace(ids=selection.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
+            call.backend.selected_logits(call.projection(weight, bias), x, local)
             if layout.ranks > 1:
                 gather.local.zero_()  # of one token. Their sum is NaN if the ranks differ.
-                gather.start(checksum_of(*picked[:3]))
+                gather.start(checksum_of(*selection[:3]))
             (merged, vocab_size), _ = gather.finish(call.backend)
             logits = gather.extras.amax(0) if layout.ranks > 1 else gather.extra
-            log_probs = call.backend.log_softmax_of_sets(logits, picked)
+            log_probs = call.backend.log_softmax_of_sets(logits, selection)
             if layout.ranks > 1:
                 log_probs.add_(merged[TARGET])
-            if picked.invalid is not None:
-                log_probs.masked_fill_(picked.invalid, torch.nan)
+            if selection.invalid is not None:
+                log_probs.masked_fill_(selection.invalid, torch.nan)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
         return log_probs, vocab_size
@@ -119,26 +119,26 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors, log_probs, logits = saved
         call, _ = ctx.call.with_saved(tensors)
-        backend, real, picked, flat = call.backend, call.shard.real_rows, call.picked, flattened(hidden)
-        assert picked is not None
+        backend, real, selection, flat = call.backend, call.shard.real_rows, call.selection, flattened(hidden)
+        assert selection is not None
         with device_without_autocast(weight):
-            owner, projection = picked.owner, call.projection(weight, bias)
-            gradient = backend.gradient_of_sets(log_probs.contiguous(), in_memory(upstream).contiguous(), picked)
+            owner, projection = selection.owner, call.projection(weight, bias)
+            gradient = backend.gradient_of_sets(log_probs.contiguous(), in_memory(upstream).contiguous(), selection)
             gradient = call.logit_map.of_rows(owner).before(gradient, logits)
-            local = picked._replace(ids=picked.ids - call.shard.start, gradient=gradient)
+            local = selection._replace(ids=selection.ids - call.shard.start, gradient=gradient)
             sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)
             if sums.reduction is not None:
                 whole = Block(0, len(flat), 0)
                 dx = sums.reduction.open_block(whole)
-                backend.picked_rows(local, projection.weight[:real], dx)
+                backend.selected_rows(local, projection.weight[:real], dx)
                 sums.reduction.start(whole, dx)
             if sums.dweight is not None or sums.dbias is not None:
                 x, tokens = _gathered(call, flat), _tokens_of(local, owner, real)
                 if sums.dweight is not None:
-                    backend.picked_rows(tokens, x, sums.dweight.open(0, real, whole=True)[0])
+                    backend.selected_rows(tokens, x, sums.dweight.open(0, real, whole=True)[0])
                 if sums.dbias is not None:
                     dbias = sums.dbias.open(0, real, whole=True)[0]
-                    backend.picked_rows(tokens, x.new_ones(len(x), 1), dbias.unsqueeze(1))
+                    backend.selected_rows(tokens, x.new_ones(len(x), 1), dbias.unsqueeze(1))
             return *sums.deliver(hidden.shape), None
 
 
@@ -147,9 +147,9 @@ def _gathered(call: Call, hidden: Tensor) -> Tensor:
     return gather_hidden(hidden, Block(0, len(hidden), 0), call.layout).wait().contiguous()
 
 
-def _tokens_of(picked: Picked, owner: Tensor, entries: int) -> Picked:
-    """The transpose: row j of ``entries`` rows has the tokens that picked the id j, and their gradients."""
+def _tokens_of(selection: Selection, owner: Tensor, entries: int) -> Selection:
+    """The transpose: row j of ``entries`` rows has the tokens that selected the id j, and their gradients."""
     # Of 32 bits, which are sorted in half the time.
-    ids, order = picked.ids.clamp(-1, entries).int().sort(stable=True)
+    ids, order = selection.ids.clamp(-1, entries).int().sort(stable=True)
     starts = torch.searchsorted(ids, torch.arange(entries + 1, device=ids.device, dtype=torch.int32))
-    return Picked(owner[order], starts[:-1], starts[1:], gradient=picked.gradient[order])
+    return Selection(owner[order], starts[:-1], starts[1:], gradient=selection.gradient[order])

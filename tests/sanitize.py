@@ -48,10 +48,10 @@ def run_calls(plain: bool) -> None:
     from triton.runtime.jit import JITFunction
 
     import kernel_calls
-    from parallel_lce.kernels import launch, picked, product
+    from parallel_lce.kernels import launch, product, selected
 
     if plain:
-        launch.hopper_or_later = picked.hopper_or_later = product._has_gluon = lambda *_: False
+        launch.hopper_or_later = selected.hopper_or_later = product._has_gluon = lambda *_: False
         for multiply in (torch.mm, torch.addmm, torch.mv):
             setattr(torch, multiply.__name__, partial(_over_zeros, multiply))
     names, run = set(), JITFunction.run

@@ -68,7 +68,7 @@ EXPOSED = {
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
     "loss, learning": (_learning, "reduction", "'mean'", "'none'", _weighted),
-    "selected, offsets": (lambda a: _pairs(a, 3), "offsets of selected", DIGEST, DIGEST, _pairs),
+    "selected, offsets": (lambda a: _pairs(a, 3), "selected_offsets", DIGEST, DIGEST, _pairs),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
     "divergence, beta": (dict(beta=1.0), "function", ".*beta=0.0.*", ".*beta=1.0.*", dict(beta=0.0)),

@@ -113,7 +113,7 @@ SELECTED = [
     ("selected", r"must be ids of shape \[..., K\] for tokens of shape \[6\].*, got \[3, 2\]", OTHERS),
     ("", r"one more than the tokens, got \[6\] and \[4\]", dict(selected=(OTHERS.view(6), torch.arange(4)))),
     ("selected", r"must .* got \[3, 2\] and \[7\]", dict(selected=(OTHERS, torch.arange(N + 1)))),
-    ("offsets", "of selected is on meta", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
+    ("selected_offsets", "is on meta", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
     ("selected", "must .* or a pair of ids and offsets, got NoneType and Tensor", dict(selected=(None, IDS))),
     ("selected", "must be a tensor.*got", dict(selected=(1, 2)), dict(selected="ids")),
 ]

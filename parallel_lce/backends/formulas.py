@@ -21,7 +21,7 @@ from torch import Tensor
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Coefficients, Columns, integer_view
-from parallel_lce.core.picked import Picked
+from parallel_lce.core.selection import Selection
 
 
 def token_losses(
@@ -202,7 +202,7 @@ def statistics_gradient(
 
 
 def fp16_scale_of(
-    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, picked: Picked | None = None
+    coefficients: Coefficients, sum_exp: Tensor, projection: Projection, selection: Selection | None = None
 ) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
@@ -219,8 +219,8 @@ def fp16_scale_of(
     scaled = [c.abs() if token_scale is None else (c * token_scale).abs() for c in terms]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
     largest = sum(others, start=first) * abs(logit_map.scale)
-    if picked is not None and len(picked.ids):
-        largest = largest + picked.gradient.abs().nan_to_num(0.0, 0.0).amax()
+    if selection is not None and len(selection.ids):
+        largest = largest + selection.gradient.abs().nan_to_num(0.0, 0.0).amax()
     return fp16_scale_near(largest)
 
 

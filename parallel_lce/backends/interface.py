@@ -17,7 +17,7 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
-from parallel_lce.core.picked import Picked
+from parallel_lce.core.selection import Selection
 
 
 class Saved(Iterable[Tensor | None], Protocol):
@@ -108,9 +108,9 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Picked entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
+    # Selection entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
     # written, or are -inf.
-    picked: Picked | None = None
+    selection: Selection | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
     codes: bool = False
     # What is made of the partials, if the shard is the whole vocabulary; None: nothing.
@@ -147,12 +147,12 @@ class BackwardTask(NamedTuple):
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # Picked entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
+    # Selection entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
-    picked: Picked | None = None
+    selection: Selection | None = None
     # ``filter(piece, start, gradient, dx_factor)``: the products of a slice ``gradient``, the shard's entries from
     # ``start`` on; None: it is multiplied whole. ``piece``: the backend's, which formed it. ``dx_factor [R]``: of its
-    # rows in dX; None: 1. Only without gamma, delta, epsilon and ``picked``, for a backend with slices.
+    # rows in dX; None: 1. Only without gamma, delta, epsilon and ``selection``, for a backend with slices.
     filter: Callable[..., SliceProducts | None] | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
@@ -163,7 +163,7 @@ class BackwardTask(NamedTuple):
             target=None if self.target is None else self.target[rows],
             partial=self.partial[:, rows],
             coefficients=self.coefficients.of_rows(rows),
-            picked=None if self.picked is None else self.picked.of_rows(rows),
+            selection=None if self.selection is None else self.selection.of_rows(rows),
         )
 
 
@@ -252,19 +252,19 @@ class Backend(Protocol):
         """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype. ``factor``: 0-dimensional."""
         ...
 
-    # --- picked entries ---
+    # --- selected entries ---
 
-    def picked_logits(self, projection: Projection, x: Tensor, picked: Picked) -> None:
-        """Write :attr:`Picked.logits`, as for ``ForwardTask.picked``."""
+    def selected_logits(self, projection: Projection, x: Tensor, selection: Selection) -> None:
+        """Write :attr:`Selection.logits`, as for ``ForwardTask.selection``."""
 
-    def picked_rows(self, picked: Picked, source: Tensor, out: Tensor) -> None:
+    def selected_rows(self, selection: Selection, source: Tensor, out: Tensor) -> None:
         """Write ``out [R, D]``: of each row the sum of its entries' gradients times the rows ``ids`` of ``source``."""
 
-    def log_softmax_of_sets(self, logits: Tensor, picked: Picked) -> Tensor:
-        """Log-softmax ``[E]`` over each token's picked entries; -inf where a logit is -inf."""
+    def log_softmax_of_sets(self, logits: Tensor, selection: Selection) -> Tensor:
+        """Log-softmax ``[E]`` over each token's selected entries; -inf where a logit is -inf."""
         ...
 
-    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
+    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, selection: Selection) -> Tensor:
         """The gradient ``[E]`` of the logits of :meth:`log_softmax_of_sets`."""
         ...
 

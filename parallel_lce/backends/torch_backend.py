@@ -30,7 +30,7 @@ from parallel_lce.backends.formulas import (
 from parallel_lce.backends.gemm import accumulate, operand, put
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, Scratch
 from parallel_lce.backends.torch_logits import (
-    add_picked,
+    add_selected,
     borrowed,
     even_slices,
     gradient_of_sets,
@@ -38,13 +38,13 @@ from parallel_lce.backends.torch_logits import (
     logits,
     logits_gradient,
     logits_partial,
-    picked_logits,
-    picked_rows,
     recapped,
     row_tiles,
     saved_tile,
+    selected_logits,
+    selected_rows,
     set_at_targets,
-    take_picked,
+    take_selected,
     take_targets,
     target_gradient,
     window_size,
@@ -117,7 +117,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
 
 
 def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
-    projection, columns, target, picked = task.projection, task.columns, task.target, task.picked
+    projection, columns, target, selection = task.projection, task.columns, task.target, task.selection
     rows, dtype, save = task.x.shape[0], projection.dtype, min(task.save, projection.real_rows)
     partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
     if rows == 0 or projection.real_rows == 0:
@@ -148,8 +148,8 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             logits(of_tile, x if len(tiles) == 1 else x[tile], weight, window, z, uncapped)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
-            if picked is not None:
-                take_picked(z, picked, tile, window)
+            if selection is not None:
+                take_selected(z, selection, tile, window)
             if task.logits is not None:
                 task.logits[tile, window] = z.t()
             # z becomes exponentials.
@@ -174,14 +174,14 @@ class BlockBackward:
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, partial, saved, picked = task.projection, task.x, task.partial, task.saved, task.picked
+        projection, x, partial, saved, selection = task.projection, task.x, task.partial, task.saved, task.selection
         self._projection, self._x, self._target = projection, x, task.target
         self._grads, self._scratch = task.grads, task.scratch
         # The last tile, which is added to dW after dX is complete.
         self._last: tuple[slice, slice, _Sums, Tensor] | None = None
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
-        if picked is not None and saved and saved.exponentials.dtype != dtype:
-            # A picked entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
+        if selection is not None and saved and saved.exponentials.dtype != dtype:
+            # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
             saved = ()
         self._saved: Saved | None = None
         # Number of entries with saved exponentials, and of a forward's window.
@@ -213,11 +213,11 @@ class BlockBackward:
         self._fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
-            fp16_scale = fp16_scale_of(coefficients, sum_exp, projection, picked)
+            fp16_scale = fp16_scale_of(coefficients, sum_exp, projection, selection)
             factor, self._fp16_unscale = factor * fp16_scale, 1 / fp16_scale
-            if picked is not None:
-                picked = picked._replace(gradient=picked.gradient * fp16_scale)
-        self._picked = picked
+            if selection is not None:
+                selection = selection._replace(gradient=selection.gradient * fp16_scale)
+        self._selection = selection
         # [R]: of each target's logit.
         self._of_target: Tensor | None = None
         if coefficients.beta is not None and self._target is not None:
@@ -299,8 +299,8 @@ class BlockBackward:
             gradient *= slope
         if self._of_target is not None and self._target is not None:
             set_at_targets(gradient, self._target[rows], window, self._of_target[rows])
-        if self._picked is not None:
-            add_picked(gradient, self._picked, rows, window)
+        if self._selection is not None:
+            add_selected(gradient, self._selection, rows, window)
         return gradient.to(self._x.dtype)
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:

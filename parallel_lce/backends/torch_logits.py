@@ -1,7 +1,7 @@
-"""Logits in the torch backend: tiles of a projection, picked entries and their log-probabilities, and a user's logits.
+"""Logits in the torch backend: tiles of a projection, selected entries and their log-probabilities, a user's logits.
 
 A tile ``[entries, rows]`` is one window of the vocabulary times some rows of a block. Per-token vectors broadcast along
-its contiguous rows. In kernels: parallel_lce.kernels.picked and parallel_lce.kernels.dense_logits.
+its contiguous rows. In kernels: parallel_lce.kernels.selected and parallel_lce.kernels.dense_logits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from parallel_lce.backends.gemm import accumulate
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.partials import LOWEST_SHIFT, MAX, SUM_EXP, TARGET, Coefficients, Columns, tile_partial
-from parallel_lce.core.picked import Picked
+from parallel_lce.core.selection import Selection
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
 # operations are faster on a CPU: each waits for its slowest thread, which the system may have suspended.
@@ -105,24 +105,24 @@ def _target_positions(tile: Tensor, target: Tensor, window: slice) -> tuple[Tens
     return rows * tile.stride(1) + inside * tile.stride(0), inside == entry
 
 
-def take_picked(tile: Tensor, picked: Picked, rows: slice, window: slice) -> None:
-    """Copy the picked entries' logits out of a tile."""
-    position, hit = _picked_positions(picked, rows, window)
-    picked.logits.copy_(tile.view(-1).index_select(0, position).where(hit, picked.logits))
+def take_selected(tile: Tensor, selection: Selection, rows: slice, window: slice) -> None:
+    """Copy the selected entries' logits out of a tile."""
+    position, hit = _selected_positions(selection, rows, window)
+    selection.logits.copy_(tile.view(-1).index_select(0, position).where(hit, selection.logits))
 
 
-def add_picked(tile: Tensor, picked: Picked, rows: slice, window: slice) -> None:
-    """Add the picked entries' terms to a tile of the gradient."""
-    position, hit = _picked_positions(picked, rows, window)
+def add_selected(tile: Tensor, selection: Selection, rows: slice, window: slice) -> None:
+    """Add the selected entries' terms to a tile of the gradient."""
+    position, hit = _selected_positions(selection, rows, window)
     # Equal positions are summed in a fixed order, on CUDA too.
-    tile.view(-1).index_put_((position,), picked.gradient.where(hit, 0.0), accumulate=True)
+    tile.view(-1).index_put_((position,), selection.gradient.where(hit, 0.0), accumulate=True)
 
 
-def _picked_positions(picked: Picked, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the picked entries ``[E]`` in a flattened tile, and which of them lie in it."""
-    row, hit = picked.of_rows(rows).located(window.start, window.stop)
+def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = selection.of_rows(rows).located(window.start, window.stop)
     height = rows.stop - rows.start
-    return ((picked.ids - window.start) * height + row).where(hit, 0), hit
+    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
 
 
 def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
@@ -131,11 +131,11 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
     return [slice(a, a + step) for a in range(0, count, step)]
 
 
-def picked_logits(projection: Projection, x: Tensor, picked: Picked) -> None:
+def selected_logits(projection: Projection, x: Tensor, selection: Selection) -> None:
     if projection.real_rows == 0 or len(x) == 0:
         return
-    row, hit = picked.located(0, projection.real_rows)
-    ids, out = picked.ids.where(hit, 0), picked.logits
+    row, hit = selection.located(0, projection.real_rows)
+    ids, out = selection.ids.where(hit, 0), selection.logits
     for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
@@ -145,14 +145,14 @@ def picked_logits(projection: Projection, x: Tensor, picked: Picked) -> None:
         out[some] = z.where(hit[some], out[some])
 
 
-def picked_rows(picked: Picked, source: Tensor, out: Tensor) -> None:
+def selected_rows(selection: Selection, source: Tensor, out: Tensor) -> None:
     """index_put_ adds equal indices one after another, in a fixed order, on CUDA too. In fp32 the sum of many terms of
     one sign would drift, so it is fp64."""
     if len(source) == 0 or len(out) == 0:
         out.zero_()
         return
-    row, hit = picked.located(0, len(source))
-    ids, values, skipped = picked.ids.where(hit, 0), picked.gradient, ~hit.unsqueeze(1)
+    row, hit = selection.located(0, len(source))
+    ids, values, skipped = selection.ids.where(hit, 0), selection.gradient, ~hit.unsqueeze(1)
     for columns in tiles_of_rows(out.shape[1], len(out), torch.float64.itemsize):
         of_columns = source[:, columns]
         total = torch.zeros_like(out[:, columns], dtype=torch.float64)
@@ -199,16 +199,16 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def log_softmax_of_sets(logits: Tensor, picked: Picked) -> Tensor:
-    owner, lengths, lowest = picked.owner, picked.end - picked.begin, torch.finfo(logits.dtype).min
+def log_softmax_of_sets(logits: Tensor, selection: Selection) -> Tensor:
+    owner, lengths, lowest = selection.owner, selection.end - selection.begin, torch.finfo(logits.dtype).min
     # Of a token without a finite logit this is a number, too. In fp64 1 - p suffices for a confident token.
     maxima = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True, initial=lowest)
     shifted = logits.double() - maxima[owner]
-    log_probs = shifted - picked.sums(shifted.exp()).log()[owner]
+    log_probs = shifted - selection.sums(shifted.exp()).log()[owner]
     return log_probs.masked_fill_(logits == -torch.inf, -torch.inf).to(logits.dtype)  # also beside a NaN
 
 
-def gradient_of_sets(log_probs: Tensor, upstream: Tensor, picked: Picked) -> Tensor:
+def gradient_of_sets(log_probs: Tensor, upstream: Tensor, selection: Selection) -> Tensor:
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     upstream = upstream.where(log_probs != -torch.inf, 0.0).double()
-    return (upstream - log_probs.double().exp() * picked.sums(upstream)[picked.owner]).to(log_probs.dtype)
+    return (upstream - log_probs.double().exp() * selection.sums(upstream)[selection.owner]).to(log_probs.dtype)

@@ -19,16 +19,16 @@ from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import TARGET, Columns
-from parallel_lce.core.picked import Picked
+from parallel_lce.core.selection import Selection
 from parallel_lce.kernels import partials
-from parallel_lce.kernels import picked as kernels
+from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.codes import CodeColumns
 from parallel_lce.kernels.dense_logits import logits_gradient, logits_partial
 from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
-from parallel_lce.kernels.picked import gradient_of_sets, log_softmax_of_sets, picked_rows, target_logits
 from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, new_window_partials, stride_of
 from parallel_lce.kernels.results import Results, mean_loss, statistics_gradient, without_factor
+from parallel_lce.kernels.selected import gradient_of_sets, log_softmax_of_sets, selected_rows, target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -84,8 +84,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
                 epilogue = epilogue._replace(rounded_sums=sums)
             rounded = RoundedSums(sums, mass, stored.entries, product.tile.entries)
         of_rows.launch(stored.numbers, epilogue)
-        if task.picked is not None:
-            kernels.picked_logits(of_rows, task.picked.of_rows(some), (windows.max, windows.sum_exp))
+        if task.selection is not None:
+            kernels.selected_logits(of_rows, task.selection.of_rows(some), (windows.max, windows.sum_exp))
         merge_windows(
             windows,
             merged,
@@ -168,8 +168,8 @@ def merge_ranks(
     return merged, size, None if results is None else results.found()
 
 
-def picked_logits(projection: Projection, x: Tensor, picked: Picked) -> None:
-    kernels.picked_logits(Product.of(projection, aligned_contiguous(x), 0, projection.real_rows), picked)
+def selected_logits(projection: Projection, x: Tensor, selection: Selection) -> None:
+    kernels.selected_logits(Product.of(projection, aligned_contiguous(x), 0, projection.real_rows), selection)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,9 +31,9 @@ from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.codes import decode
 from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import next_power_of_2
-from parallel_lce.kernels.picked import write_picked
 from parallel_lce.kernels.product import Product, aligned_contiguous, stride_of
 from parallel_lce.kernels.results import without_factor
+from parallel_lce.kernels.selected import write_selected
 from parallel_lce.kernels.token_gradients import (
     Saved,
     Targets,
@@ -152,8 +152,8 @@ class Piece:
             self._codes, self._saved = saved, None
             if coefficients.beta is None:  # the target has no code: its entry is written in any case
                 coefficients = coefficients._replace(beta=torch.zeros_like(coefficients.alpha))
-        # Rewrite every row of saved exponentials: picked entries can be added to no others.
-        self._rewrite = task.picked is not None or rewrites(coefficients, projection)
+        # Rewrite every row of saved exponentials: selected entries can be added to no others.
+        self._rewrite = task.selection is not None or rewrites(coefficients, projection)
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
@@ -166,17 +166,17 @@ class Piece:
         if self._rewrite or saved_entries < projection.real_rows or task.filter is not None:
             coefficients = without_factor(coefficients)
         if projection.weight.dtype == torch.float16:
-            fp16_scale = fp16_scale_of(coefficients, partial[SUM_EXP], projection, task.picked)
+            fp16_scale = fp16_scale_of(coefficients, partial[SUM_EXP], projection, task.selection)
             self.fp16_unscale = 1 / fp16_scale
         self.terms = GradientTerms.of(partial, coefficients, fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
-        picked = self._task.picked
+        selection = self._task.selection
         vocab_slice = self._formed(start, stop)
         gradient = vocab_slice.gradient
-        if picked is not None:
+        if selection is not None:
             target = self._task.target if self.has_targets else None
-            write_picked(gradient, start, picked, target, self.terms)
+            write_selected(gradient, start, selection, target, self.terms)
         if self._task.filter is not None:
             vocab_slice.products = self._task.filter(self, start, gradient, vocab_slice.dx_factor)
         return vocab_slice
@@ -185,7 +185,7 @@ class Piece:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
 
     def _formed(self, start: int, stop: int) -> Slice:
-        """The slice without the picked entries."""
+        """The slice without the selected entries."""
         saved = None if self._is_recomputed(start) else self._saved
         if saved is None:
             gradient = self._recompute(start, stop)

@@ -25,8 +25,8 @@ from parallel_lce.core.logit_map import LogitMap, Projection
 from parallel_lce.core.memory import with_aligned_rows
 from parallel_lce.core.options import Options, Tensors, Wanted
 from parallel_lce.core.partials import Columns, Merged
-from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import Block, Plan
+from parallel_lce.core.selection import Selection
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Call:
     loss_function: LossFunction | None = None
     # [N] each, for the loss function.
     values: tuple[Tensor, ...] = ()
-    picked: Picked | None = None
+    selection: Selection | None = None
     features: tuple[Feature, ...] = ()
     feature_kinds: tuple[type[Feature], ...] = ()
     # dW is added to this buffer; None: dW is a new tensor.
@@ -100,7 +100,7 @@ class Call:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The call's tensors of tokens, and those of its features. None of them needs a gradient."""
-        entries = (None,) * 3 if self.picked is None else self.picked[:3]
+        entries = (None,) * 3 if self.selection is None else self.selection[:3]
         logit_map = self.logit_map
         own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, *entries
         return *own, *[feature.saved for feature in self.features], *self.values
@@ -110,16 +110,16 @@ class Call:
         hooks may have changed the strides."""
         own = self.tensors
         given, rest = saved[: len(own)], saved[len(own) :]
-        if self.picked is None and not self.features and all(map(operator.is_, given, own)):
+        if self.selection is None and not self.features and all(map(operator.is_, given, own)):
             return self, rest
         target, scale, cap, weight, ids, begin, end, *others = [t if t is None else t.contiguous() for t in given]
-        picked, features = self.picked, tuple([copy.copy(feature) for feature in self.features])
-        if picked is not None:
-            picked = picked._replace(ids=ids, begin=begin, end=end)
+        selection, features = self.selection, tuple([copy.copy(feature) for feature in self.features])
+        if selection is not None:
+            selection = selection._replace(ids=ids, begin=begin, end=end)
         for feature, tensor in zip(features, others):
             feature.saved = tensor
         logit_map = self.logit_map.with_tensors(scale, cap)
-        changed = dict(target=target, logit_map=logit_map, token_weight=weight, picked=picked, features=features)
+        changed = dict(target=target, logit_map=logit_map, token_weight=weight, selection=selection, features=features)
         return self.replaced(**changed, values=tuple(others[len(features) :])), rest
 
     def of_tokens(self, block: Block) -> Call:

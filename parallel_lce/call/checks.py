@@ -19,7 +19,7 @@ from parallel_lce.call import debug
 from parallel_lce.call.call import features_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.memory import in_memory, out_of_inference
-from parallel_lce.core.options import FLOATS, INTEGERS, SPOKEN, Options, Tensors, as_int64, shortened
+from parallel_lce.core.options import FLOATS, INTEGERS, Options, Tensors, as_int64, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
@@ -164,7 +164,7 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         else:
             hint = ""
         raise ValueError(f"{name} must {expected} {list(value.shape)}{hint}")
-    _check_picks(tensors, tokens)
+    _check_selected(tensors, tokens)
     _check_shard(options, weight, layout)
     vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
     for feature in features_of(options, tensors):
@@ -201,32 +201,31 @@ def dispatches(kind: type[Tensor]) -> bool:
 def _check_each(options: Options, tensors: Tensors) -> None:
     """Raise unless each is a plain tensor on the input's device, of a dtype that fits, or None if it is optional."""
     required = ("input", "linear_weight") + ("target",) * (options.kind == "loss")
-    for field, value in zip(Tensors._fields, tensors):
-        name = SPOKEN.get(field, field)
-        if value is None and field not in required:
+    for name, value in zip(Tensors._fields, tensors):
+        if value is None and name not in required:
             continue
         if not isinstance(value, Tensor):
-            expected = "a tensor" if field in required else "a tensor or None"
+            expected = "a tensor" if name in required else "a tensor or None"
             layer = ": pass its weight" if isinstance(getattr(value, "weight", None), Tensor) else ""
             raise ValueError(f"{name} must be {expected}, got {type(value).__name__}{layer}")
         check_kind(name, value)
         if value.device != tensors.input.device:
             raise ValueError(f"{name} is on {value.device} and input is on {tensors.input.device}")
-        _check_dtype(field, name, value, tensors.input.dtype)
+        _check_dtype(name, value, tensors.input.dtype)
 
 
-def _check_dtype(field: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
+def _check_dtype(name: str, value: Tensor, dtype: torch.dtype) -> None:
     """``dtype``: of the input."""
-    if field == "input" and dtype not in FLOATS:
+    if name == "input" and dtype not in FLOATS:
         raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {dtype}")
-    if field in ("linear_weight", "linear_bias") and value.dtype != dtype:
+    if name in ("linear_weight", "linear_bias") and value.dtype != dtype:
         raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
-    if field in ("target", "picked", "picked_offsets") and value.dtype not in INTEGERS:
-        classes = " (class probabilities are not supported)" if field == "target" else ""
+    if name in ("target", "selected", "selected_offsets") and value.dtype not in INTEGERS:
+        classes = " (class probabilities are not supported)" if name == "target" else ""
         raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
-    if field == "token_weight" and value.is_complex():
+    if name == "token_weight" and value.is_complex():
         raise ValueError(f"token_weight must be real, got {value.dtype}")
-    if field in ("logit_scale", "temperature"):
+    if name in ("logit_scale", "temperature"):
         if not value.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {value.dtype}")
         check_no_gradient(name, value)
@@ -264,19 +263,19 @@ def check_value(name: str, value: Any, like_name: str, like: Any) -> Tensor:
     return out_of_inference(in_memory(value.detach()))
 
 
-def _check_picks(a: Tensors, tokens: torch.Size) -> None:
-    name, ids, offsets, count = SPOKEN["picked"], a.picked, a.picked_offsets, tokens.numel() + 1
+def _check_selected(a: Tensors, tokens: torch.Size) -> None:
+    ids, offsets, count = a.selected, a.selected_offsets, tokens.numel() + 1
     if ids is None:
         return
     fits = offsets is not None and ids.dim() == 1 and offsets.shape == (count,)
     if not (fits or (offsets is None and ids.dim() and ids.shape[:-1] == tokens)):
         given = "" if offsets is None else f" and {list(offsets.shape)}"
         raise ValueError(
-            f"{name} must be ids of shape [..., K] for tokens of shape {list(tokens)}, or ids [E] and offsets "
+            f"selected must be ids of shape [..., K] for tokens of shape {list(tokens)}, or ids [E] and offsets "
             f"[{count}], one more than the tokens, got {list(ids.shape)}{given}"
         )
     if offsets is not None and count == 1 and ids.numel():
-        raise ValueError(f"{name} has {ids.numel()} ids, and there is no token that could have them")
+        raise ValueError(f"selected has {ids.numel()} ids, and there is no token that could have them")
 
 
 def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:

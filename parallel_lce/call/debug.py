@@ -24,7 +24,7 @@ from torch import Tensor
 
 from parallel_lce.backends import backend_of
 from parallel_lce.core.collectives import Layout, Shard, all_gather
-from parallel_lce.core.options import SPOKEN, Options, Tensors, agreed
+from parallel_lce.core.options import Options, Tensors, agreed
 from parallel_lce.core.plan import GradientTraits, default_budget
 
 # Calls in debug mode so far, by the group. Names of groups are used again.
@@ -158,8 +158,7 @@ def check_together(
             "counted_tokens": count,
         }
         # The numbers of each token take the place of an option's one.
-        of_tokens = tensors._replace(input=None, linear_weight=None, linear_bias=None).named()
-        values |= {SPOKEN.get(name, name): value for name, value in of_tokens.items()}
+        values |= tensors._replace(input=None, linear_weight=None, linear_bias=None).named()
         if mask is not None:
             values["mask"] = mask
         whole = None if layout.sequence_parallel else hidden

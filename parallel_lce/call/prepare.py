@@ -27,7 +27,6 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, agreed, as_int64, check_options, with_floats
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.core.picked import Picked
 from parallel_lce.core.plan import (
     BUDGET_VARIABLE,
     GradientTraits,
@@ -38,6 +37,7 @@ from parallel_lce.core.plan import (
     shared_shard_rows,
 )
 from parallel_lce.core.private import in_forward_mode
+from parallel_lce.core.selection import Selection
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -217,7 +217,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         target=target,
         logit_map=logit_map,
         token_weight=token_weight,
-        picked=None if ids is None else Picked.of(ids, offsets, known.shape.numel()),
+        selection=None if ids is None else Selection.of(ids, offsets, known.shape.numel()),
         features=tuple([kind(known.options) for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )

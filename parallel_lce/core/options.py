@@ -22,8 +22,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 # Ids are exchanged and stored in 32 bits.
 LARGEST_VOCABULARY = 2**31 - 1
-SPOKEN = {"picked": "selected", "picked_offsets": "offsets of selected"}
-"""Names of fields of :class:`Tensors` in messages, where users know the tensors by other names."""
 
 NO_LABEL = -100
 """The target of a token without a label, in statistics; in losses the default of ``ignore_index``."""
@@ -97,8 +95,8 @@ class Tensors(NamedTuple):
     logit_scale: Tensor | None = None
     temperature: Tensor | None = None
     # [..., K], or [E] with offsets [N + 1]
-    picked: Any = None
-    picked_offsets: Tensor | None = None
+    selected: Any = None
+    selected_offsets: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name."""

@@ -182,7 +182,7 @@ def top_k_divergence(
         options, given, group, adapter = _adapted_student(f"top_k_divergence of {tail=}", locals(), teacher_ids)
         log_q = adapter.per_token("teacher_log_probs", teacher_log_probs, trailing=True)
         check(options, autocasted(given), group)
-        ids = given.picked
+        ids = given.selected
         log_q = check_value("teacher_log_probs", log_q, "teacher_ids", ids)
         if not log_q.is_floating_point():
             raise ValueError(f"teacher_log_probs must be floating-point, got {log_q.dtype}")
@@ -191,7 +191,7 @@ def top_k_divergence(
         debug.compare_later({"counted tokens": counted})
         # Padding entries, and stored values of ignored tokens, must not reach a gradient.
         ids = ids.masked_fill((log_q == -torch.inf) | ~counted.unsqueeze(-1), -1)
-        given = given._replace(target=None, picked=ids)
+        given = given._replace(target=None, selected=ids)
         if tail == "renormalize":
             log_p, size = log_probs_of(options, given, group)
         else:
@@ -237,7 +237,7 @@ def _adapted_student(
     name = f"distillation.{name} with {beta=}, {reduction=} and {ignore_index=}"
     options = Options.of(name, arguments | dict(reduction=None, ignore_index=None))
     hidden, weight, bias = (arguments[f"student_{what}"] for what in ("hidden", "weight", "bias"))
-    given = Tensors(hidden, weight, arguments["target"], bias, picked=ids)
+    given = Tensors(hidden, weight, arguments["target"], bias, selected=ids)
     return adapted(options, given, arguments["process_group"], reduction)
 
 

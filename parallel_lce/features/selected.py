@@ -1,6 +1,6 @@
 """Log-probabilities of selected entries: the argument ``selected`` of :func:`parallel_lce.token_statistics`.
 
-Each rank sends the logits of the picked entries that lie in its shard, and -inf for the others. With z_k the logit of a
+Each rank sends the logits of the selected entries in its shard, and -inf for the others. With z_k the logit of a
 selected entry, M the maximum and s the sum of exponentials,
 
     selected_log_prob = (z_k - M) - log s                d/dz_j = [j = k] - p_j
@@ -41,51 +41,51 @@ class Selected(Feature):
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
-        return tensors.picked is not None
+        return tensors.selected is not None
 
     @classmethod
     def shapes(cls, options: Options, tensors: Tensors, tokens: int) -> Shapes:
-        shape = tensors.picked.shape
-        return {"selected_log_prob": ((tokens, shape[-1]) if tensors.picked_offsets is None else shape, None)}
+        shape = tensors.selected.shape
+        return {"selected_log_prob": ((tokens, shape[-1]) if tensors.selected_offsets is None else shape, None)}
 
     def message_size(self, call: Any) -> int:
-        return len(call.picked.ids)
+        return len(call.selection.ids)
 
     def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
-        picked = call.picked.of_block(call.layout, block, call.shard.start)
-        return task._replace(picked=picked._replace(logits=self.message))
+        selection = call.selection.of_block(call.layout, block, call.shard.start)
+        return task._replace(selection=selection._replace(logits=self.message))
 
     def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:
-        picked, owner = call.picked, call.picked.owner
+        selection, owner = call.selection, call.selection.owner
         # Of an id in no shard, -inf.
         self.saved = logits = messages.amax(0)
         # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
-        shifted = logits.view(picked.shape) - merged.partial[MAX][owner].view(picked.shape)
-        log_probs = shifted - statistics["log_sum"][owner].view(picked.shape)
-        if picked.invalid is not None:
-            log_probs.masked_fill_(picked.invalid, torch.nan)
+        shifted = logits.view(selection.shape) - merged.partial[MAX][owner].view(selection.shape)
+        log_probs = shifted - statistics["log_sum"][owner].view(selection.shape)
+        if selection.invalid is not None:
+            log_probs.masked_fill_(selection.invalid, torch.nan)
         return {"selected_log_prob": log_probs}
 
     def coefficients(
         self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients
     ) -> Coefficients:
         """The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""
-        given, picked = upstream["selected_log_prob"], call.picked
+        given, selection = upstream["selected_log_prob"], call.selection
         if given is None:
             return coefficients
-        owner = picked.owner
-        given = given.reshape(-1).where(picked.inside(0, merged.vocab_size), 0.0)
-        alpha, beta, excess = coefficients.alpha - picked.sums(given), coefficients.beta, coefficients.excess
+        owner = selection.owner
+        given = given.reshape(-1).where(selection.inside(0, merged.vocab_size), 0.0)
+        alpha, beta, excess = coefficients.alpha - selection.sums(given), coefficients.beta, coefficients.excess
         if call.target is not None and beta is not None:
-            of_target = picked.ids == call.target[owner]
-            beta = beta - picked.sums(given.where(of_target, 0.0))
+            of_target = selection.ids == call.target[owner]
+            beta = beta - selection.sums(given.where(of_target, 0.0))
             given = given.masked_fill(of_target, 0.0)
-            excess = excess if excess is None else excess - picked.sums(given)
+            excess = excess if excess is None else excess - selection.sums(given)
         self._gradient = call.logit_map.of_rows(owner).before(given, self.saved)
         return coefficients._replace(alpha=alpha, beta=beta, excess=excess)
 
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         if self._gradient is None:
             return task
-        picked = call.picked.of_block(call.layout, block, call.shard.start)
-        return task._replace(picked=picked._replace(logits=self.saved, gradient=self._gradient))
+        selection = call.selection.of_block(call.layout, block, call.shard.start)
+        return task._replace(selection=selection._replace(logits=self.saved, gradient=self._gradient))

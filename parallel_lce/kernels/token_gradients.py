@@ -15,7 +15,7 @@ Saved rows are rewritten, with ``c_i = 1``, for
   ``alpha_i`` and the target's gradient are 0;
 - confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
   ``p_ij`` is almost 1;
-- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if there are picked entries, or in
+- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, with selected entries, or in
   fp16.
 
 A rewritten row holds the gradient of the logits except at the target, computed from

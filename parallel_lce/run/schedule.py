@@ -74,7 +74,7 @@ def forward(
             if not single:
                 layout.put(partials.local, block, partial)
         if layout.ranks > 1:
-            partials.start(0 if call.picked is None else checksum_of(*call.picked[:3]))
+            partials.start(0 if call.selection is None else checksum_of(*call.selection[:3]))
         merged, found = partials.finish(backend, wanted, found)
         for feature, messages in zip(features, partials.extras.split(sizes, 1) if features else ()):
             feature.message = None

@@ -19,17 +19,7 @@ from parallel_lce.call.prepare import autocasted, check, gradients_of, needs_of,
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
-from parallel_lce.core.options import (
-    INTEGERS,
-    NO_LABEL,
-    SPOKEN,
-    Options,
-    Tensors,
-    as_int64,
-    check_option,
-    is_count,
-    shortened,
-)
+from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, is_count, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import transforming, version
 
@@ -221,7 +211,7 @@ def compacted(
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {
-        name: compaction.of(value, dims=1 if name == "picked" else 0)
+        name: compaction.of(value, dims=1 if name == "selected" else 0)
         for name, value in tensors.named().items()
         if name not in ("input", "linear_weight", "linear_bias")
     }
@@ -247,6 +237,6 @@ def _checked_mask(mask: Tensor | None, tokens: torch.Size, tensors: Tensors) -> 
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
     if mask.device != tensors.input.device:
         raise ValueError(f"mask is on {mask.device} and input is on {tensors.input.device}")
-    if tensors.picked_offsets is not None:
-        raise ValueError(f"{SPOKEN['picked']} must be ids [..., K], without offsets, where a mask is given")
+    if tensors.selected_offsets is not None:
+        raise ValueError("selected must be ids [..., K], without offsets, where a mask is given")
     return mask

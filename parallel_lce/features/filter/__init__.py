@@ -56,7 +56,7 @@ class Filter(Feature):
             "mean_logit": options.mean_logit,
             "entropy": options.entropy,
             "sum_p_squared": options.sum_p_squared,
-            "selected": tensors.picked is not None,
+            "selected": tensors.selected is not None,
         }
         for name, given in refused.items():
             if given:

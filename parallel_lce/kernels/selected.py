@@ -1,8 +1,8 @@
-"""Logits of single entries, without the other rows of the weight: each token's target, and picked entries, with their
+"""Logits of single entries, without the other rows of the weight: each token's target, and selected entries, with their
 gradients and their log-softmax.
 
-Token r has the picked ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row
-of the weight, or of the hidden states, per entry: memory bandwidth bounds them. The log-softmax is a kernel because its
+Token r has the ids ``ids[begin[r]:end[r]]``. Ids outside ``[0, entries)`` are skipped. The kernels move one row of the
+weight, or of the hidden states, per entry: memory bandwidth bounds them. The log-softmax is a kernel because its
 formulas on ``[E]`` numbers would take the host longer than all else. :mod:`parallel_lce.backends.torch_logits` has the
 same functions.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.partials import NEAR_ZERO
-from parallel_lce.core.picked import Picked
+from parallel_lce.core.selection import Selection
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of, loaded
 from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import Relaunched, hopper_or_later, next_power_of_2
@@ -22,7 +22,7 @@ from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of, ti
 from parallel_lce.kernels.product import Product
 
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
-# and 64 entries per token, dW with 8 and 64, where a row is picked by few tokens. Logits are products of at least 16
+# and 64 entries per token, dW with 8 and 64, where a row is selected by few tokens. Logits are products of at least 16
 # rows.
 _LOGITS = 16, 128, 1
 _ROWS = 8, 512, 2
@@ -38,20 +38,20 @@ _COUNTED = tl.constexpr(20.0)
 
 @triton.jit
 def _columns(ids, e, stop, first, entries):
-    """``ids[e] - first`` of the picked entries e; -1 outside ``[0, entries)`` and from ``stop`` on."""
+    """``ids[e] - first`` of the selected entries e; -1 outside ``[0, entries)`` and from ``stop`` on."""
     column = tl.load(ids + e, mask=e < stop, other=-1) - first
     return tl.where((column >= 0) & (column < entries), column, -1)
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "entries"])
-def lce_forward_picked_logits(
+def lce_forward_selected_logits(
     x,
     weight,
     bias,
     logit_map,
     windows,
-    picked,
+    selection,
     logits,
     rows,
     entries,
@@ -63,7 +63,7 @@ def lce_forward_picked_logits(
     WINDOW: tl.constexpr,
 ):
     token = tl.program_id(0)
-    ids, begin, end = picked
+    ids, begin, end = selection
     maxima, sums = windows
     stop = tl.load(end + token)
     # The token's row, repeated: the smallest product has ENTRIES rows.
@@ -92,9 +92,9 @@ def lce_forward_picked_logits(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first", "slice_entries"])
-def lce_backward_write_picked(gradient, picked, values, logits, target, terms, rows, slice_entries, stride, first):
+def lce_backward_write_selected(gradient, selection, values, logits, target, terms, rows, slice_entries, stride, first):
     token = tl.program_id(0)
-    ids, begin, end = picked
+    ids, begin, end = selection
     coefficients, partial = terms.coefficients, terms.partial
     start, stop = tl.load(begin + token), tl.load(end + token)
     row = gradient + token.to(tl.int64) * stride
@@ -114,7 +114,7 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
         e = here + tl.arange(0, _STEP)
         entry_id = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = (entry_id >= 0) & (entry_id != target_column)
-        # An id may be picked several times. Each of its entries writes the same number, with the values of all.
+        # An id may be selected several times. Each of its entries writes the same number, with the values of all.
         total = tl.zeros((_STEP,), tl.float32)
         for there in range(start, stop, _STEP):
             other = there + tl.arange(0, _STEP)
@@ -129,8 +129,8 @@ def lce_backward_write_picked(gradient, picked, values, logits, target, terms, r
 
 @Relaunched
 @triton.jit(do_not_specialize=["entries"])
-def lce_backward_picked_rows(
-    picked,
+def lce_backward_selected_rows(
+    selection,
     values,
     source,
     out,
@@ -142,7 +142,7 @@ def lce_backward_picked_rows(
     BLOCK_K: tl.constexpr,
 ):
     row, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
-    ids, begin, end = picked
+    ids, begin, end = selection
     stop = tl.load(end + row)
     c = k + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_K,), tl.float32)
@@ -205,52 +205,58 @@ def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
     return {"ENTRIES": entries, "BLOCK_K": min(width, max(16, next_power_of_2(hidden_size))), "num_warps": warps}
 
 
-def picked_logits(product: Product, picked: Picked, windows: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-    """Write :attr:`Picked.logits`, fp32; -inf for ids of other shards.
+def selected_logits(
+    product: Product, selection: Selection, windows: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> None:
+    """Write :attr:`Selection.logits`, fp32; -inf for ids of other shards.
 
     The logits are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``:
     the projection's maxima and sums of exponentials, ``[windows, R]`` each. A logit that can only be its window's
     maximum becomes that maximum, on every device.
     """
     x, weight, (rows, hidden_size) = product.x, product.weight, product.x.shape
-    operands = x, weight, product.bias, product.logit_map, windows or (None, None), picked[:3], picked.logits
+    operands = x, weight, product.bias, product.logit_map, windows or (None, None), selection[:3], selection.logits
     sizes = rows, weight.shape[0], hidden_size, x.stride(0), weight.stride(0)
     tile = _tile_of(_LOGITS, hidden_size)
-    lce_forward_picked_logits.launch((rows,), *operands, *sizes, WINDOW=product.tile.entries, **tile)
+    lce_forward_selected_logits.launch((rows,), *operands, *sizes, WINDOW=product.tile.entries, **tile)
 
 
-def write_picked(
-    gradient: torch.Tensor, first: int, picked: Picked, target: torch.Tensor | None, terms: GradientTerms
+def write_selected(
+    gradient: torch.Tensor, first: int, selection: Selection, target: torch.Tensor | None, terms: GradientTerms
 ) -> None:
-    """Add the picked entries' terms to ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on.
+    """Add the selected entries' terms to ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on.
     The entries of ``target [R]`` are not changed.
 
     For a confident token, term and gradient are large and nearly cancel. So the entry is formed anew in fp32 from its
     logit, added to the term, and rounded once.
     """
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
-    of_entries = picked[:3], picked.gradient, picked.logits
-    lce_backward_write_picked.launch((rows,), gradient, *of_entries, target, terms, rows, slice_entries, stride, first)
+    of_entries = selection[:3], selection.gradient, selection.logits
+    lce_backward_write_selected.launch(
+        (rows,), gradient, *of_entries, target, terms, rows, slice_entries, stride, first
+    )
 
 
-def picked_rows(picked: Picked, source: torch.Tensor, out: torch.Tensor) -> None:
-    """As :meth:`parallel_lce.backends.interface.Backend.picked_rows`."""
+def selected_rows(selection: Selection, source: torch.Tensor, out: torch.Tensor) -> None:
+    """As :meth:`parallel_lce.backends.interface.Backend.selected_rows`."""
     (rows, hidden_size), strides = out.shape, (source.stride(0), out.stride(0))
-    tile = _tile_of(_ROWS if len(picked.ids) >= _ROWS[0] * rows else _ROWS_OF_FEW, hidden_size)
+    tile = _tile_of(_ROWS if len(selection.ids) >= _ROWS[0] * rows else _ROWS_OF_FEW, hidden_size)
     grid, sizes = (rows, -(-hidden_size // tile["BLOCK_K"])), (len(source), hidden_size)
     if rows:
-        lce_backward_picked_rows.launch(grid, picked[:3], picked.gradient, source, out, *sizes, *strides, **tile)
+        lce_backward_selected_rows.launch(
+            grid, selection[:3], selection.gradient, source, out, *sizes, *strides, **tile
+        )
 
 
-def log_softmax_of_sets(logits: torch.Tensor, picked: Picked) -> torch.Tensor:
-    log_probs, (_, begin, end, *_) = torch.empty_like(logits), picked
+def log_softmax_of_sets(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    log_probs, (_, begin, end, *_) = torch.empty_like(logits), selection
     if len(begin):
         lce_forward_log_softmax_of_sets.launch((len(begin),), logits, begin, end, log_probs, num_warps=1)
     return log_probs
 
 
-def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, picked: Picked) -> torch.Tensor:
-    _, begin, end, *_ = picked
+def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, selection: Selection) -> torch.Tensor:
+    _, begin, end, *_ = selection
     gradient = torch.full_like(log_probs, torch.nan)  # for entries without a token
     if len(begin):
         lce_backward_log_softmax_of_sets.launch((len(begin),), log_probs, upstream, begin, end, gradient, num_warps=1)

@@ -1,4 +1,4 @@
-"""Vocabulary entries picked for each token, K for each or sets of any size, in compressed sparse rows."""
+"""Vocabulary entries selected for each token, K for each or sets of any size, in compressed sparse rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.plan import Block
 
 
-class Picked(NamedTuple):
-    """Token r has the picked entries ``ids[begin[r]:end[r]]``."""
+class Selection(NamedTuple):
+    """Token r has the selected entries ``ids[begin[r]:end[r]]``."""
 
     # [E] int64, of all tokens of the call: ids in the whole vocabulary, or relative to a shard.
     ids: Tensor
@@ -29,7 +29,7 @@ class Picked(NamedTuple):
     gradient: Any = None
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Picked:
+    def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Selection:
         """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, int64. With offsets that do not begin with 0, do
         not end with E, or decrease, no token has an entry."""
         ids = ids.contiguous()
@@ -41,10 +41,10 @@ class Picked(NamedTuple):
         bounds = offsets.masked_fill(invalid, 0)
         return cls(ids, bounds[:-1], bounds[1:], ids.shape, invalid)
 
-    def of_rows(self, rows: slice) -> Picked:
+    def of_rows(self, rows: slice) -> Selection:
         return self._replace(begin=self.begin[rows], end=self.end[rows])
 
-    def of_block(self, layout: Layout, block: Block, start: int) -> Picked:
+    def of_block(self, layout: Layout, block: Block, start: int) -> Selection:
         """Those of a block's tokens, relative to the shard that begins with the id ``start``."""
         begin, end = layout.take(self.begin, block), layout.take(self.end, block)
         return self._replace(ids=self.ids - start, begin=begin, end=end)

@@ -1,8 +1,8 @@
 """The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
 A block of R tokens saves ``e = exp(z)`` of its first vocabulary entries; in windows far from 0 another multiple
-(``kernels.arithmetic.scale_of``). The gradient of the logits is then c e, with one coefficient c per token, except in
-the target's column. So no pass over R * V is needed between the forward and the products of the backward
+(``kernels.arithmetic.slope_and_reference``). The gradient of the logits is then c e, with one coefficient c per token,
+except in the target's column. So no pass over R * V is needed between the forward and the products of the backward
 (:mod:`parallel_lce.backends.triton_backward`).
 """
 

@@ -80,7 +80,7 @@ class Call:
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
     # V, if targets are checked at each call.
-    readable_size: int | None = None
+    checked_vocab_size: int | None = None
     # In debug mode, the number of the call among those of its group.
     number: int | None = None
 

@@ -67,7 +67,7 @@ class _State(threading.local):
 
 state = _State()
 
-Slice = tuple[int, int, str | None]
+Part = tuple[int, int, str | None]
 """A rank's part of the vocabulary: first id, rows, and :func:`fingerprint`."""
 
 
@@ -92,12 +92,8 @@ def compare_later(values: Mapping[str, object]) -> None:
 
 
 def agree(
-    layout: Layout,
-    function: str,
-    values: Mapping[str, object],
-    shard: Slice | None = None,
-    hidden: Tensor | None = None,
-) -> list[Slice]:
+    layout: Layout, function: str, values: Mapping[str, object], shard: Part | None = None, hidden: Tensor | None = None
+) -> list[Part]:
     """The exchange. Raises ``ValueError`` on every rank unless all run the same ``function`` with the same ``values``,
     of tensors the same elements, and the same ``hidden`` states ``[..., D]`` up to rounding.
 
@@ -144,7 +140,7 @@ def check_together(
     (count, mask), state.compared = counted or (None, None), counted is not None
     hidden, weight = tensors.input, tensors.linear_weight
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
-    shards: list[Slice] = [(shard.start, shard.rows, fingerprint(weight[: shard.real_rows]))]
+    shards: list[Part] = [(shard.start, shard.rows, fingerprint(weight[: shard.real_rows]))]
     if layout.ranks > 1:
         if options.logits_budget is None:
             options = options._replace(logits_budget=default_budget(weight.device))
@@ -166,7 +162,7 @@ def check_together(
     return _covered(shards, options.vocab_size)
 
 
-def _covered(shards: list[Slice], vocab_size: int | None) -> int:
+def _covered(shards: list[Part], vocab_size: int | None) -> int:
     """V. Raises ``ValueError`` if the shards leave a gap or overlap, or have fewer than ``vocab_size`` rows or none."""
     end = 0
     for start, rows in sorted(s[:2] for s in shards if s[1]):
@@ -227,7 +223,7 @@ def _check_hidden(projected: list[list[list[float]]]) -> None:
         )
 
 
-def _check_unlike(shards: list[Slice]) -> None:
+def _check_unlike(shards: list[Part]) -> None:
     """Raise ``ValueError`` if two ranks have the same values for different parts of the vocabulary."""
     seen: dict[str, int] = {}
     for rank, (start, rows, values) in enumerate(shards):

@@ -178,7 +178,7 @@ def _planned(
         dtype=accumulation_dtype(weight.dtype),
         layout=_ONE_RANK,
         feature_kinds=features_of(options, tensors),
-        readable_size=readable_size(options, weight, layout),
+        checked_vocab_size=checked_vocab_size(options, weight, layout),
         number=number,
     )
     return call.replaced(plan=_plan(call, tensors, layout, gradients)) if planned else call
@@ -202,8 +202,8 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
-    if target is not None and known.readable_size is not None:
-        check_target(known.options, target, known.readable_size)
+    if target is not None and known.checked_vocab_size is not None:
+        check_target(known.options, target, known.checked_vocab_size)
     logit_map = known.logit_map
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
@@ -282,7 +282,7 @@ def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
     return cap is None or (tensors.temperature is None and cap <= _LARGEST_CAP.get(dtype, 0.0))
 
 
-def readable_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
+def checked_vocab_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
     """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
     if weight.device.type != "cpu":
         return None

@@ -5,7 +5,7 @@ The functions run under Triton and, called from a Gluon kernel, under Gluon.
 The sum of a token's exponentials has the same bits however its vocabulary is cut into windows and shards:
 
 - A window's exponentials are ``exp(z)``, and so a function of the logit alone, unless the window's logits are far from
-  0 (:func:`scale_of`).
+  0 (:func:`slope_and_reference`).
 - :func:`wide_sum` adds the exponentials of a window, and fp64 the sums of windows and ranks. What they round away is
   too small to change the fp32 result, but for about one token in ten million.
 """
@@ -183,7 +183,7 @@ def rounded_to_bf16(x):
 
 
 @triton.jit
-def scale_of(maximum):
+def slope_and_reference(maximum):
     """``(slope, reference)`` of a window's exponentials, which are ``2^(slope z - reference)``: log2(e) and 0 if the
     window's largest logit lies between -44 and 69, else the exponential of the largest logit is near 1."""
     base = finite_base(maximum)
@@ -203,7 +203,7 @@ def power_from(z, slope, reference):
 @triton.jit
 def largest_of(maximum):
     """A window's largest exponential, in its scale."""
-    slope, reference = scale_of(maximum)
+    slope, reference = slope_and_reference(maximum)
     return power_from(finite_base(maximum), slope, reference)
 
 
@@ -216,7 +216,7 @@ def at_max(base, slope, reference):
 @triton.jit
 def to_base(maximum, base):
     """What a window's exponentials are to be multiplied by, to be relative to exp(base)."""
-    slope, reference = scale_of(maximum)
+    slope, reference = slope_and_reference(maximum)
     return tl.exp2(at_max(base, slope, reference)).to(tl.float32)
 
 
@@ -228,7 +228,7 @@ def of_saved(maximum, base, IS_FP16: tl.constexpr):
         shift = finite_base(maximum) - base
         return exponential(shift), tl.full(shift.shape, _LN_2, tl.float32), shift
     else:
-        slope, reference = scale_of(maximum)
+        slope, reference = slope_and_reference(maximum)
         unit = tl.where(slope == 1.0, 1.0, _LN_2)
         shift = _fused(reference, unit, -base).to(tl.float32) + reference * tl.where(slope == 1.0, 0.0, _LN_2_LOW)
         return to_base(maximum, base), unit, shift

@@ -11,8 +11,9 @@ column numbers. A mainloop calls :func:`tile_rows` before a tile's product, so t
 soft-cap it stores what ``scale_tile`` returns, at once: both would take more registers than there are. ``KIND``: the
 epilogue's. The functions run under Triton and Gluon. An absent tensor is None: Triton compiles the kernel without it.
 
-Saved exponentials are those of ``arithmetic.scale_of``; in fp16 the largest one of each window is 1. Under a soft-cap
-what it is applied to is saved in their place, in fp16. Rounded exponentials would lose its slope where logits saturate.
+Saved exponentials are those of ``arithmetic.slope_and_reference``; in fp16 the largest one of each window is 1. Under a
+soft-cap what it is applied to is saved in their place, in fp16. Rounded exponentials would lose its slope where logits
+saturate.
 """
 
 from __future__ import annotations

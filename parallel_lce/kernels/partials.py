@@ -3,8 +3,8 @@
 ``parallel_lce.core.partials`` has the algebra in plain torch. A *window* is the vocabulary range of one tile. Each
 window stores one partial per token. One kernel merges the windows of a rank, and the partials of the ranks.
 
-A window's exponentials are those of ``arithmetic.scale_of``. Their sum, the sum of their squares and ``total`` are
-fp64 (:mod:`parallel_lce.kernels.arithmetic`). ``weighted`` is fp32.
+A window's exponentials are those of ``arithmetic.slope_and_reference``. Their sum, the sum of their squares and
+``total`` are fp64 (:mod:`parallel_lce.kernels.arithmetic`). ``weighted`` is fp32.
 
 Sums of a merged partial are fp32 and relative to its maximum. On several ranks each sum of a rank's partial has a
 second row, ``low``: what the first lost by its rounding. Offsets into ``[windows, tokens]`` are 64-bit.
@@ -31,7 +31,7 @@ from parallel_lce.kernels.arithmetic import (
     largest_of,
     power_from,
     power_of_two_above,
-    scale_of,
+    slope_and_reference,
     wide_sum,
 )
 from parallel_lce.kernels.launch import Relaunched, next_power_of_2
@@ -109,7 +109,7 @@ def store_partials(z, position, partials, MASKED: tl.constexpr):
         ids = tl.min(tl.where(z == top[:, None], c[None, :], _NO_ENTRY), 1)
         tl.store(partials.argmax + here, ids.to(tl.float32, bitcast=True), mask=valid)
     base = finite_base(top)
-    slope, reference = scale_of(top)
+    slope, reference = slope_and_reference(top)
     e = power_from(z, slope[:, None], reference[:, None])
     largest = largest_of(top)
     tl.store(partials.sum_exp + here, wide_sum(e, largest, r), mask=valid)
@@ -250,7 +250,7 @@ def _merge_kernel(
         broken = tl.maximum(broken, tl.max((m != m).to(tl.int32), 0))
         top = tl.maximum(top, tl.max(tl.where(m != m, -float("inf"), m), 0))
     base = finite_base(top)
-    slope, common = scale_of(top)
+    slope, common = slope_and_reference(top)
     own = at_max(base, slope, common)
     off_zero = tl.zeros((BLOCK_R,), tl.int32)
     sum_exp = tl.zeros((BLOCK_R,), tl.float64)
@@ -281,7 +281,7 @@ def _merge_kernel(
         m = tl.load(slices.max + here, mask=inside, other=-float("inf"))
         s = _wide(slices.sum_exp, low.sum_exp, here, inside)
         missing = m == -float("inf")
-        its_slope, reference = scale_of(m)
+        its_slope, reference = slope_and_reference(m)
         factor = tl.exp2(at_max(base[None, :], its_slope, reference) - own[None, :]).to(tl.float64)
         if RANKS:
             factor *= largest_of(m).to(tl.float64)

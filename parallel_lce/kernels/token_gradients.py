@@ -22,9 +22,9 @@ A rewritten row holds the gradient of the logits except at the target, computed 
 
     p = e exp(-M) / s           z - M = log e - M
 
-and, in windows far from 0, from e and their reference (``arithmetic.scale_of``). Where e underflowed, p is 0, and the
-gradient is -gamma. The rounding of e gives p a relative error, and z an absolute error of the same size. Under a
-soft-cap the saved numbers are what it is applied to, and give z, p and the slope.
+and, in windows far from 0, from e and their reference (``arithmetic.slope_and_reference``). Where e underflowed, p is
+0, and the gradient is -gamma. The rounding of e gives p a relative error, and z an absolute error of the same size.
+Under a soft-cap the saved numbers are what it is applied to, and give z, p and the slope.
 
 ``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. Rounded to the low precision
 of G, this large number would dominate the errors of dX and dW. If no other token of G's rows has the target, ``G_iy``
@@ -67,7 +67,7 @@ from parallel_lce.kernels.arithmetic import (
     logit_above,
     of_saved,
     power_from,
-    scale_of,
+    slope_and_reference,
     times,
     unflattened,
 )
@@ -281,7 +281,7 @@ def rewrite_row(
             factor, unit, shift = of_saved(top, base, SAVED_SCALE != 1.0)
             if HAS_FLAT:
                 # What the largest entry was saved as: entries that were rounded alike are as large as that.
-                slope, reference = scale_of(top)
+                slope, reference = slope_and_reference(top)
                 largest = flattened(power_from(base, slope, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
                 e = unflattened(stored, flat)
             # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.

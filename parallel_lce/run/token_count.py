@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_target
-from parallel_lce.call.prepare import autocasted, check, gradients_of, needs_of, readable_size
+from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, gradients_of, needs_of
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
@@ -201,7 +201,7 @@ def compacted(
     if count is None:
         return options, _of_all(options, tensors, layout, mask), Compaction(mask)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        vocab_size = readable_size(options, tensors.linear_weight, layout)
+        vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
         if debug.enabled():
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
             vocab_size = debug.check_together(options, tensors, layout, gradients, (count, mask))

@@ -13,23 +13,6 @@ N, V, D = 48, 120, 24
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.thinned
-@on_ranks()
-def test_a_loss_of_the_counted_tokens_is_that_of_all(member, reduction, sequence_parallel, backend):
-    t = part(make(N, V, D, ignored=True, device=member.device), member, sequence_parallel)
-    options = dict(reduction=reduction, process_group=member.group, sequence_parallel=sequence_parallel)
-    found, module = [], parallel_lce.LinearCrossEntropy(**options)
-    for count in (None, parallel_lce.count_tokens(t.target)):
-        with counted_forwards(backend_of(t.weight)) as rows:
-            loss = module(t.x, t.weight, t.target, counted_tokens=count)
-        assert sum(rows) == (N if count is None else 32)
-        found.append([loss, *torch.autograd.grad(loss.sum(), [t.x, t.weight])])
-    for whole, counted in zip(*found):
-        torch.testing.assert_close(counted, whole, rtol=1e-5, atol=1e-6)
-
-
 def test_a_number_that_cannot_be_read_runs_the_whole(backend, device):
     """As in a trace. Statistics of tokens that do not count are 0 all the same."""
     t = small(device, N=N, ignored=True)
@@ -93,8 +76,9 @@ def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, device):
             assert found.isnan().all() and dx[mask].isnan().any()
 
 
-@pytest.mark.parametrize("of", ["statistics", "loss"])
+@pytest.mark.parametrize("of", ["statistics", "none", "mean"])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.thinned
 @on_ranks()
 def test_a_mask_alone_gives_what_it_gives_with_the_number(member, of, sequence_parallel, backend):
     """Tokens that do not count are projected, and all else is as with their number. Their targets may be no ids."""
@@ -103,27 +87,21 @@ def test_a_mask_alone_gives_what_it_gives_with_the_number(member, of, sequence_p
     of_rank = mask.chunk(member.ranks)[member.rank] if sequence_parallel else mask
     x = t.x.detach().masked_fill(~of_rank[:, None], torch.nan).requires_grad_()
     target, labels = t.target.masked_fill(~mask, 2 * V), t.target.masked_fill(~mask, -100)
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, mask=mask)
-    counted, found = int((labels >= 0).sum()) if of == "loss" else 10, []
-    for count in (counted, None):
+    options, found = dict(process_group=member.group, sequence_parallel=sequence_parallel), []
+    counts = mask if of == "statistics" else labels >= 0
+    for count in (parallel_lce.count_tokens(counts), None):
         with counted_forwards(backend_of(t.weight)) as rows:
-            if of == "loss":
-                losses = [
-                    parallel_lce.linear_cross_entropy(
-                        x, t.weight, target, reduction=reduction, counted_tokens=count, **options
-                    )
-                    for reduction in ("none", "mean")
-                ]
+            if of == "statistics":
+                given = dict(mask=mask, counted_tokens=count, entropy=True)
+                each = parallel_lce.token_statistics(x, t.weight, target, **given, **options)
+                value = torch.stack([each.lse, each.target_log_prob + each.entropy])
             else:
-                each = parallel_lce.token_statistics(x, t.weight, target, counted_tokens=count, entropy=True, **options)
-                losses = [each.lse, each.target_log_prob + each.entropy]
-        assert sum(rows) == (N if count is None else counted) * (2 if of == "loss" else 1)
-        gradients = torch.autograd.grad(losses[1].sum() + losses[0].sum(), [x, t.weight])
-        found.append([*losses, *gradients])
-    if of == "loss":
-        del options["mask"]
-        losses = parallel_lce.linear_cross_entropy(t.x, t.weight, labels, reduction="none", **options)
-        found.append([losses, losses.sum() / counted])
+                module = parallel_lce.LinearCrossEntropy(reduction=of, **options)
+                value = module(x, t.weight, target, mask=mask, counted_tokens=count)
+        assert sum(rows) == (N if count is None else counts.sum())
+        found.append([value, *torch.autograd.grad(value.sum(), [x, t.weight])])
+    if of != "statistics":
+        found.append([parallel_lce.linear_cross_entropy(t.x, t.weight, labels, reduction=of, **options)])
     for others in found[1:]:
         for one, other in zip(found[0], others):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

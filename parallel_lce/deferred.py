@@ -130,11 +130,13 @@ def _watch_optimizers() -> None:
 
 @outside_graphs
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version."""
+    """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version; nor do
+    Megatron's, which hold copies of weights with a main_grad."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for reference in [*_alive]:  # a list at once: other threads may add to it
         source = reference()
-        if source and source.parameter is not None and any(p is source.parameter for p in parameters):
+        weight = source and source.parameter
+        if source and weight is not None and (hasattr(weight, "main_grad") or any(p is weight for p in parameters)):
             source.events.append("an optimizer's step, which may have changed the output layer's weight")
 
 

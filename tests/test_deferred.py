@@ -229,12 +229,13 @@ def _backward(z):
     loss.backward()
 
 
-# What happens after the layer's call, and what is said of a later use.
+# What happens after the layer's call, and what is said of a later use. Weights with a main_grad have copies (Megatron).
 TOO_LATE = {
     "a write": (lambda layer, z: layer.weight.mul_(2), "weight changed in place"),
     "a write of the input": (lambda layer, z: z.source.hidden.mul_(2), "hidden states changed in place"),
     "a step": (lambda layer, z: _step(layer, torch.optim.SGD), "changed in place|an optimizer's step"),
     "a fused step": (lambda layer, z: _step(layer, lambda p, lr: torch.optim.Adam(p, lr, fused=True)), "optimizer's"),
+    "a copy": (lambda layer, z: vars(layer.weight).update(main_grad=1) or _step(Layer(), torch.optim.SGD), "step"),
     "freed memory": (lambda layer, z: layer.weight.untyped_storage().resize_(0), "has taken back the output layer's"),
     "the door's event": (lambda layer, z: _backward(z), "the backward of their loss"),
 }

@@ -6,7 +6,6 @@ import inspect
 import os
 import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,7 +19,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import megatron.core
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of, of_other_releases, path_of, specs
+from megatron_models import HIDDEN, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import explain, fuse, loss, patch, token_log_probs, unpatch
@@ -129,6 +128,9 @@ def test_settings_of_each_call(member):
     assert type(model.output_layer(torch.zeros(4, 1, HIDDEN, device=member.device))[0]) is torch.Tensor
     unpatch()
     assert settings("fused_statistics", token_log_probs, *given) == (None, None, None)
+    fuse(model, logits_budget=7)
+    unpatch()
+    assert settings("fused_statistics", token_log_probs, *given) == (7, None, None)  # the model's own
 
 
 @on_ranks(1)
@@ -148,27 +150,23 @@ def test_what_is_not_fused_is_said_once_at_construction(member):
 
 @on_ranks(1)
 def test_fuse_and_explain(member):
-    """Of a model of any other loss. Its settings are its own, also beside another model in another thread."""
+    """Of a model of any other loss. Its settings are its own."""
     no_layer = "this pipeline stage has no output layer"
+    replaced = "its output layer was replaced since; call fuse(model)"
     first, second, data = build(member, Model(), {}), build(member, Model(), {}), batch(0, Model(), member.device)
     assert explain(first) == ["it was built before patch(), and not given to fuse(); call fuse(model)"]
     assert fuse([first, second], z_loss=0.1) == fuse(second, z_loss=0.3) * 2 == ["fused", "fused"]
-    assert explain([first, second]) == ["fused", "fused"]
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN).to(member.device)
-
-    def loss_of(model: torch.nn.Module) -> torch.Tensor:
-        return model.compute_language_model_loss(data.labels, model.output_layer(hidden)[0])
-
-    expected = [loss_of(model) for model in (first, second)]
-    assert (expected[1] > expected[0] + 0.1).all()
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(20):
-            assert all(map(torch.equal, threads.map(loss_of, (first, second)), expected))
+    of_first, of_second = [losses_of(model, Model(), data) for model in (first, second)]
+    assert (of_second > of_first + 0.1).all()
     unfused = build(member, Model(), {})
     layer, stock = first.output_layer, unfused.output_layer
     assert type(layer).__name__ == type(stock).__name__
     assert [*first.sharded_state_dict()] == [*unfused.sharded_state_dict()]
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
+    first.output_layer = second.output_layer  # with its settings
+    assert explain([first, second]) == [replaced, "fused"]
+    with pytest.raises(RuntimeError, match="z_loss=0.1 needs a fused loss, .*: the loss gets real logits"):
+        losses_of(first, Model(), data)
     first.output_layer = stock
     unfused.config.defer_embedding_wgrad_compute = True
     assert "defer_embedding_wgrad_compute" in fuse(unfused)[0] and fuse(unfused) == explain(unfused)
@@ -176,7 +174,7 @@ def test_fuse_and_explain(member):
     unfused.config.cross_entropy_loss_fusion, unfused.config.cross_entropy_fusion_impl = True, "linear"
     assert "returns losses of Megatron's own" in fuse(unfused)[0]
     second.output_layer = None
-    assert explain([first, second]) == ["its output layer was replaced since; call fuse(model)", no_layer]
+    assert explain([first, second]) == [replaced, no_layer]
     assert fuse([first, second]) == ["fused", no_layer]
     unpatch()
     assert explain(first) == ["unpatch() was called; call fuse(model)"]
@@ -194,7 +192,10 @@ def test_a_model_that_was_built_before_patch_needs_fuse(member):
     assert fuse(model) == ["fused"]
     fused = losses_of(model, Model(), data)
     unpatch()
-    torch.testing.assert_close(losses_of(model, Model(), data), fused)
+    model.train().output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].add_(0), None))
+    losses = losses_of(model, Model(), data)
+    losses.mean().backward()
+    torch.testing.assert_close(losses, fused)
 
 
 @on_ranks(1)

@@ -12,9 +12,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.module import Float16Module
 
 from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases, path_of
-from megatron_training import in_ddp, side_by_side, tolerance_of
+from megatron_training import in_ddp, side_by_side, switched, tolerance_of
 from parallel_lce.deferred import Source
-from parallel_lce.megatron import TokenLogProbs, loss, token_log_probs, token_loss
+from parallel_lce.megatron import TokenLogProbs, loss, patch, token_log_probs, token_loss
 from test_megatron_habits import CHANGES
 from tools import arguments_to, debug_mode, on_ranks
 from world import Member
@@ -133,6 +133,20 @@ def test_other_releases(release, how, worlds):
 
 
 @on_ranks(1)
+def test_a_model_that_runs_within_a_scored_one_has_losses_and_logits(member):
+    """Such as a teacher in a hook, of the same labels."""
+    student, teacher = [build(member, Model(), switched(Model())) for _ in range(2)]
+    data, found = batch(0, Model(), member.device), []
+    given = data.tokens, data.positions, data.mask
+    calls = lambda: teacher(*given, labels=data.labels), lambda: teacher(*given).softmax(-1)
+    student.decoder.register_forward_pre_hook(lambda *_: found.extend(call() for call in calls))
+    patch(skip_masked=True)  # one label is -100
+    expected = token_log_probs(teacher, *given, data.labels, entropy=True)
+    torch.testing.assert_close(token_log_probs(student, *given, data.labels, entropy=True), expected)
+    torch.testing.assert_close(found, [call() for call in calls])
+
+
+@on_ranks(1)
 def test_another_pipeline_stage_gives_the_models_output(member):
     model, data = build(member, Model(), {}), batch(0, Model(), member.device)
     model.post_process = False
@@ -178,11 +192,10 @@ WOULD_MAKE_LOGITS = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
 @on_ranks(1)
-def test_what_would_make_logits_is_refused_and_none_are_made(member, training):
+def test_what_would_make_logits_is_refused_and_none_are_made(member):
     for name, reason in WOULD_MAKE_LOGITS.items():
-        model, (change, _) = build(member, Model(), {}).train(training), CHANGES[name]
+        model, (change, _) = build(member, Model(), {}).eval(), CHANGES[name]
         change(model)
         with mock.patch.object(Source, "make", side_effect=AssertionError("the logits were made"), create=True):
             with pytest.raises((RuntimeError, ValueError), match="token_log_probs makes no logits: " + reason):

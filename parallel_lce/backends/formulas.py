@@ -54,7 +54,7 @@ def token_losses(
         weight = weight.masked_fill(outside, torch.nan)
     else:
         loss = torch.where(outside, log_sum, loss)
-        target_coefficient = target_coefficient * ~outside
+        target_coefficient = target_coefficient * (~outside).to(weight.dtype)
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)
     lse_factor = excess = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,20 +21,9 @@ class MainGrad:
     # Called once dW has been added. Returns the gradient for autograd, whose values do not matter, or None. Its
     # argument is memory that the backward no longer reads, or None: a new tensor would add to the peak.
     placeholder: Callable[[Tensor | None], Tensor | None]
-    # Called when a backward begins, with the node of autograd's graph to which the weight's gradient would go. Returns
-    # the buffer for this backward; None: dW goes to that node. By default the buffer is ``tensor``.
-    in_backward: Callable[[Any], Tensor | None] | None = None
-
-    def now(self, weight_node: Any) -> MainGrad | None:
-        """The same with the buffer for a backward that begins now; None if autograd delivers dW."""
-        before, tensor = self.tensor, self.tensor if self.in_backward is None else self.in_backward(weight_node)
-        if tensor is None or tensor is before:
-            return None if tensor is None else self
-        traits = [(t.dtype, list(t.shape), t.device) for t in (before, tensor)]
-        if traits[0] != traits[1]:
-            was, is_now = ("{} {} on {}".format(*t) for t in traits)
-            raise RuntimeError(f"the weight's main_grad was {was} in forward and is {is_now} in backward")
-        return replace(self, tensor=tensor)
+    # Called when a backward begins, with the node of autograd's graph to which the weight's gradient would go: whether
+    # dW is added to ``tensor``. If not, it goes to that node.
+    in_backward: Callable[[Any], bool] = lambda weight_node: True
 
 
 def within(memory: Tensor | None, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.heads import Derived, fused_class, is_unit
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
-from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion, running
+from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion
 from parallel_lce.neighbours import MEGATRON
 
 
@@ -33,8 +33,8 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
             keep_autograd_gradient(used)
             return stock(hidden, weight, runtime_gather_output)
 
-        wants_loss = fusion.has_labels and fusion.settings.cross_entropy == "output_layer"
-        if not (wants_loss or running.get()):
+        wants_loss = fusion.wants_loss and fusion.settings.cross_entropy == "output_layer"
+        if not (wants_loss or fusion.scoring):
             return real(input_)
         if (reason := _why_real(self, own, used)) is not None:
             fusion.say(self.training, reason)

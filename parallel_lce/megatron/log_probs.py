@@ -18,7 +18,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import NO_LABEL
 from parallel_lce.deferred import DeferredLogits
 from parallel_lce.megatron.loss import model_group, run, statistics, swapped
-from parallel_lce.megatron.settings import Fusion, running
+from parallel_lce.megatron.settings import MARK, Fusion, running
 from parallel_lce.megatron.switch import fuse, language_model, why_not_fused
 from parallel_lce.run.entry import fused_token_loss
 
@@ -34,6 +34,7 @@ class TokenLogProbs(NamedTuple):
 class Scoring(NamedTuple):
     """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""
 
+    fusion: Fusion
     function: str
     labels: Tensor
     of: Callable[[DeferredLogits, Tensor], tuple]
@@ -131,7 +132,7 @@ def _scored(
             raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
         if why_not_fused(inner) is not None and (reason := fuse(inner)[0]) != "fused":
             raise ValueError(f"{function} makes no logits: {reason}")
-        scoring = Scoring(function, labels, of)
+        scoring = Scoring(vars(inner)[MARK], function, labels, of)
     layout = Layout.of(debug.state.group, False)
     if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
         debug.agree(layout, function, {})

@@ -17,7 +17,7 @@ from parallel_lce.core.plan import default_budget, lean_budget
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted, running
+from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted
 from parallel_lce.neighbours import is_global_group
 from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.results import TokenStatistics
@@ -69,16 +69,17 @@ def with_fused_loss(own: Any) -> Any:
             raise RuntimeError("parallel_lce: the model was built before patch(): call fuse(model)")
         if fusion is None or fusion.reason is not None:
             return own(self, labels, logits, *others, **named)
-        scoring, chosen, deferred = running.get(), fusion.settings, isinstance(logits, DeferredLogits)
+        scoring, chosen, deferred = fusion.scoring, fusion.settings, isinstance(logits, DeferredLogits)
         scores = scoring if scoring and labels is scoring.labels else None
         if scoring and not (scores or self.training or torch.is_grad_enabled()):
             return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
         by_choice = chosen.cross_entropy == "logits" and not scores
         if not by_choice:
-            why_real = _REAL if fusion.has_labels else _UNLABELLED
-            reason = logits.why_not_fused() if deferred else why_real
+            why_real = _REAL if fusion.wants_loss else _UNLABELLED
+            of_own_head = deferred and vars(logits.source.layer).get(MARK) is fusion
+            reason = logits.why_not_fused() if of_own_head else why_real
             if reason is None:
-                found = scores.of(logits, labels) if scores else (_fused(self, chosen, logits, labels),)
+                found = scores.of(logits, labels) if scores else (_fused(self, fusion, logits, labels),)
                 logits.source.close_after(*found)
                 return found if scores else found[0]
             if scores:
@@ -113,13 +114,14 @@ def swapped(tokens: Tensor) -> Tensor:
     return tokens.transpose(0, 1).contiguous()
 
 
-def _fused(model: Any, chosen: Any, logits: DeferredLogits, labels: Tensor) -> Tensor:
+def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -> Tensor:
     """Losses ``[b, s]``. As in stock, the loss of a target outside the vocabulary is ``lse - max``, and padding rows
     stay in the softmax unless ``vocab_size`` says otherwise."""
+    chosen = fusion.settings
     ignored = NO_LABEL if chosen.skip_masked else None
-    if not chosen.token_metrics or running.get():
+    if not chosen.token_metrics or fusion.scoring:
         return swapped(run(logits, labels, fused_loss, reduction="none", ignore_index=ignored, outside_is_nan=False))
-    smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if model.training else (0.0, 0.0)
+    smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if logits.source.layer.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     target = as_int64(labels.transpose(0, 1))
     outside = (target < 0) | (target >= found.vocab_size)
@@ -140,15 +142,10 @@ def _fused(model: Any, chosen: Any, logits: DeferredLogits, labels: Tensor) -> T
 def statistics(
     logits: DeferredLogits, labels: Tensor, temperature: float | Tensor = 1.0, **options: Any
 ) -> TokenStatistics:
-    """``[s, b]`` each, of ``labels [b, s]``; of those that are not -100 alone, if these were counted."""
-    mask = None if _count_of(labels) is None else as_int64(labels.transpose(0, 1)) != NO_LABEL
+    """``[s, b]`` each, of ``labels [b, s]``; with ``skip_masked`` of those that are not -100 alone."""
+    skips = vars(logits.source.layer)[MARK].settings.skip_masked
+    mask = as_int64(labels.transpose(0, 1)) != NO_LABEL if skips else None
     return run(logits, labels, fused_statistics, temperature, dict(mask=mask), **options)
-
-
-def _count_of(labels: Tensor) -> Any:
-    """How many of the labels count, if they are those of the model's call. None if no labels are skipped."""
-    of_call = counted.get()
-    return None if of_call is None else of_call.of(labels)
 
 
 def run(
@@ -178,9 +175,10 @@ def run(
     options["temperature"] = temperature if each is None else 1.0
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, call.shared)
+        main_grad = main_grad_of(weight, layer.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
-        of_call, count = Options("Megatron's output layer", **options), _count_of(labels)
-        return entry(of_call, tensors, layer.tp_group, main_grad=main_grad, counted_tokens=count, **(named or {}))
+        count = None if (of_call := counted.get()) is None else of_call.of(labels)
+        arguments = Options("Megatron's output layer", **options), tensors, layer.tp_group
+        return entry(*arguments, main_grad=main_grad, counted_tokens=count, **(named or {}))
 
     return logits.run(loss)

@@ -21,16 +21,16 @@ def keep_autograd_gradient(weight: Tensor | None) -> None:
 
 
 def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
-    """The main_grad to which dW is added. None: autograd delivers dW. ``fusion``: gradient_accumulation_fusion;
-    ``shared``: the weight was passed to the output layer.
+    """The main_grad to which dW is added. None: autograd delivers dW. ``fusion``: gradient_accumulation_fusion
+    of the layer; ``shared``: the weight was passed to it.
 
     The weight's other uses, such as a tied embedding, give it a gradient by autograd. DDP must add it to main_grad,
     except where stock drops it: with fusion and the output layer's own weight.
 
-    If main_grad is replaced between forward and backward, dW is added to the new one, as in stock. With fusion dW is
-    added to the forward's main_grad, which becomes the weight's again; and main_grad need not be DDP's. Without fusion
-    dW goes to autograd wherever that makes a difference: if the weight has hooks, or its gradient is not accumulated in
-    this backward, as in ``torch.autograd.grad`` and ``backward(inputs=...)``.
+    With fusion dW is added to the forward's main_grad, which becomes the weight's again; and main_grad need not be
+    DDP's. Without fusion dW goes to autograd wherever that makes a difference: if main_grad was replaced since forward,
+    if the weight has hooks, or if its gradient is not accumulated in this backward, as in ``torch.autograd.grad`` and
+    ``backward(inputs=...)``.
     """
     tensor, of_ddp = getattr(weight, "main_grad", None), hasattr(weight, "grad_added_to_main_grad")
     if tensor is None or not weight.requires_grad or not (fusion or of_ddp):
@@ -38,12 +38,11 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     if of_ddp and (shared or not fusion):
         keep_autograd_gradient(weight)
 
-    def in_backward(weight_node: Any) -> Tensor | None:
+    def in_backward(weight_node: Any) -> bool:
         if fusion:
             weight.main_grad = tensor
-        elif has_hooks(weight) or not accumulates(weight_node):
-            return None
-        return weight.main_grad
+            return True
+        return weight.main_grad is tensor and accumulates(weight_node) and not has_hooks(weight)
 
     def placeholder(memory: Tensor | None) -> Tensor | None:
         if not of_ddp:

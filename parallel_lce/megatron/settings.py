@@ -91,17 +91,23 @@ class Fusion:
         self.parameters = [*inspect.signature(model.forward).parameters]
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: list[str] = []
-        # Whether the model's last call got labels.
-        self.has_labels = True
+        # Whether the model's last call got labels, under patch() or fuse().
+        self.wants_loss = True
 
     @property
     def settings(self) -> Settings:
         return self.own or current
 
+    @property
+    def scoring(self) -> Any:
+        """The ``Scoring`` of the running call, if that is this model's."""
+        scoring = running.get()
+        return scoring if scoring is not None and scoring.fusion is self else None
+
     def say(self, training: bool, reason: str) -> None:
         """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a
         reason, on one of the ranks that have the output layer."""
-        if (scoring := running.get()) is not None:
+        if (scoring := self.scoring) is not None:
             raise RuntimeError(f"{scoring.function} makes no logits: {reason}")
         words = f"training makes the whole logits, which need not exist: {reason}"
         if training and torch.is_grad_enabled() and words not in self.said:

@@ -13,7 +13,7 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import hooks
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
-from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted, running
+from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted
 from parallel_lce.patching import Replacements
 from parallel_lce.run.token_count import LabelCount
 
@@ -68,8 +68,8 @@ def unpatch() -> None:
 def fuse(model: Any, **given: Any) -> list[str]:
     """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
 
-    ``given``: settings of :func:`patch`, of this model alone. Without any it follows those of ``patch``. Its output
-    layer becomes a subclass of the same name, with the same parameters and state dict.
+    ``given``: settings of :func:`patch`, of this model alone. Without any it keeps those of its own, else follows
+    ``patch``. Its output layer becomes a subclass of the same name, with the same parameters and state dict.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none. Raises as :func:`patch`, and
     ``ValueError`` for a chunk that is no language model of Megatron's.
@@ -94,7 +94,7 @@ def why_not_fused(model: Any) -> str | None:
         return settings.NO_HEAD
     if fusion is None:
         return "it was built before patch(), and not given to fuse(); call fuse(model)"
-    if fusion.reason is None and MARK not in vars(head):
+    if fusion.reason is None and vars(head).get(MARK) is not fusion:
         return "its output layer was replaced since; call fuse(model)"
     if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
         return "unpatch() was called; call fuse(model)"
@@ -105,6 +105,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     """Returns why the model is not fused; None if it is."""
     from parallel_lce.megatron.heads import fuse_head, is_megatrons
 
+    own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     _consume(model.config)
     if not is_megatrons(before):
@@ -187,16 +188,17 @@ def _fusing(own: Callable) -> Callable:
 
 
 def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Before a fused model's forward: whether its caller wants losses; and with ``skip_masked`` the labels of masked
+    """Before a fused model's forward: whether it wants losses of ours; and with ``skip_masked`` the labels of masked
     tokens become -100, and the count of the others begins."""
     fusion: Fusion = vars(model)[MARK]
     arguments = {**dict(zip(fusion.parameters, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
-    fusion.has_labels = isinstance(labels, Tensor) or fusion.labels not in fusion.parameters
+    patched = any(name == _LOSS for _, name in _replacements)
+    fusion.wants_loss = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
     counted.set(None)
-    if fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
+    if not patched or fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
-    if isinstance(mask, Tensor) and mask.numel() == labels.numel() and running.get() is None:
+    if isinstance(mask, Tensor) and fusion.scoring is None:
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
     counted.set(LabelCount(labels))
     names = fusion.parameters[: len(given)]

@@ -16,7 +16,6 @@ from torch import Tensor
 from parallel_lce.call.call import Needs, Shapes, features_of, token_count
 from parallel_lce.call.prepare import needs_of, prepare
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
@@ -181,10 +180,8 @@ def _refuse_second_order(ctx, *_):
 _backward_operator.register_autograd(_refuse_second_order, setup_context=lambda ctx, inputs, output: None)
 
 
-def call_in_graph(options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Any:
+def call_in_graph(options: Options, tensors: Tensors, layout: Layout) -> Any:
     """The results of the call, from the operator."""
-    if main_grad is not None:
-        raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
     results, _ = torch.ops.parallel_lce.forward(*encoded(options, tensors, layout))
     if options.kind == "loss":
         return results[0]

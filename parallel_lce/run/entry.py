@@ -115,11 +115,11 @@ def fused_token_loss(
 
 
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):
-    """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph an operator runs the
-    call."""
+    """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph an operator runs the call,
+    without main_grad: Megatron's loss is outside of graphs."""
     if torch.compiler.is_compiling():
         tensors = autocasted(tensors)
-        options, layout, shape = check(options, tensors, group, main_grad)
-        return call_in_graph(options, tensors, layout, main_grad), shape
+        options, layout, shape = check(options, tensors, group)
+        return call_in_graph(options, tensors, layout), shape
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     return function_of(call).apply(*inputs, call), call.shape

@@ -437,8 +437,6 @@ class DeferredLogits(Tensor):
             rows = None if rows is None or source.whole is not None else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
-        if name == "detach":
-            rows = None if rows is None else rows.detach()
         steps = (*state.steps, (function, arguments, options))
         step = _State(source, sizes, kind, rows, self, steps)
         return self._in_graph(step, state.tracked and name != "detach")

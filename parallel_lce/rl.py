@@ -49,7 +49,8 @@ def linear_cross_entropy(
         weight, bias: this rank's vocabulary shard ``[V/P, D]`` and ``[V/P]``, of equal shards, in ``hidden``'s dtype.
         labels, mask: N of them in any shape.
         temperature: a number > 0, or N numbers; of the entropies, too. None is 1.
-        reduction: of the log-probabilities: 'none' (also None), 'sum' or 'mean', in upper or lower case.
+        reduction: of the log-probabilities: 'none' (also None), 'sum' or 'mean', in upper or lower case. Of N tokens,
+            so not 'mean' with a ``mask``.
 
     Returns log-probabilities ``[N]`` or their reduction, entropies ``[N]`` in nats, and ``sum_p_squared [N]``: fp32
     (fp64 for fp64), differentiable, identical on every rank.
@@ -58,8 +59,8 @@ def linear_cross_entropy(
     ``sum_p_squared``; backward, none, or one all-reduce of N * D elements with ``reduce_hidden_grad``.
     """
     name = "none" if reduction is None else str(reduction).lower()
-    if name not in ("none", "sum", "mean"):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if name not in ("none", "sum", "mean") or (name == "mean" and mask is not None):
+        raise ValueError(f"reduction must be 'none', 'sum' or, without a mask, 'mean', got {reduction!r}")
     options = Options(
         "token_statistics",
         temperature=1.0 if temperature is None else _flat(temperature),
@@ -175,8 +176,9 @@ def _of_ids(
     """Log-probabilities of the targets, and which of them are outside of the vocabulary. Rows of the weight are those
     of the ids from ``start`` on; those from ``end`` on are left out."""
     _, weight, target, bias, *_ = tensors
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise ValueError(f"weight must be [V/P, D], got {described(weight)}")
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or is_dtensor(weight):
+        given = "a DTensor: pass weight.to_local()" if is_dtensor(weight) else described(weight)
+        raise ValueError(f"weight must be [V/P, D], got {given}")
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
         bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
         raise ValueError(f"weight has {len(weight)} rows, which do not fit the ids from {bounds}")

@@ -68,8 +68,8 @@ class _Door:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
         if type(logits) is not DeferredLogits:
             if not self.said and torch.is_grad_enabled():
-                why = "its output layer did not defer the logits: call patch(model) again if that was replaced"
-                self.say(f"computes its own loss: {why}")
+                why = "in eval mode, replaced since patch(model), or with a forward of its own"
+                self.say(f"computes its own loss: its output layer did not defer the logits: {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")
         shifted = given is None
@@ -173,7 +173,7 @@ def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tu
 
 def _door_of(module: nn.Module) -> _Door | None:
     """That of a patched model or of its output layer. None where no logits are deferred: everything is stock then."""
-    door = module.__dict__.get(_DOOR)  # as Dynamo can trace it
+    door = None if torch.compiler.is_exporting() else module.__dict__.get(_DOOR)  # as Dynamo can trace it
     return door if door is not None and (module.training or not door.eval_logits) else None
 
 
@@ -252,7 +252,6 @@ def _patched(base: type) -> Any:
 
         # Without __wrapped__, by which accelerate would find the forward that it puts into the model.
         forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
-        forward.__doc__ = base.forward.__doc__
 
         def _loss_of(self):
             own, door = get(self), _door_of(self)
@@ -302,7 +301,8 @@ def patch(
     if not neighbours.is_causal_lm_loss(own):
         raise ValueError(f"the loss_function of {kind.__name__} must be transformers' ForCausalLMLoss, got {own!r}")
     if layer is None:
-        raise ValueError(f"the output layer of {kind.__name__} has no nn.Linear: {owner.get_output_embeddings()}")
+        needed, given = "must be an nn.Linear, or have the weight of one in it", type(owner.get_output_embeddings())
+        raise ValueError(f"the output layer of {kind.__name__} {needed}, got a {given.__name__}")
     if (token_accuracy or token_metrics) and given is not None:
         raise ValueError(f"metrics need {kind.__name__}.forward, which was replaced: patch the model before that")
     eval_logits = eval_logits and not (token_accuracy or token_metrics)

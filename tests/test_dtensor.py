@@ -188,6 +188,7 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
         (divergence, (*student, given[x], short), dict(vocab_size=V), rows),
         (divergence, (first, weight, fewer, weight), {}, r"teacher_hidden \[4, 7, 16\] must have the tokens of st"),
         (divergence, (*student, whole[x], weight), {}, "teacher_hidden is a plain tensor, and student_hidden is a DT"),
+        (parallel_lce.rl.FusedLinearLogprobTriton.apply, (*student, whole[y], 0, V, None, pair), {}, "DTensor: pass w"),
     ):
         with pytest.raises(ValueError, match=message):
             function(*arguments, **options)

@@ -305,8 +305,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="loss_function of CausalLM must be transformers' ForCausalLMLoss, got <fun"):
         patch(model)
     model = CausalLM(9, 4)
-    model.lm_head = torch.nn.Bilinear(2, 2, 2)
-    with pytest.raises(ValueError, match="the output layer of CausalLM has no nn.Linear: Bilinear"):
+    model.lm_head = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="layer of CausalLM must be an nn.Linear, or have .* in it, got a Sequential"):
         patch(model)
 
 

@@ -158,7 +158,8 @@ HABITS = {
     "loss_function around": (after(around), AFTER),
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
     "a derived head": (derive_head, None),
-    "head replaced": (after(replace_head), "did not defer the logits: call patch(model) again"),
+    "head replaced": (after(replace_head), "did not defer the logits: in eval mode, replaced since patch(model)"),
+    "head in eval": (after(lambda model: model.lm_head.eval()), "did not defer the logits: in eval mode, replaced"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
     "dispatched": (dispatched, "computes its own loss: its output layer did not defer the logits"),
@@ -230,6 +231,11 @@ def test_a_second_patch_changes_the_options_and_unpatch_ends_them(head):
 def test_a_training_step_as_one_graph_is_refused():
     with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph at False, or unpatch"):
         torch.compile(patched(), backend="eager", fullgraph=True)(**batch(1))
+
+
+def test_a_training_model_is_exported_as_it_is():
+    given, program = batch(1)["input_ids"], torch.export.export(patched(), (batch(0)["input_ids"],))
+    same(program.module()(given)["logits"], model_of("stand-in", "plain")(given)["logits"])
 
 
 def test_generation_in_training_mode_says_nothing():

@@ -254,9 +254,9 @@ def token_loss(
     """A loss of the caller's own, a function of each token's statistics, with the gradients formed as those of
     :func:`linear_cross_entropy`: in forward, where the logits exceed the budget. docs/rl.md has PPO as an example.
 
-    Forward calls ``loss(statistics, *values)`` for each block of R tokens, under autograd, or under ``torch.no_grad``
-    if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the gradients, and ``loss``
-    gets all tokens. A second backward, and a checkpoint around the call, call it again.
+    Forward calls ``loss(statistics, *values)`` for each block of R tokens, without autocast, under autograd, or under
+    ``torch.no_grad`` if no gradient is needed. In fp16, and for a ``main_grad`` (Megatron), backward forms the
+    gradients, and ``loss`` gets all tokens. A second backward, and a checkpoint around the call, call it again.
 
     Args: as of :func:`linear_cross_entropy`, ``gradient_filter`` as of :func:`token_statistics`, and:
 

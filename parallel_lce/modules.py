@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call.call import features_of
-from parallel_lce.call.checks import as_group, described, public
+from parallel_lce.call.checks import as_group, public
 from parallel_lce.core.options import Options, Tensors, check_options, check_reduction
 from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.run.token_count import TokenCount
@@ -51,10 +51,6 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         given = locals()
         super().__init__()
-        for name in ("logit_scale", "temperature"):
-            if isinstance(given[name], Tensor):
-                got = f"{described(given[name])}: pass one per token to parallel_lce.linear_cross_entropy"
-                raise ValueError(f"{name} must be one number in a LinearCrossEntropy, got {got}")
         options, no_tensors = Options.of(type(self).__name__, given), Tensors(None, None)
         check_reduction(reduction)
         check_options(options)

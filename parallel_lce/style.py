@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from parallel_lce.call.checks import as_group
 from parallel_lce.modules import LinearCrossEntropy
 
 
@@ -26,31 +25,27 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: another placement or module, a mesh of several dimensions, a weight that no style has sharded.
+        ValueError: another module. In a call: another placement, a mesh of several dimensions, or a weight that no
+            style has sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__()
         self.input_layouts = Replicate() if input_layouts is None else input_layouts
-        if self.input_layouts not in (Replicate(), Shard(0), Shard(1)):
-            raise ValueError(f"input_layouts must be Replicate(), Shard(0) or Shard(1), got {input_layouts!r}")
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, LinearCrossEntropy):
             given = f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
             raise ValueError(f"this style is for parallel_lce.LinearCrossEntropy, and this module is a {given}")
-        as_group(device_mesh)  # raises for a mesh of several dimensions
-        layout = self.input_layouts
 
         def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             hidden = args[0] if args else kwargs.get("input")
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
             if isinstance(weight, Tensor) and not isinstance(weight, DTensor):
-                given = f"linear_weight {list(weight.shape)} is a plain tensor"
-                raise ValueError(f"{given}: this style needs the output layer in the plan, too, with ColwiseParallel()")
+                raise ValueError("linear_weight is plain: the plan needs the output layer, too, with ColwiseParallel()")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
-                hidden = DTensor.from_local(hidden, device_mesh, (layout,), run_check=False)
+                hidden = DTensor.from_local(hidden, device_mesh, (self.input_layouts,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})
             return args, kwargs
 

@@ -233,7 +233,7 @@ CHANGING = {
     "z_loss": (1e-3, 2e-3, 3e-3),
     "logit_scale": (0.5, 0.7, 0.9),
     "logit_softcap": (3.0, 4.0, 5.0),
-    "logits_budget": (2**70, 2**65, 2**64),
+    "logits_budget": (2**60, 2**62, 2**63 - 1),
     "ignore_index": (3, 5, 7),
 }
 """Options, and their values from call to call."""

@@ -129,12 +129,14 @@ def test_counted_tokens_of_dtensors_give_what_all_tokens_do(member):
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_every_mode_has_the_gradients_of_the_plain_call(kind, device):
     """In evaluation the function has no gradients; a second backward, a checkpoint, a compiled function, and values of
-    inference mode, which autograd could not save, have those of the plain call."""
+    inference mode, which autograd could not save, have those of the plain call. Autocast does not reach the function.
+    """
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
     t, grad_modes = part(t, Member(0, 1, torch.device(device), None)), []
 
     def loss(*given):
         grad_modes.append(torch.is_grad_enabled() and given[0].target_log_prob.requires_grad)
+        assert not torch.is_autocast_enabled(torch.device(device).type)
         return ppo(*given)
 
     def total(x, weight, target=t.target, *given):
@@ -157,6 +159,8 @@ def test_every_mode_has_the_gradients_of_the_plain_call(kind, device):
         with torch.no_grad():
             assert_near(total(*leaves), value, 1e-6)
         assert grad_modes.pop() is False
+        with torch.autocast(torch.device(device).type):
+            assert total(*leaves).isfinite()
 
 
 def test_a_whole_graph_has_no_place_for_it():

@@ -52,8 +52,8 @@ def int64_ids(name: str, ids: object) -> Tensor:
 
 
 def public(function: F) -> F:
-    """Decorates a public function, and :func:`parallel_lce.call.prepare.prepare` for callers that are none. Every
-    refusal goes through here, once: what the outermost function raises before its exchange
+    """Decorates a public function, and for callers that are none those of :mod:`parallel_lce.run.entry` and of compiled
+    graphs. Every refusal goes through here, once: what the outermost function raises before its exchange
     (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
     parameters = inspect.signature(function).parameters
 
@@ -159,10 +159,7 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
             where = f" of each of {layout.ranks} sequence-parallel ranks" if layout.sequence_parallel else ""
             expected = f"have shape {size} for input {list(input.shape)}{where}, got"
         batch_first = layout.sequence_parallel and len(leading) > 1
-        if batch_first and value.shape == (leading[0], leading[1] * layout.sp_size, *leading[2:]):
-            hint = ". If the second dimension is the sequence, pass sequence_dim=1"
-        else:
-            hint = ""
+        hint = ". If the second dimension is the sequence, pass sequence_dim=1" if batch_first else ""
         raise ValueError(f"{name} must {expected} {list(value.shape)}{hint}")
     _check_selected(tensors, tokens)
     _check_shard(options, weight, layout)
@@ -303,9 +300,6 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
     """Raise :class:`OutsideVocabulary` for the first target outside ``[0, vocab_size)`` that would give NaN. Waits for
     the device. ``mask``: the tokens that count."""
     if target is None or vocab_size is None or options.ignore_index is None or not options.outside_is_nan:
-        return
-    low, high = map(int, target.aminmax()) if target.numel() else (0, 0)
-    if 0 <= low and high < vocab_size:  # the usual case, at a third of the cost
         return
     outside = (target != options.ignore_index) & ((target < 0) | (target >= vocab_size))
     outside = outside if mask is None else outside & mask

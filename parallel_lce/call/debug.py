@@ -1,4 +1,5 @@
-"""Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
+"""Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` (anything but 0) on
+every rank.
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode a call begins
 with an exchange. Each rank sends the function that it runs and, by name, the values that must be equal on all ranks;
@@ -35,19 +36,9 @@ _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _SAME_HIDDEN = 0.05
 
 
-def asked_for() -> bool:
-    """Whether the environment asks for debug mode, if only in a malformed way, which :func:`enabled` refuses."""
-    return os.environ.get("PARALLEL_LCE_DEBUG", "") not in ("", "0")
-
-
 def enabled() -> bool:
     """Whether debug mode is on. Not while torch.compile traces: the operator of the graph makes the checks."""
-    if torch.compiler.is_compiling():
-        return False
-    value = os.environ.get("PARALLEL_LCE_DEBUG", "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"PARALLEL_LCE_DEBUG must be 0 or 1, got {value!r}")
-    return value == "1"
+    return not torch.compiler.is_compiling() and os.environ.get("PARALLEL_LCE_DEBUG", "") not in ("", "0")
 
 
 class _State(threading.local):
@@ -61,8 +52,6 @@ class _State(threading.local):
     group: dist.ProcessGroup | None = None
     # What the next exchange compares, too, by name.
     others: Mapping[str, object] = {}
-    # Whether the call that is to be prepared was compared before its tokens were compacted.
-    compared = False
 
 
 state = _State()
@@ -76,7 +65,7 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
     reason. Otherwise its message gets a note that the other ranks may wait."""
     if layout.ranks == 1:
         return
-    if asked_for():  # a malformed value may be this rank's, and refused
+    if enabled():
         _gathered(layout, {"refusal": str(refusal)})
     elif isinstance(refusal, (TypeError, ValueError)):
         refusal.args = (
@@ -125,19 +114,8 @@ def agree(
     return shards
 
 
-def check_together(
-    options: Options,
-    tensors: Tensors,
-    layout: Layout,
-    gradients: GradientTraits | None,
-    counted: tuple[int, Tensor] | None = None,
-) -> int | None:
-    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V. ``counted``: the number and the
-    mask of the counted tokens. Their call, which follows, is not compared again, and has None."""
-    if state.compared:
-        state.compared = False
-        return None
-    (count, mask), state.compared = counted or (None, None), counted is not None
+def check_together(options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> int:
+    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V."""
     hidden, weight = tensors.input, tensors.linear_weight
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
     shards: list[Part] = [(shard.start, shard.rows, fingerprint(weight[: shard.real_rows]))]
@@ -151,12 +129,9 @@ def check_together(
             "linear_bias given": tensors.linear_bias is not None,
             "gradients": gradients,
             "backend": backend_of(weight).NAME,
-            "counted_tokens": count,
         }
         # The numbers of each token take the place of an option's one.
         values |= tensors._replace(input=None, linear_weight=None, linear_bias=None).named()
-        if mask is not None:
-            values["mask"] = mask
         whole = None if layout.sequence_parallel else hidden
         shards = agree(layout, options.function, values, shards[0], whole)
     return _covered(shards, options.vocab_size)

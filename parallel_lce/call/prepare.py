@@ -20,7 +20,7 @@ from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, features_of, token_count
-from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size, public
+from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
@@ -52,7 +52,6 @@ _VARIABLES = VARIABLE, BUDGET_VARIABLE
 _LARGEST_CAP = {torch.bfloat16: 256.0, torch.float16: 10.0}
 
 
-@public
 def prepare(
     options: Options,
     tensors: Tensors,
@@ -119,7 +118,7 @@ def _signature(
 ) -> tuple | None:
     """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
     with an argument that is neither a plain tensor nor a number or string of Python's own types."""
-    if in_forward_mode() or debug.asked_for():
+    if in_forward_mode() or debug.enabled():
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))

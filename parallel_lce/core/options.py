@@ -173,14 +173,15 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "z_loss": ("a finite Python number >= 0", _number(lambda factor: factor >= 0)),
     "logit_scale": ("a finite Python number", is_number),
     "logit_softcap": ("None or a positive Python number", _number_or_none(lambda cap: cap >= _SMALLEST)),
-    "temperature": ("a number > 0, or one per token", _number(lambda t: t >= 1 / LARGEST)),
+    "temperature": ("a finite Python number > 0", _number(lambda t: t >= 1 / LARGEST)),
     "gradient_filter": ("None or a number between 0 and 1, such as 2**-13", _number_or_none(lambda eps: 0 < eps < 1)),
     "sequence_dim": ("0 or 1", lambda dim: is_count(dim) and dim in (0, 1)),
     # Together with the input's dtype: call.checks.
     "reduce_dtype": ("None, torch.float32 or the input's dtype", lambda dtype: dtype is None or dtype in FLOATS),
     "vocab_start": ("None or an id >= 0 and < 2^31", _count_or_none(0, LARGEST_VOCABULARY + 1)),
     "vocab_size": ("None or a number of entries >= 1 and < 2^31", _count_or_none(1, LARGEST_VOCABULARY + 1)),
-    "logits_budget": ("None or a number of bytes >= 0", _count_or_none(0)),
+    # 64 bits: a graph of torch.compile carries it.
+    "logits_budget": ("None or a number of bytes >= 0 and < 2^63", _count_or_none(0, 2**63)),
     "top_k": ("None or a number of entries >= 1", _count_or_none(1)),
     "sequence_parallel": _FLAG,
     "reduce_hidden_grad": _FLAG,

@@ -75,7 +75,7 @@ def divergence(
 
         teacher_hidden, teacher_weight, teacher_bias: ``[..., E]`` of the same tokens, split like the student's, and
             shards ``[V/P, E]`` and ``[V/P]`` of the same vocabulary entries. The dtype (but both are fp64 or neither)
-            and, with ``vocab_size``, the rows of padding may differ from the student's.
+            and, with ``vocab_size``, the rows of padding may differ from the student's; those of DTensors may not.
         beta: 0, 1, or a number between them at least 1e-6 from both.
         teacher_logit_scale, teacher_logit_softcap: None: the student's. ``math.inf``: no soft-cap.
         target: ids, used for ``ignore_index`` alone; None: no token is ignored. An ignored token has divergence 0 and
@@ -106,7 +106,7 @@ def divergence(
         teacher_tensors = [
             adapter.hidden("teacher_hidden", teacher_hidden),
             adapter.weight("teacher_weight", teacher_weight),
-            adapter.weight("teacher_bias", teacher_bias, teacher_weight),
+            adapter.weight("teacher_bias", teacher_bias),
         ]
         scale = adapter.per_token("teacher_logit_scale", scale)
         student, inputs = prepare(options, given, group, planned=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.call.call import Needs, Shapes, features_of, token_count
+from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import needs_of, prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
@@ -22,8 +23,6 @@ from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_wi
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.schedule import FIRST_ORDER, function_of
 
-# An operator's numbers have 64 bits.
-_LARGEST_BUDGET = 1 << 60
 # A call as an operator's arguments: its tensors that are not None; the options that may change from call to call
 # within one graph, floats that are neither None nor 0 in fp64 on the CPU, since torch.compile would make constants of
 # Python numbers, and counts that are not None; and all else as JSON.
@@ -35,8 +34,6 @@ _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Tensor], Tensor, list[int], str]:
     """A call as an operator's arguments."""
-    if options.logits_budget is not None:
-        options = options._replace(logits_budget=min(options.logits_budget, _LARGEST_BUDGET))
     values = {name: getattr(options, name) for name in Options._fields}
     zero = tensors.linear_weight.new_zeros((), dtype=torch.float64, device="cpu")
     floats = {name: zero + values[name] for name in FLOAT_OPTIONS if values[name]}
@@ -74,6 +71,7 @@ class _ForwardInGraph:
 
     saved_tensors: tuple[Tensor | None, ...] = ()
 
+    @public
     def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
         self.call, inputs = prepare(options, tensors, group, needs)
         self.function = function_of(self.call)

@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel_lce.backends.formulas import mean_loss
 from parallel_lce.call import debug
 from parallel_lce.call.call import LossFunction
+from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
@@ -21,6 +22,7 @@ from parallel_lce.run.schedule import function_of
 from parallel_lce.run.token_count import compacted
 
 
+@public
 def fused_loss(
     options: Options,
     tensors: Tensors,
@@ -57,6 +59,7 @@ def fused_loss(
     return compaction.spread(loss) if reduction == "none" else compaction.checked(loss)
 
 
+@public
 def fused_statistics(
     options: Options,
     tensors: Tensors,
@@ -78,6 +81,7 @@ def fused_statistics(
     return statistics.changed(lambda value: compaction.spread(value, 0 if value.is_floating_point() else -1))
 
 
+@public
 def fused_token_loss(
     options: Options,
     tensors: Tensors,

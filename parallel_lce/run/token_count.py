@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import check_target
+from parallel_lce.call.checks import check_kind, check_target
 from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, gradients_of, needs_of
 from parallel_lce.core.collectives import Layout, gather_hidden
 from parallel_lce.core.grad_buffers import MainGrad
@@ -202,9 +202,10 @@ def compacted(
         return options, _of_all(options, tensors, layout, mask), Compaction(mask)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
-        if debug.enabled():
+        if debug.enabled():  # before hidden states are gathered; the call on the counted tokens is compared again
+            debug.compare_later({"counted_tokens": count, "mask": mask})
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
-            vocab_size = debug.check_together(options, tensors, layout, gradients, (count, mask))
+            vocab_size = debug.check_together(options, tensors, layout, gradients)
         check_target(options, as_int64(tensors.target), vocab_size, mask)
     compaction = Compaction(mask, count)
     hidden = in_memory(tensors.input)
@@ -235,6 +236,7 @@ def _checked_mask(mask: Tensor | None, tokens: torch.Size, tensors: Tensors) -> 
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
+    check_kind("mask", mask)
     if mask.device != tensors.input.device:
         raise ValueError(f"mask is on {mask.device} and input is on {tensors.input.device}")
     if tensors.selected_offsets is not None:

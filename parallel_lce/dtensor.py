@@ -41,7 +41,7 @@ def adapted(
     for name in ("logit_scale", "temperature"):
         if isinstance(value := getattr(options, name), Tensor):  # one number per token
             options, tensors = options._replace(**{name: 1.0}), tensors._replace(**{name: value})
-    if is_count(options.sequence_dim) and options.sequence_dim == 0 and not has_dtensor(tensors):
+    if type(options.sequence_dim) is int and options.sequence_dim == 0 and not has_dtensor(tensors):
         return options, tensors, group, _CHANGES_NOTHING
     check_option("sequence_dim", options.sequence_dim)
     adapter = DTensorAdapter(options, tensors, group, reduction or options.reduction)

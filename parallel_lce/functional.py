@@ -125,7 +125,8 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
     )
     chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
-    mask = adapter.per_token("mask", mask)
+    if mask is not None:
+        mask = adapter.per_token("mask", mask)
     return adapter.loss(fused_loss(chosen, tensors, group, mask=mask, counted_tokens=counted_tokens))
 
 

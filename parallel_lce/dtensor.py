@@ -105,15 +105,16 @@ class DTensorAdapter:
                 f"{_placed('linear_weight', weight)}: it must be Shard(0), the vocabulary, on one mesh dimension and "
                 f"Replicate on all others. {_SHARDED_PARAMETER}"
             )
-        for name, given in (("process_group", self.group), ("vocab_start", self.options.vocab_start)):
-            if given is not None:
+        group = mesh.get_group(sharded[0]) if sharded else None
+        for name, given, own in (("process_group", self.group, group), ("vocab_start", self.options.vocab_start, None)):
+            if given not in (None, own):
                 raise ValueError(f"{name}={given!r}, and {_placed('linear_weight', weight)}: leave it out")
         entries, size = weight.shape[0], self.options.vocab_size
         if is_count(size) and size > entries:
             raise ValueError(f"vocab_size={size} exceeds the {entries} rows of linear_weight")
         if sharded:
             self._tp = tp = sharded[0]
-            self.group, ranks = mesh.get_group(tp), mesh.size(tp)
+            self.group, ranks = group, mesh.size(tp)
             if entries % ranks:
                 first = min(mesh.get_local_rank(tp) * -(-entries // ranks), entries)
                 self.options = self.options._replace(vocab_start=first, vocab_size=entries if size is None else size)

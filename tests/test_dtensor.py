@@ -131,6 +131,7 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
     split, plain, last = placed(x, ROWS), {x: whole[x], w: whole[w]}, slice(V - 1)
     second = plain | dict(process_group=pair, sequence_parallel=True, sequence_dim=1)
     in_context = placed(x, SECOND, SECOND, mesh=context) | placed(w, ROWS, WHOLE, mesh=context)
+    assert parallel_lce.linear_cross_entropy(**given, process_group=pair).isfinite()
     for changes, message in (
         (placed(w, SECOND), rf"linear_weight .*\(Shard\(dim=1\),\).*must be Shard\(0\).*{FSDP}"),
         (placed(w, ROWS, ROWS, mesh=square), rf"linear_weight .*\('dp', 'tp'\): it must be.*{FSDP}"),

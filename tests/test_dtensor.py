@@ -19,7 +19,7 @@ import parallel_lce
 from cases import normal
 from parallel_lce.distillation import divergence, top_k_divergence
 from releases import ROOT
-from tools import fields, on_ranks, upstream
+from tools import fields, on_ranks, shrunk, upstream
 from world import mesh_of
 
 WHOLE, ROWS, SECOND = Replicate(), Shard(0), Shard(1)
@@ -188,6 +188,11 @@ def test_other_functions_give_what_they_give_of_plain_tensors(member, split):
         asked = dict(entropy=True, argmax=True, top_k=2, selected=ids)
         found = fields(parallel_lce.token_statistics(*student, t["target"], linear_bias=bias, **asked))
         found["alone"] = parallel_lce.selected_log_probs(*student, ids, linear_bias=bias)
+        counted = dict(counted_tokens=int((whole["target"] != -100).sum()), logits_budget=0)
+        own = lambda each, scale: (scale * each.target_log_prob, {"metric": scale * each.lse.detach()})  # noqa: E731
+        with shrunk(300):
+            sum_, metrics = parallel_lce.token_loss(*student, t["target"], own, scale, linear_bias=bias, **counted)
+        found |= dict(own=sum_, **metrics)
         more = dict(target=t["target"], student_bias=bias, temperature=scale + 0.5)
         for reduction in ("none", "mean"):
             more |= dict(reduction=reduction)

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import parallel_lce
 from cases import Tensors, dense_statistics, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
 from tools import debug_mode, everywhere, on_ranks, shrunk, small
-from world import Member, mesh_of
+from world import Member
 
 N, V = 48, 120
 HIDDEN = {"save": 16, "recompute": 64, "accumulate": 16}
@@ -97,33 +96,6 @@ def test_loss_gradients_and_metrics_are_those_of_float64(case, backend, worlds, 
         for _, of_rank in found:
             assert of_rank[name].dtype == (truth.dtype if truth.dtype == torch.bool else torch.float32)
             assert_near(of_rank[name].double(), truth.double(), 1e-3)
-
-
-def laid(value: torch.Tensor) -> torch.Tensor:
-    return value.view(6, 8, *value.shape[1:])
-
-
-@on_ranks(2)
-def test_counted_tokens_of_dtensors_give_what_all_tokens_do(member):
-    t, *values = problem(device=member.device)
-    x, weight = t.x.clone().requires_grad_(), part(t, member).weight
-    flat = dict(entropy=True, process_group=member.group, logits_budget=0, logit_scale=0.5)
-    its, its_values = laid(t.x).chunk(2, 1)[member.rank].clone().requires_grad_(), [*map(laid, values)]
-    mesh = mesh_of(member.device.type, (2,), ("tp",))
-    placed = DTensor.from_local(its, mesh, [Shard(1)]), DTensor.from_local(weight, mesh, [Shard(0)]), laid(t.target)
-    its_values[0] = DTensor.from_local(its_values[0], mesh, [Replicate()])
-    of_counted = dict(process_group=None, counted_tokens=int((t.target != -100).sum()))
-    with shrunk(2000):
-        total, metrics = parallel_lce.token_loss(x, weight, t.target, ppo, *values, **flat)
-        dx, dweight = torch.autograd.grad(total, [x, weight])
-        again, its_metrics = parallel_lce.token_loss(*placed, ppo, *its_values, **flat | of_counted)
-        its_dx, its_dweight = torch.autograd.grad(again.to_local(), [its, weight])
-    assert_near(again.to_local(), total, 3e-6)  # fp32 sums of other blocks
-    assert_near(its_dx, laid(dx).chunk(2, 1)[member.rank], 1e-5)
-    assert_near(its_dweight, dweight, 1e-5)
-    for name, metric in metrics.items():
-        assert not metric.requires_grad and its_metrics[name].shape == (6, 8)
-        assert_near(its_metrics[name].to_local().double(), laid(metric).double(), 1e-5)
 
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)

@@ -56,11 +56,13 @@ def test_a_transform_reads_nothing():
 def test_a_wrong_number_is_refused_where_the_host_can_read_it(count, device):
     """On a GPU and in a compiled graph results are NaN."""
     t = small(device, N=N, ignored=True)
-    mask = t.target >= 0
+    mask, ids = t.target >= 0, t.target.clamp(min=0)
+    begun = parallel_lce.count_tokens(torch.arange(N, device=device) < count)
     calls = {
         "loss": lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count),
         "statistics": lambda: parallel_lce.token_statistics(t.x, t.weight, None, mask=mask, counted_tokens=count).lse,
         "own": lambda: parallel_lce.token_loss(t.x, t.weight, t.target, lambda s: s.lse, counted_tokens=count)[0],
+        "masked": lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, ids, mask=mask, counted_tokens=begun),
     }
     for name, call in calls.items():
         with debug_mode(), pytest.raises(ValueError, match=f"counted_tokens is {count}, and 32 tokens count"):

@@ -190,24 +190,24 @@ def compacted(
         count = counted_tokens.read()
     if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
         raise ValueError(f"counted_tokens must be an integer from 0 to {tokens.numel()}, got {shortened(count)}")
-    if mask is not None or options.kind == "statistics":
-        mask = _checked_mask(mask, tokens, tensors)
+    counts = _checked_mask(mask, tokens, tensors) if mask is not None or options.kind == "statistics" else None
     if options.kind == "loss":
         labelled = as_int64(tensors.target) != options.ignore_index
-        mask = labelled if mask is None else labelled & mask
-    # In debug mode the ranks compare their counts.
-    if begun and count == tokens.numel() and not debug.enabled():
-        return options, tensors, Compaction(mask)
+        # In debug mode the ranks compare their counts.
+        if counts is None and begun and count == tokens.numel() and not debug.enabled():
+            return options, tensors, Compaction(labelled)
+        counts = labelled if counts is None else labelled & counts
+    assert counts is not None  # of either kind
     if count is None:
-        return options, _of_all(options, tensors, layout, mask), Compaction(mask)
+        return options, _of_all(options, tensors, layout, counts), Compaction(counts)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
         if debug.enabled():  # before hidden states are gathered; the call on the counted tokens is compared again
-            debug.compare_later({"counted_tokens": count, "mask": mask})
+            debug.compare_later({"counted_tokens": count, "mask": counts})
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
             vocab_size = debug.check_together(options, tensors, layout, gradients)
-        check_target(options, as_int64(tensors.target), vocab_size, mask)
-    compaction = Compaction(mask, count)
+        check_target(options, as_int64(tensors.target), vocab_size, counts)
+    compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)

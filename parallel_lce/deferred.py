@@ -224,8 +224,9 @@ class DeferredLogits(Tensor):
     The loss takes their operands (:meth:`run`). Sizes need no logits. Products and quotients with numbers, tanh, casts,
     ``detach``, ``clone`` and views that keep the vocabulary last are recorded, and give deferred logits again. The
     first other use, by anybody, makes the real logits by the layer's own forward, in the grad and autocast mode of
-    the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
-    by then: by its version, by a step of an optimizer that holds the weight, or after an event of the door.
+    the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed by
+    then: by its version, by a step of an optimizer that holds the weight, by any step if that has a ``main_grad``, or
+    after an event of the door.
     """
 
     state: _State

@@ -67,7 +67,6 @@ class DTensorAdapter:
     def enter(self, tensors: Tensors) -> Tensors:
         """The tensors of the call. Raises ``ValueError`` as :func:`adapted`."""
         sequence_parallel, sequence_dim = self.options.sequence_parallel, self.options.sequence_dim
-        check_option("sequence_parallel", sequence_parallel)
         if is_dtensor(self._weight):
             if not is_dtensor(self._input):  # FSDP2 shards weights as tensor parallelism, over ranks with other tokens
                 raise ValueError(
@@ -173,11 +172,13 @@ class DTensorAdapter:
 
     def weight(self, name: str, value: Any) -> Any:
         """A weight ``[V, D]`` or a bias ``[V]`` as this rank's plain shard."""
-        if self.mesh is None or not is_dtensor(value):
+        if self.mesh is None or value is None:
             return value
-        if value.shape[:1] != self._weight.shape[:1]:
-            given, rows = list(value.shape), list(self._weight.shape)
-            raise ValueError(f"{name} {given} must have one entry per row of linear_weight {rows}")
+        if not is_dtensor(value):
+            raise ValueError(f"{_placed('linear_weight', self._weight)}, and {name} is not: pass DTensors for both")
+        rows = self._weight.shape
+        if value.shape[:1] != rows[:1]:
+            raise ValueError(f"{name} {[*value.shape]} must have one entry per row of linear_weight {[*rows]}")
         return self._local(name, value, list(self._weight.placements), self._weight_gradient)
 
     def per_token(self, name: str, value: Any, trailing: bool = False) -> Any:

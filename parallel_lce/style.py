@@ -25,8 +25,7 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: another module. In a call: another placement, a mesh of several dimensions, or a weight that no
-            style has sharded.
+        ValueError: another module. In a call: another placement, or a weight that no style has sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:

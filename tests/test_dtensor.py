@@ -146,7 +146,7 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
         (in_context, r"dimensions \('tp', 'cp'\): mesh dimension 0 must be the last"),
         (placed(x, ROWS, part=slice(3)) | {y: whole[y][:3]}, "last that splits its 3 tokens, into equal parts"),
         (placed(x, WHOLE, WHOLE, mesh=square), "input .*use one mesh"),
-        ({b: whole[b]}, rf"linear_bias must have shape \[{V // 2}\], one entry per row of .*, got \[{V}\]"),
+        ({b: whole[b]}, "linear_weight is a DTensor .*, and linear_bias is not: pass DTensors for both"),
         (placed(b, ROWS, part=last), rf"linear_bias \[{V - 1}\] must have one entry per row of .* \[{V}, 16\]"),
         (placed(y, SECOND, part=EARLY), r"target must have shape \[4, 8\] for input \[4, 8, 16\], got \[4, 7\]"),
         (plain | placed(y, WHOLE), r"target is a DTensor: pass target.to_local\(\)"),

@@ -84,8 +84,7 @@ def test_the_step_after_one_without_memory_is_right(name, backend, device):
 
 @on_ranks(2)
 def test_the_lines_of_the_page_recover_from_one_rank_without_memory(member):
-    """The other rank waits until the timeout, and raises. With a new group and a zeroed main_grad the next step is
-    right."""
+    """The other rank waits until the timeout, and raises. A new group and a zeroed main_grad mend the next step."""
     timeout, raised = timedelta(seconds=4), []
     t, group = (
         part(make(N, V, D), Member(member.rank, 2, torch.device("cpu"), None), True),

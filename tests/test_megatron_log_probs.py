@@ -14,7 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases, path_of
 from megatron_training import in_ddp, side_by_side, switched, tolerance_of
 from parallel_lce.deferred import Source
-from parallel_lce.megatron import TokenLogProbs, loss, patch, token_log_probs, token_loss
+from parallel_lce.megatron import TokenLogProbs, fuse, loss, patch, token_log_probs, token_loss
 from test_megatron_habits import CHANGES
 from tools import arguments_to, debug_mode, on_ranks
 from world import Member
@@ -138,12 +138,14 @@ def test_a_model_that_runs_within_a_scored_one_has_losses_and_logits(member):
     student, teacher = [build(member, Model(), switched(Model())) for _ in range(2)]
     data, found = batch(0, Model(), member.device), []
     given = data.tokens, data.positions, data.mask
-    calls = lambda: teacher(*given, labels=data.labels), lambda: teacher(*given).softmax(-1)
+    calls = lambda: teacher(*given).softmax(-1), lambda: teacher(*given, labels=data.labels)
     student.decoder.register_forward_pre_hook(lambda *_: found.extend(call() for call in calls))
     patch(skip_masked=True)  # one label is -100
     expected = token_log_probs(teacher, *given, data.labels, entropy=True)
     torch.testing.assert_close(token_log_probs(student, *given, data.labels, entropy=True), expected)
     torch.testing.assert_close(found, [call() for call in calls])
+    fuse(student, logits_budget=1 << 20)  # without skip_masked, which is the teacher's
+    assert (student(*given, labels=data.labels) > 0).all()
 
 
 @on_ranks(1)

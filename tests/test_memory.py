@@ -1,5 +1,4 @@
-"""Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
-budget."""
+"""Peak memory, by an allocation tracker: nothing of size N * V but what the budget allows. The budget's default."""
 
 import ctypes
 import gc

@@ -59,8 +59,7 @@ def assert_tiled(call: dict, blocks) -> None:
 
 
 def assert_within_budget(call: dict) -> None:
-    """All is saved if it fits, and else as much as fits; blocks are as few as the bytes of one demand, of 128s of rows
-    but the last."""
+    """All is saved if it fits, else as much as fits. Blocks are few for their bytes, of 128s of rows but the last."""
     found, gradients = plan(**call), call["gradients"]
     blocks, savable = list(found.blocks), call.get("savable", True)
     if gradients is None:

@@ -90,11 +90,12 @@ def test_a_mask_alone_gives_what_it_gives_with_the_number(member, of, sequence_p
     x = t.x.detach().masked_fill(~of_rank[:, None], torch.nan).requires_grad_()
     target, labels = t.target.masked_fill(~mask, 2 * V), t.target.masked_fill(~mask, -100)
     options, found = dict(process_group=member.group, sequence_parallel=sequence_parallel), []
+    ones = torch.ones(N, device=member.device).masked_fill(~mask, torch.nan)
     counts = mask if of == "statistics" else labels >= 0
     for count in (parallel_lce.count_tokens(counts), None):
         with counted_forwards(backend_of(t.weight)) as rows:
             if of == "statistics":
-                given = dict(mask=mask, counted_tokens=count, entropy=True)
+                given = dict(mask=mask, counted_tokens=count, entropy=True, temperature=ones, logit_scale=ones)
                 each = parallel_lce.token_statistics(x, t.weight, target, **given, **options)
                 value = torch.stack([each.lse, each.target_log_prob + each.entropy])
             else:

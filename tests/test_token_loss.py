@@ -101,8 +101,7 @@ def test_loss_gradients_and_metrics_are_those_of_float64(case, backend, worlds, 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_every_mode_has_the_gradients_of_the_plain_call(kind, device):
     """In evaluation the function has no gradients; a second backward, a checkpoint, a compiled function, and values of
-    inference mode, which autograd could not save, have those of the plain call. Autocast does not reach the function.
-    """
+    inference mode, which autograd could not save, have those of the plain call. Autocast is off in the function."""
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
     t, grad_modes = part(t, Member(0, 1, torch.device(device), None)), []
 

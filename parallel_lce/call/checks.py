@@ -301,6 +301,9 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
     the device. ``mask``: the tokens that count."""
     if target is None or vocab_size is None or options.ignore_index is None or not options.outside_is_nan:
         return
+    low, high = map(int, target.aminmax()) if target.numel() else (0, 0)
+    if 0 <= low and high < vocab_size:  # the usual case, at a quarter of the cost
+        return
     outside = (target != options.ignore_index) & ((target < 0) | (target >= vocab_size))
     outside = outside if mask is None else outside & mask
     if outside.any():

@@ -155,7 +155,7 @@ def _scored(
 def _scored_model(model: Any, labels: Tensor | None, temperature: float | Tensor) -> Any:
     """The language model in its wrappers. Debug mode learns its group."""
     inner = language_model(model)
-    if Fusion(inner).labels != "labels":
+    if (vars(inner).get(MARK) or Fusion(inner)).labels != "labels":
         kind = type(inner).__name__
         raise ValueError(f"model must be a Megatron GPTModel, MambaModel or HybridModel, got {kind}")
     debug.state.group = model_group(inner)

@@ -177,7 +177,8 @@ def run(
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
-        count = None if (of_call := counted.get()) is None else of_call.of(labels)
+        of_call = counted.get() if chosen.skip_masked else None
+        count = None if of_call is None else of_call.of(labels)
         arguments = Options("Megatron's output layer", **options), tensors, layer.tp_group
         return entry(*arguments, main_grad=main_grad, counted_tokens=count, **(named or {}))
 

@@ -199,6 +199,8 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     if not patched or fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
     if isinstance(mask, Tensor) and fusion.scoring is None:
+        if mask.numel() != labels.numel():
+            raise ValueError(f"loss_mask must have the labels' shape {[*labels.shape]}, got {[*mask.shape]}")
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
     counted.set(LabelCount(labels))
     names = fusion.parameters[: len(given)]

@@ -33,7 +33,7 @@ def fused_loss(
     main_grad: MainGrad | None = None,
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. With a ``mask``, bool of that shape, the other tokens are
-    ignored. Other arguments as in :func:`parallel_lce.call.prepare.prepare`."""
+    ignored. Other arguments as in :func:`parallel_lce.run.token_count.compacted`."""
     compaction = None
     if mask is not None or counted_tokens is not None:
         options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)

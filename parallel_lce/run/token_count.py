@@ -99,20 +99,21 @@ def _can_be_read(mask: Any) -> bool:
 
 
 class Compaction:
-    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count`` the
-    call keeps all tokens."""
+    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count``, and if
+    these are ``every`` token, the call keeps all."""
 
-    def __init__(self, mask: Tensor, count: int | None = None) -> None:
+    def __init__(self, mask: Tensor, count: int | None = None, every: bool = False) -> None:
         self._mask, self._kept, self._wrong = mask, None, None
         if count is None:
             return
         flat = mask.reshape(-1)
         total = flat.sum()
-        # [count], positions of the counted tokens; behind the last one 0
-        self._kept = torch.nonzero_static(flat, size=count, fill_value=0).view(-1)
         self._wrong = total != count
         if not torch.compiler.is_compiling():
             _check_count(count, total, self._wrong)
+        if not every:
+            # [count], positions of the counted tokens; behind the last one 0
+            self._kept = torch.nonzero_static(flat, size=count, fill_value=0).view(-1)
 
     def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
         """The rows ``[count, ...]`` that the call works on. ``tokens`` has ``dims`` dimensions more than the mask."""
@@ -126,7 +127,7 @@ class Compaction:
         shape = self._mask.shape
         if self._kept is None:
             ones = [1] * (values.dim() - len(shape))
-            return values.masked_fill(~self._mask.view((*shape, *ones)), others)
+            return self.checked(values.masked_fill(~self._mask.view((*shape, *ones)), others))
         trailing = values.shape[1:]
         whole = values.new_full((shape.numel(), *trailing), others).index_copy(0, self._kept, values)
         return self.checked(whole).view((*shape, *trailing))
@@ -185,7 +186,7 @@ def compacted(
     """
     tensors, count, begun = autocasted(tensors), counted_tokens, isinstance(counted_tokens, TokenCount)
     # A refusal may be sent to the other ranks, so hidden states are gathered only after all checks.
-    options, layout, tokens = check(options, tensors, group)
+    options, layout, tokens = check(options, tensors, group, main_grad)
     if begun:
         count = counted_tokens.read()
     if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
@@ -193,11 +194,11 @@ def compacted(
     counts = _checked_mask(mask, tokens, tensors) if mask is not None or options.kind == "statistics" else None
     if options.kind == "loss":
         labelled = as_int64(tensors.target) != options.ignore_index
-        # In debug mode the ranks compare their counts.
-        if counts is None and begun and count == tokens.numel() and not debug.enabled():
-            return options, tensors, Compaction(labelled)
         counts = labelled if counts is None else labelled & counts
     assert counts is not None  # of either kind
+    # In debug mode the ranks compare their counts.
+    if begun and count == tokens.numel() and not debug.enabled():
+        return options, tensors, Compaction(counts, count, every=True)
     if count is None:
         return options, _of_all(options, tensors, layout, counts), Compaction(counts)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
@@ -221,14 +222,15 @@ def compacted(
 
 
 def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor) -> Tensors:
-    """The tensors of a call on all tokens. Hidden states of tokens that do not count become 0, since a NaN in them,
-    times a gradient of 0, would be NaN in every row of dW; targets of tokens that do not count may be no ids."""
+    """The tensors of a call on all tokens. Hidden states of tokens that do not count become 0, and their scales and
+    temperatures 1, since a NaN, times a gradient of 0, would be NaN in every row of dW; their targets may be no ids."""
     debug.compare_later({"mask": mask})
     own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
-    target, ignored = tensors.target, NO_LABEL if options.kind == "statistics" else options.ignore_index
-    if target is not None:
-        target = as_int64(target).masked_fill(~mask, ignored)
-    return tensors._replace(input=tensors.input.masked_fill(~own.unsqueeze(-1), 0.0), target=target)
+    filled: dict[str, Any] = dict(logit_scale=1.0, temperature=1.0)
+    filled["target"] = NO_LABEL if options.kind == "statistics" else options.ignore_index
+    given = {name: as_int64(value) for name, value in tensors.named().items() if name in filled}
+    others = {name: value.masked_fill(~mask, filled[name]) for name, value in given.items()}
+    return tensors._replace(input=tensors.input.masked_fill(~own.unsqueeze(-1), 0.0), **others)
 
 
 def _checked_mask(mask: Tensor | None, tokens: torch.Size, tensors: Tensors) -> Tensor:

@@ -6,10 +6,13 @@ import triton
 import triton.language as tl
 
 from parallel_lce.distillation.torch_part import NEAR_RATIO, STUDENT_MEAN
+from parallel_lce.kernels.arithmetic import LN_2, fast_log2
 from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 
 _BLOCK, _NEAR_RATIO, _MEAN = tl.constexpr(4096), tl.constexpr(NEAR_RATIO), tl.constexpr(STUDENT_MEAN)
+# fast_log2 takes no smaller number.
+_LEAST_SHARE = 2.0**-126
 
 
 @triton.jit
@@ -31,8 +34,11 @@ def _log_of_sum(share, other, distance):
     e = tl.exp(-distance)
     series = distance * (1.0 - distance * (1.0 / 2.0 - distance * (1.0 / 6.0 - distance * (1.0 / 24.0))))
     missing = share * tl.where(distance < 0.0625, series, 1.0 - e)
-    total = other + share * e
-    return tl.log(total) + ((1.0 - total) - missing)  # what the sum lost by its rounding
+    # -log(1 - missing) / missing
+    ratio = 1.0 / 5.0 + missing * (1.0 / 6.0 + missing * (1.0 / 7.0))
+    ratio = 1.0 / 3.0 + missing * (1.0 / 4.0 + missing * ratio)
+    ratio = 1.0 + missing * (1.0 / 2.0 + missing * ratio)
+    return tl.where(missing < 0.125, -missing * ratio, LN_2 * fast_log2(other + share * e))
 
 
 @Relaunched
@@ -113,7 +119,6 @@ def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradien
     rows, entries = student.shape
     tensors = student, teacher, numbers, factor, logit_map, sums, gradient
     terms = dict(TEACHER=beta < 1, STUDENT=beta > 0)
+    shares = max(beta, _LEAST_SHARE), 1 - beta
     if rows:
-        lce_backward_divergence.launch(
-            (rows,), *tensors, entries, student.stride(0), beta, 1 - beta, **terms, num_warps=8
-        )
+        lce_backward_divergence.launch((rows,), *tensors, entries, student.stride(0), *shares, **terms, num_warps=8)

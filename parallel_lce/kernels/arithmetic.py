@@ -38,7 +38,7 @@ _EXPONENT = tl.constexpr(0x7F800000)
 INTERPRETED = tl.constexpr(interpreted())
 # Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
-LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 # ln(2) minus its fp32 number.
 _LN_2_LOW = tl.constexpr(-1.9046542121259336e-09)
 
@@ -90,7 +90,7 @@ def local_ids(target, row, rows, entries):
 
 
 @triton.jit
-def _log2(x):
+def fast_log2(x):
     """log2(x) with an error of 2^-22, absolute for x in [1/2, 2], else relative; on a GPU -inf for x < 2^-126. This is
     one instruction. Triton's ``log2`` is about twenty, but the interpreter has no other."""
     if INTERPRETED:
@@ -226,10 +226,10 @@ def of_saved(maximum, base, IS_FP16: tl.constexpr):
     ``z - base = unit log2(e) + shift``. In fp16 they are relative to the window's maximum."""
     if IS_FP16:
         shift = finite_base(maximum) - base
-        return exponential(shift), tl.full(shift.shape, _LN_2, tl.float32), shift
+        return exponential(shift), tl.full(shift.shape, LN_2, tl.float32), shift
     else:
         slope, reference = slope_and_reference(maximum)
-        unit = tl.where(slope == 1.0, 1.0, _LN_2)
+        unit = tl.where(slope == 1.0, 1.0, LN_2)
         shift = _fused(reference, unit, -base).to(tl.float32) + reference * tl.where(slope == 1.0, 0.0, _LN_2_LOW)
         return to_base(maximum, base), unit, shift
 
@@ -237,7 +237,7 @@ def of_saved(maximum, base, IS_FP16: tl.constexpr):
 @triton.jit
 def logit_above(e, unit, shift):
     """z - base of :func:`of_saved`; ``LOWEST_SHIFT`` where e underflowed."""
-    return tl.maximum(_log2(e) * unit + shift, LOWEST_SHIFT)
+    return tl.maximum(fast_log2(e) * unit + shift, LOWEST_SHIFT)
 
 
 @triton.jit

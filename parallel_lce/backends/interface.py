@@ -108,7 +108,7 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Selection entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
+    # Selected entries, relative to the shard, with memory for their logits. Those of other shards and blocks are not
     # written, or are -inf.
     selection: Selection | None = None
     # Exponentials are saved as codes of one byte: only for gradients of alpha and beta alone.
@@ -147,7 +147,7 @@ class BackwardTask(NamedTuple):
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # Selection entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
+    # Selected entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     selection: Selection | None = None
     # ``filter(piece, start, gradient, dx_factor)``: the products of a slice ``gradient``, the shard's entries from

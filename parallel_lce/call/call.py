@@ -54,8 +54,6 @@ class Call:
     # The fields up to ``dtype`` are shared by all calls of one signature, except ``layout`` and a ``logit_map`` of
     # tensors.
     options: Options
-    # Of the options.
-    kind: str
     backend: Backend
     shard: Shard
     columns: Columns
@@ -95,7 +93,7 @@ class Call:
     @property
     def wanted(self) -> Wanted:
         """What the backend makes of merged partials."""
-        if self.kind == "loss" and self.loss_function is None:
+        if self.options.kind == "loss" and self.loss_function is None:
             return Wanted("loss", self.options, self.target, self.token_weight)
         return Wanted("statistics", self.options, self.target, log_sum=bool(self.features))
 

@@ -167,7 +167,6 @@ def _planned(
         shard = replace(shard, digest=digest(options, tensors, shape))
     call = Call(
         options=options,
-        kind=options.kind,
         backend=backend,
         shard=shard,
         columns=replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1),

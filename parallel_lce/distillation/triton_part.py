@@ -11,8 +11,6 @@ from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.logit_map import caps_of, slope_at
 
 _BLOCK, _NEAR_RATIO, _MEAN = tl.constexpr(4096), tl.constexpr(NEAR_RATIO), tl.constexpr(STUDENT_MEAN)
-# fast_log2 takes no smaller number.
-_LEAST_SHARE = 2.0**-126
 
 
 @triton.jit
@@ -119,6 +117,7 @@ def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradien
     rows, entries = student.shape
     tensors = student, teacher, numbers, factor, logit_map, sums, gradient
     terms = dict(TEACHER=beta < 1, STUDENT=beta > 0)
-    shares = max(beta, _LEAST_SHARE), 1 - beta
     if rows:
-        lce_backward_divergence.launch((rows,), *tensors, entries, student.stride(0), *shares, **terms, num_warps=8)
+        lce_backward_divergence.launch(
+            (rows,), *tensors, entries, student.stride(0), beta, 1 - beta, **terms, num_warps=8
+        )

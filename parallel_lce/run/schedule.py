@@ -78,7 +78,7 @@ def forward(
         merged, found = partials.finish(backend, wanted, found)
         for feature, messages in zip(features, partials.extras.split(sizes, 1) if features else ()):
             feature.message = None
-            if call.kind == "statistics":
+            if call.options.kind == "statistics":
                 found = found | feature.outputs(call, merged, messages, found)
         return merged, gathered, saved, found
 
@@ -296,10 +296,10 @@ class Fused(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call):
         save = any(call.needs)
         # Most statistics get no upstream gradient: autograd need not make zeros for them.
-        ctx.set_materialize_grads(call.kind == "loss")
+        ctx.set_materialize_grads(call.options.kind == "loss")
         merged, gathered, saved, found = forward(call, hidden, weight, bias, save)
         # ``kept``: from what backward makes the coefficients.
-        if call.kind == "loss":
+        if call.options.kind == "loss":
             outputs, kept = results.loss_of(call, merged, found)
         else:
             outputs, kept = tuple([found.get(name) for name in NAMES]), (found["vocab_size"],)
@@ -321,7 +321,7 @@ class Fused(torch.autograd.Function):
         if call.main_grad is not None and not call.main_grad.in_backward(ctx.next_functions[1][0]):
             call = call.replaced(main_grad=None)
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
-        if call.kind == "loss":  # saved-tensor hooks may have changed the strides
+        if call.options.kind == "loss":  # saved-tensor hooks may have changed the strides
             values: list[Any] = [c if c is None else c.contiguous() for c in kept]
             coefficients = Coefficients(*values)._replace(factor=upstream[0])
         else:

@@ -4,7 +4,6 @@ import functools
 import gc
 import os
 import queue
-import socket
 import sys
 import tempfile
 import traceback
@@ -137,12 +136,11 @@ def launched(ranks: int, program, *arguments, timeout: float = TIMEOUT, device: 
     """What ``program(*arguments)`` prints on rank 0 of so many processes that find themselves started by torchrun.
     Raises ``AssertionError`` with what a rank prints that fails."""
     context = forkserver() if device == "cpu" else mp.get_context("spawn")  # see World
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # As torchrun's: a free port that a rank opened might be taken by then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, str(rank)) for rank in range(ranks)]
-        given = [(rank, ranks, port, files[rank], program, arguments) for rank in range(ranks)]
+        given = [(rank, ranks, store.port, files[rank], program, arguments) for rank in range(ranks)]
         processes = [context.Process(target=_launch, args=each, daemon=True) for each in given]
         for process in processes:
             process.start()
@@ -159,6 +157,7 @@ def launched(ranks: int, program, *arguments, timeout: float = TIMEOUT, device: 
 def _launch(rank: int, ranks: int, port: int, file: str, program, arguments: tuple) -> None:
     variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
     gc.freeze()
     with open(file, "w") as out, redirect_stdout(out), redirect_stderr(out):

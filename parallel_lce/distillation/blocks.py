@@ -34,8 +34,6 @@ from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.schedule import GradientSums, first_order_only
 
-# Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
-_FEWEST_TOKENS = 128
 # Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
 
@@ -98,8 +96,8 @@ def _pass(
     projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
     # The largest blocks whose logits and gradient fit in the budget.
     entries = shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
-    row_bytes = layout.sp_size * entries * (2 * dtype.itemsize + x.dtype.itemsize)
-    blocks = blocks_within(options.logits_budget or 0, len(x), row_bytes, -(-_FEWEST_TOKENS // layout.sp_size))
+    token_bytes = entries * (2 * dtype.itemsize + x.dtype.itemsize)
+    blocks = blocks_within(options.logits_budget or 0, len(x), token_bytes, layout.sp_size)
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
     # What this gradient is multiplied by, [N], and what its products are to be multiplied by; None: 1

@@ -18,9 +18,6 @@ from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view
 from parallel_lce.core.plan import Block, blocks_within
 
-# Tokens of a projection, whatever their logits take: as many as a product's tile has.
-_FEWEST_TOKENS = 128
-
 
 class TopK(Feature):
     @classmethod
@@ -47,7 +44,7 @@ class TopK(Feature):
         # Where the shard has fewer entries, -inf and NO_ENTRY.
         values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
         ids = torch.full((len(x), k), NO_ENTRY, device=x.device)
-        for some in blocks_within(0, len(x), entries * projection.dtype.itemsize, _FEWEST_TOKENS):
+        for some in blocks_within(0, len(x), entries * projection.dtype.itemsize):
             rows = slice(some.start, some.stop)
             logits, _ = block_logits(call.backend, projection.of_rows(rows), x[rows])
             values[rows, :found], ids[rows, :found] = largest(logits, here.expand(len(logits), -1), found)

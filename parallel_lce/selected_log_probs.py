@@ -101,29 +101,27 @@ class _LogProbs(torch.autograd.Function):
             local = selection._replace(ids=selection.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
             call.backend.selected_logits(call.projection(weight, bias), x, local)
             if layout.ranks > 1:
-                gather.local.zero_()  # of one token. Their sum is NaN if the ranks differ.
+                gather.local.zero_()  # of one token
                 gather.start(checksum_of(*selection[:3]))
             (merged, vocab_size), _ = gather.finish(call.backend)
-            logits = gather.extras.amax(0) if layout.ranks > 1 else gather.extra
+            # NaN if the ranks differ.
+            logits = gather.extras.amax(0) + merged[TARGET] if layout.ranks > 1 else gather.extra
             log_probs = call.backend.log_softmax_of_sets(logits, selection)
-            if layout.ranks > 1:
-                log_probs.add_(merged[TARGET])
-            if selection.invalid is not None:
-                log_probs.masked_fill_(selection.invalid, torch.nan)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, *call.tensors, log_probs, logits)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors, logits)
         return log_probs, vocab_size
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
-        hidden, weight, bias, *tensors, log_probs, logits = saved
-        call, _ = ctx.call.with_saved(tensors)
+        hidden, weight, bias, *tensors = saved
+        call, (logits,) = ctx.call.with_saved(tensors)
+        logits = logits.contiguous()
         backend, real, selection, flat = call.backend, call.shard.real_rows, call.selection, flattened(hidden)
         assert selection is not None
         with device_without_autocast(weight):
             owner, projection = selection.owner, call.projection(weight, bias)
-            gradient = backend.gradient_of_sets(log_probs.contiguous(), in_memory(upstream).contiguous(), selection)
+            gradient = backend.log_softmax_of_sets(logits, selection, in_memory(upstream).contiguous())
             gradient = call.logit_map.of_rows(owner).before(gradient, logits)
             local = selection._replace(ids=selection.ids - call.shard.start, gradient=gradient)
             sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)

@@ -26,7 +26,7 @@ from tools import shrunk
 NAMES = {
     name
     for file in (Path(__file__).parents[1] / "parallel_lce").rglob("*.py")
-    for name in re.findall(r"\blce_(?:forward|backward)_\w+", file.read_text())
+    for name in re.findall(r"\blce_\w+", file.read_text())
 }
 """Of every kernel."""
 

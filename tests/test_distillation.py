@@ -2,7 +2,6 @@
 what the fuzz, which has all configurations of two output layers, cannot draw."""
 
 import math
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from cases import DTYPES, make, normal
 from measures import assert_close, assert_no_worse, size, smallest_steps
 from parallel_lce.backends import torch_logits
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.distillation import blocks as schedule
 from parallel_lce.distillation import divergence, top_k_divergence
 from tools import chosen_backend, on_ranks, shrunk, upstream
 
@@ -22,15 +20,9 @@ N, V, D, E, K = 12, 80, 24, 16, 6
 EACH = torch.linspace(0.5, 2.0, N).double()
 
 
-@contextmanager
-def many_blocks():
-    with mock.patch.object(schedule, "_FEWEST_TOKENS", 1), shrunk(3000):
-        yield
-
-
 @pytest.fixture(autouse=True)
 def _many_blocks():
-    with many_blocks():
+    with shrunk(3000):
         yield
 
 
@@ -140,7 +132,7 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
     folded = lambda v: v.view(-1, 2, *v.shape[1:]) if torch.is_tensor(v) else v  # noqa: E731
     options = dict(beta=beta, reduction=reduction, vocab_start=rows.start, sequence_parallel=split)
     options |= dict(process_group=member.group if member.ranks > 1 else None)
-    with chosen_backend(backend), many_blocks():
+    with chosen_backend(backend), shrunk(3000):
         given = {n: folded(v) for n, v in (given | scaled).items()}
         value = loss(tail, (folded(leaves[0]), *leaves[1:]), given, **options)
         flat = value.view(-1) if reduction == "none" else value

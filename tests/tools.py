@@ -90,6 +90,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         if block_bytes is not None:
             patch.setattr(plan, "SMALLEST_BLOCK", block_bytes)
             patch.setattr(plan, "GATHERED_BYTES", block_bytes)
+            patch.setattr(plan, "FEWEST_TOKENS", 1)
             for name in ("torch", *["triton"] * backends._triton_installed()):
                 patch.setattr(backends.named(name), "FLOPS_PER_BYTE", 0)
             prepare.KNOWN.clear()

@@ -260,12 +260,9 @@ class Backend(Protocol):
     def selected_rows(self, selection: Selection, source: Tensor, out: Tensor) -> None:
         """Write ``out [R, D]``: of each row the sum of its entries' gradients times the rows ``ids`` of ``source``."""
 
-    def log_softmax_of_sets(self, logits: Tensor, selection: Selection) -> Tensor:
-        """Log-softmax ``[E]`` over each token's selected entries; -inf where a logit is -inf."""
-        ...
-
-    def gradient_of_sets(self, log_probs: Tensor, upstream: Tensor, selection: Selection) -> Tensor:
-        """The gradient ``[E]`` of the logits of :meth:`log_softmax_of_sets`."""
+    def log_softmax_of_sets(self, logits: Tensor, selection: Selection, upstream: Tensor | None = None) -> Tensor:
+        """Log-softmax ``[E]`` over each token's selected entries; -inf where a logit is -inf, NaN for entries without a
+        token. With the ``upstream [E]`` gradient of these: the gradient of the logits."""
         ...
 
     # --- logits that exist ---

@@ -33,7 +33,6 @@ from parallel_lce.backends.torch_logits import (
     add_selected,
     borrowed,
     even_slices,
-    gradient_of_sets,
     log_softmax_of_sets,
     logits,
     logits_gradient,

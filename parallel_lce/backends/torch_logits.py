@@ -199,16 +199,17 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     return gradient
 
 
-def log_softmax_of_sets(logits: Tensor, selection: Selection) -> Tensor:
+def log_softmax_of_sets(logits: Tensor, selection: Selection, upstream: Tensor | None = None) -> Tensor:
     owner, lengths, lowest = selection.owner, selection.end - selection.begin, torch.finfo(logits.dtype).min
     # Of a token without a finite logit this is a number, too. In fp64 1 - p suffices for a confident token.
     maxima = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True, initial=lowest)
     shifted = logits.double() - maxima[owner]
-    log_probs = shifted - selection.sums(shifted.exp()).log()[owner]
-    return log_probs.masked_fill_(logits == -torch.inf, -torch.inf).to(logits.dtype)  # also beside a NaN
-
-
-def gradient_of_sets(log_probs: Tensor, upstream: Tensor, selection: Selection) -> Tensor:
-    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
-    upstream = upstream.where(log_probs != -torch.inf, 0.0).double()
-    return (upstream - log_probs.double().exp() * selection.sums(upstream)[selection.owner]).to(log_probs.dtype)
+    result = shifted - selection.sums(shifted.exp()).log()[owner]
+    result.masked_fill_(logits == -torch.inf, -torch.inf)  # also beside a NaN
+    if upstream is not None:
+        # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
+        upstream = upstream.where(logits != -torch.inf, 0.0).double()
+        result = upstream - result.exp() * selection.sums(upstream)[owner]
+    if selection.invalid is not None:
+        result.masked_fill_(selection.invalid, torch.nan)
+    return result.to(logits.dtype)

@@ -28,7 +28,7 @@ from parallel_lce.kernels.epilogue import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
 from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, new_window_partials, stride_of
 from parallel_lce.kernels.results import Results, mean_loss, statistics_gradient, without_factor
-from parallel_lce.kernels.selected import gradient_of_sets, log_softmax_of_sets, selected_rows, target_logits
+from parallel_lce.kernels.selected import log_softmax_of_sets, selected_rows, target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 

@@ -187,11 +187,6 @@ class HiddenReduction:
         return self._total
 
 
-def gather_whole(whole: Tensor, own: Tensor, layout: Layout) -> None:
-    """All-gather ``whole [P, n]``, and wait for it. This rank has written its row ``own``."""
-    all_gather(whole.view(-1), own, group=layout.group, async_op=True).wait()
-
-
 @dataclass(frozen=True)
 class Shard:
     """Vocabulary rows ``[start, start + rows)`` of this rank."""

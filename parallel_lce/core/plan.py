@@ -20,6 +20,10 @@ from parallel_lce.core.private import constant_in_graphs
 SMALLEST_BLOCK = 64 << 20
 """Smallest working block, in bytes, whatever the budget. Kernels' tiles are not counted."""
 
+FEWEST_TOKENS = 128
+"""Smallest block whose logits are kept, whatever the budget: as many tokens as a product's tile has. Adding to an fp32
+dW costs the same for few tokens as for many."""
+
 GATHERED_BYTES = 256 << 20
 """Most bytes of hidden states in one gather of the forward, for a block that saves nothing."""
 
@@ -412,10 +416,11 @@ def balanced(rows: int, most: int) -> int:
     return max(1, rounded if rounded <= most else size)
 
 
-def blocks_within(budget: int, rows: int, row_bytes: int, fewest: int) -> tuple[Block, ...]:
-    """Blocks of ``rows`` tokens of each part, which save nothing: the largest that fit in the budget, or in
-    :data:`SMALLEST_BLOCK` if that is more; at least ``fewest`` rows."""
-    size = balanced(rows, max(max(budget, SMALLEST_BLOCK) // max(1, row_bytes), fewest))
+def blocks_within(budget: int, rows: int, token_bytes: int, sp_size: int = 1) -> tuple[Block, ...]:
+    """Blocks of ``rows`` tokens of each part, whose logits are kept: the largest that fit in the budget, or in
+    :data:`SMALLEST_BLOCK` if that is more, of at least :data:`FEWEST_TOKENS`."""
+    fitting = max(budget, SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
+    size = balanced(rows, max(fitting, -(-FEWEST_TOKENS // sp_size)))
     return tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
 
 

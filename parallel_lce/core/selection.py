@@ -32,14 +32,13 @@ class Selection(NamedTuple):
     def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Selection:
         """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, int64. With offsets that do not begin with 0, do
         not end with E, or decrease, no token has an entry."""
-        ids = ids.contiguous()
         if offsets is None:
-            count = ids.shape[-1]
-            begin = torch.arange(tokens, device=ids.device) * count
-            return cls(ids.view(-1), begin, begin + count, torch.Size((tokens, count)))
-        invalid = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
-        bounds = offsets.masked_fill(invalid, 0)
-        return cls(ids, bounds[:-1], bounds[1:], ids.shape, invalid)
+            shape, invalid = torch.Size((tokens, ids.shape[-1])), None
+            bounds = torch.arange(tokens + 1, device=ids.device) * ids.shape[-1]
+        else:
+            shape, invalid = ids.shape, (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
+            bounds = offsets.masked_fill(invalid, 0)
+        return cls(ids.reshape(-1).contiguous(), bounds[:-1], bounds[1:], shape, invalid)
 
     def of_rows(self, rows: slice) -> Selection:
         return self._replace(begin=self.begin[rows], end=self.end[rows])

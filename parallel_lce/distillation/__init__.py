@@ -22,7 +22,7 @@ from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import outside_graphs
-from parallel_lce.distillation.blocks import divergences, reduced
+from parallel_lce.distillation.blocks import Divergences, reduced
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import DTensorAdapter, adapted
 from parallel_lce.run.entry import fused_statistics
@@ -120,12 +120,12 @@ def divergence(
         tensors = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
         teacher, teacher_inputs = prepare(options, tensors, group, planned=False)
     factors = _factors(student.target, ignore_index, reduction, student.shape.numel(), inputs[0])
-    task = (student, teacher), inputs + teacher_inputs, float(beta)
     # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
-    if reduction == "none" or inputs[0].dtype == torch.float16:
-        losses = reduced(divergences(*task).view(student.shape), factors.view(student.shape), reduction)
-    else:
-        losses = divergences(*task, factors)
+    at_once = reduction != "none" and inputs[0].dtype != torch.float16
+    task = (student, teacher, float(beta)), factors if at_once else None
+    losses = Divergences.apply(*inputs, *teacher_inputs, *task)
+    if not at_once:
+        losses = reduced(losses.view(student.shape), factors.view(student.shape), reduction)
     return adapter.loss(losses)
 
 
@@ -252,10 +252,10 @@ def _check_pair(student: Call, inputs: Inputs, options: Options, hidden: Any, we
         expected = "the tokens and the device of student_hidden, and both or none must be float64"
         raise ValueError(f"teacher_hidden must have {expected}, got {given} and {of_student}")
     of_teacher = Shard.of(weight.shape[0], student.layout, options.vocab_start, options.vocab_size)
-    shards = student.shard, of_teacher
-    # An empty shard may have any start.
-    ranges = [(shard.start if shard.real_rows else 0, shard.real_rows) for shard in shards]
-    if ranges[0] != ranges[1]:
-        of_student, given = (f"has the vocabulary entries [{start}, {start + rows})" for start, rows in ranges)
-        shapes = list(weight.shape), list(inputs[1].shape)
-        raise ValueError(f"teacher_weight {shapes[0]} {given} and student_weight {shapes[1]} {of_student}")
+    # All empty shards have the same entries, none.
+    own, given = (range(shard.start, shard.start + shard.real_rows) for shard in (student.shard, of_teacher))
+    if own != given:
+        raise ValueError(
+            f"teacher_weight {list(weight.shape)} has the vocabulary entries [{given.start}, {given.stop}) and "
+            f"student_weight {list(inputs[1].shape)} has the vocabulary entries [{own.start}, {own.stop})"
+        )

@@ -27,38 +27,26 @@ from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import aligned_logits, block_logits
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
-from parallel_lce.core.collectives import PartialsGather, digest_of, gather_whole, hidden_of_blocks
-from parallel_lce.core.logit_map import Projection
+from parallel_lce.core.collectives import PartialsGather, all_gather, digest_of, hidden_of_blocks
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.schedule import GradientSums, first_order_only
 
-# Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
-_FEWEST_TOKENS = 128
 # Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
 
 
-def divergences(calls: tuple[Call, Call], inputs: tuple, beta: float, factor: Tensor | None = None) -> Tensor:
-    """Divergences ``[N]`` of student and teacher, with three ``inputs`` each, differentiable by the student's. With
-    ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in this call."""
-    student, sp_size = calls[0], calls[0].layout.sp_size
-    options = student.options
-    # The largest blocks whose logits and gradient fit in the budget.
-    entries = shared_shard_rows(student.shard.rows, student.layout.ranks, options.vocab_start, options.vocab_size)
-    row_bytes = sp_size * entries * (2 * student.dtype.itemsize + inputs[0].dtype.itemsize)
-    rows, fewest = student.shape.numel() // sp_size, -(-_FEWEST_TOKENS // sp_size)
-    blocks = blocks_within(options.logits_budget or 0, rows, row_bytes, fewest)
-    return _Divergences.apply(*inputs, (*calls, beta, blocks), factor)
+class Divergences(torch.autograd.Function):
+    """Divergences ``[N]`` from hidden states, weight and bias of the student and of the teacher, differentiable by the
+    student's. With ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in
+    forward. A task: the calls of both, and beta."""
 
-
-class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         *inputs, ctx.task, factor = given
-        student, teacher, *_ = ctx.task
+        student, teacher, _ = ctx.task
         gradients, numbers = _pass(ctx.task, inputs, student.needs, factor)
         ctx.gradients = None if factor is None else gradients
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
@@ -69,19 +57,20 @@ class _Divergences(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
-        student, teacher, *settings = ctx.task
+        student, teacher, beta = ctx.task
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
-        upstream, scaled = in_memory(upstream), student.backend.scaled
-        if gradients is not None:
+        upstream = in_memory(upstream)
+        if gradients is None:
+            student, tensors = student.with_saved(tensors)
+            teacher, _ = teacher.with_saved(tensors)
+            needs, factor = Needs(*ctx.needs_input_grad[:3]), upstream if factor is None else factor * upstream
+            gradients, _ = _pass((student, teacher, beta), inputs, needs, factor, numbers)
+        else:
             with device_without_autocast(inputs[1]):
+                scaled = student.backend.scaled
                 gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
-            return *gradients, *[None] * 5
-        student, tensors = student.with_saved(tensors)
-        teacher, _ = teacher.with_saved(tensors)
-        times = upstream if factor is None else torch.where(factor == 0, 0.0, factor * upstream)
-        needs = Needs(*ctx.needs_input_grad[:3])
-        return *_pass((student, teacher, *settings), inputs, needs, times, numbers)[0], *[None] * 5
+        return *gradients, *[None] * 5
 
 
 def reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
@@ -91,23 +80,38 @@ def reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
 
 
 def _pass(
-    task: tuple, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, known: Tensor | None = None
+    task: tuple[Call, Call, float],
+    inputs: Sequence[Any],
+    needs: Needs,
+    factor: Tensor | None,
+    known: Tensor | None = None,
 ) -> tuple[Gradients, Tensor]:
-    """One pass over the blocks of a ``task``: student, teacher, beta and blocks. Returns the gradients of the sum of
-    factor times divergence, None each without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known``
-    from an earlier pass. In the first pass dW and dbias stay in the statistics' dtype: they will be scaled."""
-    student, teacher, beta, blocks = task
-    layout, dtype = student.layout, student.dtype
+    """One pass over the blocks of a ``task``. Returns the gradients of the sum of factor times divergence, None each
+    without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known`` from an earlier pass. In the first
+    pass dW and dbias stay in the statistics' dtype: they will be scaled."""
+    student, teacher, beta = task
+    layout, dtype, shard, options = student.layout, student.dtype, student.shard, student.options
     # Saved-tensor hooks may have changed strides.
     x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
     projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
+    # The largest blocks whose logits and gradient fit in the budget.
+    entries = shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
+    token_bytes = entries * (2 * dtype.itemsize + x.dtype.itemsize)
+    blocks = blocks_within(options.logits_budget or 0, len(x), token_bytes, layout.sp_size)
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
+    # What this gradient is multiplied by, [N], and what its products are to be multiplied by; None: 1
     times = fp16_unscale = None
     if factor is None:
         needs = Needs(False, False, False)
     elif any(needs):
-        times, fp16_unscale = _gradient_factors(factor, beta, projection, gradient_dtype)
+        times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
+        # An ignored token has no gradient, whatever its scale is.
+        times.masked_fill_(factor == 0, 0.0)
+        if gradient_dtype == torch.float16 and len(times):
+            # A mean's gradients, 1 / N each, would underflow.
+            fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
+            times, fp16_unscale = times * fp16_scale, 1 / fp16_scale
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
@@ -127,7 +131,8 @@ def _pass(
                 # The gradient of KL(teacher || student) needs no sum: one pass computes both.
                 work(of_ranks[layout.rank], gradient if beta == 0 else None)
                 if layout.ranks > 1:
-                    gather_whole(of_ranks.view(layout.ranks, -1), of_ranks[layout.rank].view(-1), layout)
+                    sent = of_ranks[layout.rank].view(-1)
+                    all_gather(of_ranks.view(-1), sent, group=layout.group, async_op=True).wait()
                 own[DIVERGENCE:] = of_ranks.sum(0)
                 layout.put(numbers, block, own)
             if gradient is not None and (known is not None or beta > 0):
@@ -137,21 +142,6 @@ def _pass(
                 _add(sums, block, x, gradient, fp16_unscale)
             del gradient
         return sums.deliver(inputs[0].shape), numbers
-
-
-def _gradient_factors(
-    factor: Tensor, beta: float, projection: Projection, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """The factors ``[N]`` of the gradient of the student's output, which is stored in this ``dtype``; and what its
-    products must be multiplied by, 0-dimensional, or None for 1."""
-    times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
-    # An ignored token has no gradient, whatever its scale is.
-    times.masked_fill_(factor == 0, 0.0)
-    if dtype != torch.float16 or len(times) == 0:
-        return times, None
-    # A mean's gradients, 1 / N each, would underflow.
-    fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
-    return times * fp16_scale, 1 / fp16_scale
 
 
 def _add(sums: GradientSums, block: Block, x: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
@@ -165,12 +155,10 @@ def _add(sums: GradientSums, block: Block, x: Tensor, gradient: Tensor, factor: 
     if sums.dweight is not None:
         total, empty = sums.dweight.open(0, real, whole=True)
         accumulate(total, gradient.t(), x, overwrite=empty, factor=factor)
-        sums.dweight.close(0, real, total)
     if sums.dbias is not None:
         total, empty = sums.dbias.open(0, real, whole=True)
         summed = gradient.sum(0, dtype=projection.dtype)
         put(total, summed if factor is None else summed.mul_(factor), empty)
-        sums.dbias.close(0, real, total)
 
 
 def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) -> Tensor:

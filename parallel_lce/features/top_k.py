@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, ForwardTask, block_logits
+from parallel_lce.backends.interface import ForwardTask, block_logits
 from parallel_lce.call.call import Feature, Shapes
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, NO_ENTRY, Merged, integer_view
 from parallel_lce.core.plan import Block, blocks_within
-
-# Tokens of a projection, whatever their logits take: as many as a product's tile has.
-_FEWEST_TOKENS = 128
 
 
 class TopK(Feature):
@@ -41,11 +38,20 @@ class TopK(Feature):
         return 2 * call.shape.numel() * call.options.top_k
 
     def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
+        k, projection, x = call.options.top_k, task.projection, task.x
+        entries = projection.real_rows
+        here, found = torch.arange(entries, device=x.device) + projection.start, min(k, entries)
+        # Where the shard has fewer entries, -inf and NO_ENTRY.
+        values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
+        ids = torch.full((len(x), k), NO_ENTRY, device=x.device)
+        for some in blocks_within(0, len(x), entries * projection.dtype.itemsize):
+            rows = slice(some.start, some.stop)
+            logits, _ = block_logits(call.backend, projection.of_rows(rows), x[rows])
+            values[rows, :found], ids[rows, :found] = largest(logits, here.expand(len(logits), -1), found)
         # [2, N, K]: logits and ids
-        logits, ids = self.message.view(2, -1, call.options.top_k)
-        values, of_values = largest_of_block(task, call.options.top_k, call.backend)
-        call.layout.put(logits.t(), block, values.t())
-        call.layout.put(integer_view(ids).t(), block, of_values.t())
+        message = self.message.view(2, -1, k)
+        call.layout.put(message[0].t(), block, values.t())
+        call.layout.put(integer_view(message[1]).t(), block, ids.t())
         return task
 
     def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -58,21 +64,6 @@ class TopK(Feature):
             "top_logits": values.masked_fill(nowhere, torch.nan),
             "top_ids": ids.masked_fill(nowhere | (ids == NO_ENTRY), -1),
         }
-
-
-def largest_of_block(task: ForwardTask, k: int, backend: Backend) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest logits ``[R, k]`` of each token in the shard, and their ids in the whole vocabulary, int64: the
-    largest first, and the lowest id first among equals. Where the shard has fewer entries, -inf and ``NO_ENTRY``."""
-    projection, x = task.projection, task.x
-    values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
-    ids = torch.full((len(x), k), NO_ENTRY, device=x.device)
-    entries = projection.real_rows
-    here, found = torch.arange(entries, device=x.device) + projection.start, min(k, entries)
-    for some in blocks_within(0, len(x), entries * projection.dtype.itemsize, _FEWEST_TOKENS):
-        rows = slice(some.start, some.stop)
-        logits, _ = block_logits(backend, projection.of_rows(rows), x[rows])
-        values[rows, :found], ids[rows, :found] = largest(logits, here.expand(len(logits), -1), found)
-    return values, ids
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

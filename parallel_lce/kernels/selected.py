@@ -165,39 +165,30 @@ def _load(values, e, stop):
 
 @Relaunched
 @triton.jit
-def lce_forward_log_softmax_of_sets(logits, begin, end, log_probs):
+def lce_log_softmax_of_sets(logits, upstream, begin, end, out):
     token = tl.program_id(0)
     start, stop = tl.load(begin + token), tl.load(end + token)
     maximum = tl.full((), -float("inf"), tl.float64)
     for first in range(start, stop, _STEP):
         maximum = tl.maximum(maximum, tl.max(_load(logits, first + tl.arange(0, _STEP), stop), 0))
     base = finite_base(maximum)
+    sum_exp = tl.zeros((), tl.float64)
     total = tl.zeros((), tl.float64)
-    for first in range(start, stop, _STEP):
-        total += tl.sum(tl.exp(_load(logits, first + tl.arange(0, _STEP), stop) - base), 0)
-    log_sum = tl.log(total)
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
         z = _load(logits, e, stop)
-        tl.store(log_probs + e, tl.where(z == -float("inf"), z, z - base - log_sum).to(tl.float32), mask=e < stop)
-
-
-@Relaunched
-@triton.jit
-def lce_backward_log_softmax_of_sets(log_probs, upstream, begin, end, gradient):
-    token = tl.program_id(0)
-    start, stop = tl.load(begin + token), tl.load(end + token)
-    total = tl.zeros((), tl.float64)
-    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
+        sum_exp += tl.sum(tl.exp(z - base), 0)
+        if upstream is not None:
+            total += tl.sum(tl.load(upstream + e, mask=z != -float("inf"), other=0.0).to(tl.float64), 0)
+    log_sum = tl.log(sum_exp)
     for first in range(start, stop, _STEP):
         e = first + tl.arange(0, _STEP)
-        log_p = _load(log_probs, e, stop)
-        total += tl.sum(tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0).to(tl.float64), 0)
-    for first in range(start, stop, _STEP):
-        e = first + tl.arange(0, _STEP)
-        log_p = _load(log_probs, e, stop)
-        u = tl.load(upstream + e, mask=log_p != -float("inf"), other=0.0)
-        tl.store(gradient + e, (u - tl.exp(log_p) * total).to(tl.float32), mask=e < stop)
+        z = _load(logits, e, stop)
+        result = tl.where(z == -float("inf"), z, z - base - log_sum)
+        if upstream is not None:
+            # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
+            result = tl.load(upstream + e, mask=z != -float("inf"), other=0.0) - tl.exp(result) * total
+        tl.store(out + e, result.to(tl.float32), mask=e < stop)
 
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
@@ -248,19 +239,15 @@ def selected_rows(selection: Selection, source: torch.Tensor, out: torch.Tensor)
         )
 
 
-def log_softmax_of_sets(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
-    log_probs, (_, begin, end, *_) = torch.empty_like(logits), selection
-    if len(begin):
-        lce_forward_log_softmax_of_sets.launch((len(begin),), logits, begin, end, log_probs, num_warps=1)
-    return log_probs
-
-
-def gradient_of_sets(log_probs: torch.Tensor, upstream: torch.Tensor, selection: Selection) -> torch.Tensor:
+def log_softmax_of_sets(
+    logits: torch.Tensor, selection: Selection, upstream: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As :meth:`parallel_lce.backends.interface.Backend.log_softmax_of_sets`."""
     _, begin, end, *_ = selection
-    gradient = torch.full_like(log_probs, torch.nan)  # for entries without a token
+    out = torch.full_like(logits, torch.nan)
     if len(begin):
-        lce_backward_log_softmax_of_sets.launch((len(begin),), log_probs, upstream, begin, end, gradient, num_warps=1)
-    return gradient
+        lce_log_softmax_of_sets.launch((len(begin),), logits, upstream, begin, end, out, num_warps=1)
+    return out
 
 
 @Relaunched

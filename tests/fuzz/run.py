@@ -16,7 +16,6 @@ from fuzz.draw import LAID, Configuration
 from fuzz.values import Whole, laid, make, real_rows
 from parallel_lce.call import prepare
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.distillation import blocks as divergences
 from parallel_lce.distillation import divergence
 from tools import chosen_backend, debug_mode, shrunk, unchecked
 from world import Member
@@ -34,8 +33,6 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
     with ExitStack() as stack:
         stack.enter_context(chosen_backend(backend))
         stack.enter_context(shrunk(c.block_bytes, c.tile))
-        if c.block_bytes is not None:
-            stack.enter_context(mock.patch.object(divergences, "_FEWEST_TOKENS", 1))
         if backend == "triton":
             from benchmarks.tune import forced
             from parallel_lce.features.filter import gradient

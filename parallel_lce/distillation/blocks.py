@@ -28,6 +28,7 @@ from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import aligned_logits, block_logits
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, all_gather, digest_of, hidden_of_blocks
+from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
@@ -100,18 +101,11 @@ def _pass(
     blocks = blocks_within(options.logits_budget or 0, len(x), token_bytes, layout.sp_size)
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
-    # What this gradient is multiplied by, [N], and what its products are to be multiplied by; None: 1
     times = fp16_unscale = None
     if factor is None:
         needs = Needs(False, False, False)
     elif any(needs):
-        times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
-        # An ignored token has no gradient, whatever its scale is.
-        times.masked_fill_(factor == 0, 0.0)
-        if gradient_dtype == torch.float16 and len(times):
-            # A mean's gradients, 1 / N each, would underflow.
-            fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
-            times, fp16_unscale = times * fp16_scale, 1 / fp16_scale
+        times, fp16_unscale = _gradient_factors(factor, beta, projection, gradient_dtype)
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
@@ -142,6 +136,21 @@ def _pass(
                 _add(sums, block, x, gradient, fp16_unscale)
             del gradient
         return sums.deliver(inputs[0].shape), numbers
+
+
+def _gradient_factors(
+    factor: Tensor, beta: float, projection: Projection, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The factors ``[N]`` of the gradient of the student's output, which is stored in this ``dtype``; and what its
+    products must be multiplied by, 0-dimensional, or None for 1."""
+    times = projection.logit_map.scaled(factor * (1 - beta if 0 < beta < 1 else 1))
+    # An ignored token has no gradient, whatever its scale is.
+    times.masked_fill_(factor == 0, 0.0)
+    if dtype != torch.float16 or len(times) == 0:
+        return times, None
+    # A mean's gradients, 1 / N each, would underflow.
+    fp16_scale = fp16_scale_near(times.abs().nan_to_num(0.0, 0.0).amax() * _LARGEST_LOG_RATIO)
+    return times * fp16_scale, 1 / fp16_scale
 
 
 def _add(sums: GradientSums, block: Block, x: Tensor, gradient: Tensor, factor: Tensor | None) -> None:

@@ -88,29 +88,22 @@ def is_megatrons(function: Any) -> bool:
 
 
 @functools.cache
-def _places() -> list[tuple[str, dict, str]]:
-    """Of each function in ``MEGATRON`` its place, the attributes that hold it, and its name there."""
+def _places() -> list[tuple[Any, str]]:
+    """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
     found = []
     for place, names in MEGATRON.items():
         module, _, kind = place.partition(":")
-        owner: Any = importlib.import_module(module)
-        owner = getattr(owner, kind) if kind else owner
-        found += [(f"{kind or module}.{name}", vars(owner), name) for name in names.split()]
+        owner = importlib.import_module(module)
+        found += [(getattr(owner, kind) if kind else owner, name) for name in names.split()]
     return found
-
-
-_known: dict[str, Any] = {}  # by place, the functions that were found to be Megatron's
 
 
 def _replaced() -> str | None:
     """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
     The fused loss stands for Megatron's own alone. A program may replace one later: each call looks."""
-    for place, attributes, name in _places():
-        function = attributes.get(name)
-        if function is not _known.get(place):
-            if not is_megatrons(function):
-                return f"{place} is not Megatron's own; leave Megatron's in place"
-            _known[place] = function
+    for owner, name in _places():
+        if name in vars(owner) and not is_megatrons(vars(owner)[name]):
+            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
     return None
 
 

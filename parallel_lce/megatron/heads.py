@@ -14,7 +14,7 @@ from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.heads import Derived, fused_class, is_unit
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
-from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion
+from parallel_lce.megatron.settings import MARK, Fusion
 from parallel_lce.neighbours import MEGATRON
 
 
@@ -109,8 +109,6 @@ def _replaced() -> str | None:
 
 def fuse_head(layer: Any, fusion: Fusion) -> str | None:
     """Give the output layer a class that returns deferred logits. Returns why not, None if it has one."""
-    if layer is None:
-        return NO_HEAD
     if not isinstance(layer, layers.ColumnParallelLinear):
         kind = type(layer).__name__
         return f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"

@@ -110,7 +110,7 @@ def token_loss(
 
     def of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
         named = dict(loss=loss, values=tuple(map(swapped, values)))
-        total, metrics = run(logits, labels, fused_token_loss, temperature, named, ignore_index=NO_LABEL, **options)
+        total, metrics = run(logits, labels, fused_token_loss, named, temperature, ignore_index=NO_LABEL, **options)
         names.extend(metrics)
         return total, *map(swapped, metrics.values())
 

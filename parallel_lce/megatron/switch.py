@@ -91,7 +91,7 @@ def _chunks(model: Any) -> list[Any]:
 def why_not_fused(model: Any) -> str | None:
     head, fusion = getattr(model, "output_layer", None), vars(model).get(MARK)
     if head is None:
-        return settings.NO_HEAD
+        return "this pipeline stage has no output layer"
     if fusion is None:
         return "it was built before patch(), and not given to fuse(); call fuse(model)"
     if fusion.reason is None and vars(head).get(MARK) is not fusion:
@@ -119,7 +119,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     if _begin_call not in hooks(model, "forward_pre"):
         model.register_forward_pre_hook(_begin_call, with_kwargs=True)
     vars(model)[MARK] = fusion
-    return fusion.reason
+    return why_not_fused(model)
 
 
 def language_model(model: Any) -> Any:

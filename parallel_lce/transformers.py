@@ -23,9 +23,9 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_loss
-from parallel_lce.heads import Derived, fused_class, is_unit, unfuse, why_no_product
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.patching import is_own, warn
+from parallel_lce.neighbours import is_unit
+from parallel_lce.patching import Derived, fused_class, is_own, unfuse, warn, why_no_product
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import LabelCount
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
-from parallel_lce.heads import Derived, fused_class, is_unit
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
 from parallel_lce.megatron.settings import MARK, Fusion
-from parallel_lce.neighbours import MEGATRON
+from parallel_lce.neighbours import MEGATRON, is_unit
+from parallel_lce.patching import Derived, fused_class
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
@@ -15,7 +15,10 @@ from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
 from parallel_lce.megatron.settings import MARK, Fusion
 from parallel_lce.neighbours import MEGATRON, is_unit
-from parallel_lce.patching import Derived, fused_class
+from parallel_lce.patching import Derived
+
+_PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
+"""Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -87,31 +90,10 @@ def is_megatrons(function: Any) -> bool:
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
 
 
-@functools.cache
-def _places() -> list[tuple[Any, str]]:
-    """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
-    found = []
-    for place, names in MEGATRON.items():
-        module, _, kind = place.partition(":")
-        owner = importlib.import_module(module)
-        found += [(getattr(owner, kind) if kind else owner, name) for name in names.split()]
-    return found
-
-
 def _replaced() -> str | None:
     """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
     The fused loss stands for Megatron's own alone. A program may replace one later: each call looks."""
-    for owner, name in _places():
+    for owner, name in _PLACES:
         if name in vars(owner) and not is_megatrons(vars(owner)[name]):
             return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
-    return None
-
-
-def fuse_head(layer: Any, fusion: Fusion) -> str | None:
-    """Give the output layer a class that returns deferred logits. Returns why not, None if it has one."""
-    if not isinstance(layer, layers.ColumnParallelLinear):
-        kind = type(layer).__name__
-        return f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"
-    layer.__class__ = fused_class(type(layer), ColumnParallelLinear)
-    vars(layer)[MARK] = fusion
     return None

@@ -61,10 +61,11 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 
 
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
-    """Why a call of an output layer must make real logits. ``used``: its ``own`` weight, or the one passed to it, which
-    may be a detached view of that."""
-    if (reason := _replaced()) is not None:
-        return reason
+    """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
+    ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
+    for owner, name in _PLACES:  # at each call, since a program may replace one later
+        if name in vars(owner) and not is_megatrons(vars(owner)[name]):
+            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
     if not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:
@@ -88,12 +89,3 @@ def is_megatrons(function: Any) -> bool:
     while getattr(getattr(function, "__code__", None), "co_name", None) in ("decorate_fwd", "decorate_bwd"):
         function = function.__wrapped__  # of torch.amp, around its autograd.Functions
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
-
-
-def _replaced() -> str | None:
-    """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
-    The fused loss stands for Megatron's own alone. A program may replace one later: each call looks."""
-    for owner, name in _PLACES:
-        if name in vars(owner) and not is_megatrons(vars(owner)[name]):
-            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
-    return None

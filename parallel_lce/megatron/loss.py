@@ -82,11 +82,9 @@ def with_fused_loss(own: Any) -> Any:
                 found = scores.of(logits, labels) if scores else (_fused(self, fusion, logits, labels),)
                 logits.source.close_after(*found)
                 return found if scores else found[0]
-            if scores:
-                fusion.say(self.training, reason)  # refuses the call
-            if changes := chosen.changes():
+            if not scores and (changes := chosen.changes()):
                 raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
-            if deferred or not fusion.said:  # else the output layer has said why
+            if scores or deferred or not fusion.said:  # else the output layer has said why
                 fusion.say(self.training, reason)
         if deferred:
             logits = logits.real(THE_LOSS)

@@ -317,12 +317,9 @@ def patch(
 
 def unpatch(model: _Model) -> _Model:
     """Undoes :func:`patch`, if it was called."""
-    owner: Any = _owner(model)
-    for layer in owner.modules():
-        if isinstance(layer, Linear) and vars(layer).pop(_DOOR, None) is not None:
-            unfuse(layer)
-    vars(owner).pop(_DOOR, None)
-    unfuse(owner)
+    for module in _owner(model).modules():
+        if vars(module).pop(_DOOR, None) is not None:
+            unfuse(module)
     return model
 
 

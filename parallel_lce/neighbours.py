@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from parallel_lce.core.private import constant_in_graphs
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from parallel_lce.core.private import constant_in_graphs, parameters_of
 
 # --- Megatron-core, 0.14 to 0.19: by module or class, what makes an output layer's logits and their unfused loss ---
 _LAYERS, _LOSS = "megatron.core.tensor_parallel.layers", "megatron.core.tensor_parallel.cross_entropy"
@@ -35,6 +38,12 @@ def is_global_group(group: Any) -> bool:
 # --- DeepSpeed, 0.19: its package, of the hooks on a model's outputs; the modules of the hooks of ZeRO-3 ---
 DEEPSPEED = "deepspeed."
 ZERO_MODULES = "deepspeed.runtime.zero", "deepspeed.utils.nvtx"
+
+
+def is_unit(layer: nn.Module) -> bool:
+    """Whether FSDP2 or DeepSpeed's ZeRO-3 gathers the layer's weight, by hooks, for a call of the layer alone."""
+    return isinstance(layer, FSDPModule) or hasattr(parameters_of(layer).get("weight"), "ds_id")
+
 
 # --- transformers, 5.24: the package of ForCausalLMLoss and of its helper; Liger-Kernel, 0.8: that of its forwards ---
 TRANSFORMERS, LIGER = {"transformers"}, {"liger_kernel"}

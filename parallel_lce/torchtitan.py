@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
 from parallel_lce.core.private import FSDP_MODULES, comes_from, hooks, parameters_of
-from parallel_lce.heads import why_no_product
 from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED
-from parallel_lce.patching import is_own, warn
+from parallel_lce.patching import is_own, warn, why_no_product
 
 _OURS, _LOSSES = "parallel_lce.torchtitan", "torchtitan.components.loss"
 try:

@@ -23,9 +23,9 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_loss
-from parallel_lce.heads import Derived, fused_class, is_unit, unfuse, why_no_product
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.patching import is_own, warn
+from parallel_lce.neighbours import is_unit
+from parallel_lce.patching import Derived, fused_class, is_own, unfuse, warn, why_no_product
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import LabelCount
 
@@ -317,12 +317,9 @@ def patch(
 
 def unpatch(model: _Model) -> _Model:
     """Undoes :func:`patch`, if it was called."""
-    owner: Any = _owner(model)
-    for layer in owner.modules():
-        if isinstance(layer, Linear) and vars(layer).pop(_DOOR, None) is not None:
-            unfuse(layer)
-    vars(owner).pop(_DOOR, None)
-    unfuse(owner)
+    for module in _owner(model).modules():
+        if vars(module).pop(_DOOR, None) is not None:
+            unfuse(module)
     return model
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids
-from parallel_lce.core.options import check_option
+from parallel_lce.core.options import Options, Tensors, check_option
 from parallel_lce.core.plan import lean_budget
-from parallel_lce.functional import token_statistics
+from parallel_lce.functional import statistics_of
 from parallel_lce.neighbours import TRL_FUNCTION, TRL_KERNEL, TRL_USER
 from parallel_lce.patching import Replacements, is_own, warn
 
@@ -48,13 +48,9 @@ class _Fused:
         """``OUTPUTS`` of ``hidden [N, D]``, ``weight [V, D]``, ``bias [V]`` and ids ``targets [N]``: ``[N]`` each, None
         if not in ``outputs``, except the first. The first two have a gradient. As in TRL's function weight and bias are
         cast to ``hidden``'s dtype, and a target outside the vocabulary has the logit 0."""
-        targets = int64_ids("targets", targets)
-        inside = (targets >= 0) & (targets < len(weight))
-        found: Any = token_statistics(
-            hidden,
-            weight.to(hidden.dtype),
-            targets.where(inside, 0),
-            linear_bias=bias if bias is None else bias.to(hidden.dtype),
+        targets, bias = int64_ids("targets", targets), bias if bias is None else bias.to(hidden.dtype)
+        options = Options(
+            "token_statistics",
             logit_scale=logit_scale,
             logit_softcap=softcap,
             temperature=temperature,
@@ -64,10 +60,11 @@ class _Fused:
             mean_logit="mean_logits" in outputs,
             argmax="is_top1" in outputs,
         )
+        found: Any = statistics_of(options, Tensors(hidden, weight.to(hidden.dtype), targets, bias), None)
         is_top1 = None if found.argmax is None else found.argmax == targets
         squares = None if found.sum_p_squared is None else found.sum_p_squared.detach().log()
         mean = None if found.mean_logit is None else found.mean_logit.detach()
-        results = found.target_log_prob.where(inside, -found.lse), found.entropy, squares, mean
+        results = found.target_log_prob, found.entropy, squares, mean
         return *(None if value is None else value.float() for value in results), is_top1
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     ["dtensor"],
     ["selected_log_probs", "vocab_parallel", "functional"],
     ["distillation", "modules", "rl"],
-    ["style", "patching", "neighbours", "heads", "deferred"],
+    ["style", "patching", "neighbours", "deferred"],
     ["torchtitan", "transformers", "trl", "verl", "megatron"],
 ]
 PACKAGE = ROOT / "parallel_lce"

@@ -139,7 +139,7 @@ def test_the_fused_head_of_a_model_gives_what_it_gives_without(member, release):
     for ours in (False, True):
         model = model_of(release, "capped").train()
         utils.add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
-        with mock.patch.object(door, "token_statistics", wraps=door.token_statistics) as called:
+        with mock.patch.object(door, "statistics_of", wraps=door.statistics_of) as called:
             if ours:
                 door.patch()
             output = model(**batch(0), fused_lm_head=True)

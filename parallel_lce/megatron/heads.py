@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, layers
@@ -12,10 +12,13 @@ from torch import Tensor
 from parallel_lce.call.checks import dispatches
 from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
-from parallel_lce.heads import Derived, fused_class, is_unit
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
-from parallel_lce.megatron.settings import MARK, NO_HEAD, Fusion
-from parallel_lce.neighbours import MEGATRON
+from parallel_lce.megatron.settings import MARK, Fusion
+from parallel_lce.neighbours import MEGATRON, is_unit
+from parallel_lce.patching import Derived
+
+_PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
+"""Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -58,10 +61,11 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 
 
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
-    """Why a call of an output layer must make real logits. ``used``: its ``own`` weight, or the one passed to it, which
-    may be a detached view of that."""
-    if (reason := _replaced()) is not None:
-        return reason
+    """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
+    ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
+    for owner, name in _PLACES:  # at each call, since a program may replace one later
+        if name in vars(owner) and not is_megatrons(vars(owner)[name]):
+            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
     if not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:
@@ -85,42 +89,3 @@ def is_megatrons(function: Any) -> bool:
     while getattr(getattr(function, "__code__", None), "co_name", None) in ("decorate_fwd", "decorate_bwd"):
         function = function.__wrapped__  # of torch.amp, around its autograd.Functions
     return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
-
-
-@functools.cache
-def _places() -> list[tuple[str, dict, str]]:
-    """Of each function in ``MEGATRON`` its place, the attributes that hold it, and its name there."""
-    found = []
-    for place, names in MEGATRON.items():
-        module, _, kind = place.partition(":")
-        owner: Any = importlib.import_module(module)
-        owner = getattr(owner, kind) if kind else owner
-        found += [(f"{kind or module}.{name}", vars(owner), name) for name in names.split()]
-    return found
-
-
-_known: dict[str, Any] = {}  # by place, the functions that were found to be Megatron's
-
-
-def _replaced() -> str | None:
-    """The first replaced function, of those that make the logits and their unfused loss, in a sentence; None without.
-    The fused loss stands for Megatron's own alone. A program may replace one later: each call looks."""
-    for place, attributes, name in _places():
-        function = attributes.get(name)
-        if function is not _known.get(place):
-            if not is_megatrons(function):
-                return f"{place} is not Megatron's own; leave Megatron's in place"
-            _known[place] = function
-    return None
-
-
-def fuse_head(layer: Any, fusion: Fusion) -> str | None:
-    """Give the output layer a class that returns deferred logits. Returns why not, None if it has one."""
-    if layer is None:
-        return NO_HEAD
-    if not isinstance(layer, layers.ColumnParallelLinear):
-        kind = type(layer).__name__
-        return f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"
-    layer.__class__ = fused_class(type(layer), ColumnParallelLinear)
-    vars(layer)[MARK] = fusion
-    return None

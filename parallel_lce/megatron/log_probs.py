@@ -70,14 +70,15 @@ def token_log_probs(
     ``ValueError``: the model cannot be fused, or labels or temperature do not fit. ``RuntimeError``: something in the
     model's forward makes real logits.
     """
-    inner = _scored_model(model, labels, temperature)
+    fusion = _fusion_of("token_log_probs", model, labels, temperature)
 
     def of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
         found = statistics(logits, labels, temperature, ignore_index=NO_LABEL, entropy=entropy)
         return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
-    return _scored("token_log_probs", inner, call, labels, of, lambda scores: TokenLogProbs(*scores))
+    scores = _scored("token_log_probs", call, fusion, labels, of)
+    return TokenLogProbs(*scores) if fusion else scores
 
 
 @public
@@ -102,58 +103,42 @@ def token_loss(
     have the labels' shape. On pipeline stages other than the last the result is the model's own output. If dW goes to a
     ``main_grad``, backward forms the gradients.
     """
-    inner, names = _scored_model(model, labels, temperature), []
+    fusion, names = _fusion_of("token_loss", model, labels, temperature), []
     options = dict(reduction=reduction, entropy=entropy, sum_p_squared=sum_p_squared, mean_logit=mean_logit)
     # Before the model runs, on the last stage alone.
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
     def of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
         named = dict(loss=loss, values=tuple(map(swapped, values)))
-        total, metrics = run(logits, labels, fused_token_loss, temperature, named, ignore_index=NO_LABEL, **options)
+        total, metrics = run(logits, labels, fused_token_loss, named, temperature, ignore_index=NO_LABEL, **options)
         names.extend(metrics)
         return total, *map(swapped, metrics.values())
 
     call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
-    return _scored("token_loss", inner, call, labels, of, lambda scores: (scores[0], dict(zip(names, scores[1:]))))
+    scores = _scored("token_loss", call, fusion, labels, of)
+    return (scores[0], dict(zip(names, scores[1:]))) if fusion else scores
 
 
-def _scored(
-    function: str,
-    inner: Any,
-    call: Callable[[], Any],
-    labels: Tensor | None,
-    of: Callable[[DeferredLogits, Tensor], tuple],
-    result: Callable[[tuple], Any],
-) -> Any:
-    """The output of a ``call`` of the model, ``result(of(logits, labels))`` on the last pipeline stage."""
-    scoring = None
-    if getattr(inner, "post_process", True):
-        if not isinstance(labels, Tensor) or labels.dim() != 2:
-            raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
-        if why_not_fused(inner) is not None and (reason := fuse(inner)[0]) != "fused":
-            raise ValueError(f"{function} makes no logits: {reason}")
-        scoring = Scoring(vars(inner)[MARK], function, labels, of)
+def _scored(function: str, call: Callable[[], Any], fusion: Fusion | None, labels: Any, of: Callable) -> Any:
+    """The output of a ``call`` of the model: ``of(logits, labels)``, a tuple, on the last pipeline stage."""
     layout = Layout.of(debug.state.group, False)
     if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
         debug.agree(layout, function, {})
     debug.state.awaited = False
-    token = running.set(scoring)
+    token = running.set(fusion and Scoring(fusion, function, labels, of))
     try:
         output = call()
     finally:
         running.reset(token)
-    if scoring is None:
-        return output
-    if not isinstance(output, tuple):
-        raise RuntimeError(
-            f"{function}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
-            f"it is given, and returned {type(output).__name__}"
-        )
-    return result(output)
+    if fusion is not None and not isinstance(output, tuple):
+        expected = "the model's forward must return compute_language_model_loss of the labels that it is given"
+        raise RuntimeError(f"{function}: {expected}, and returned {type(output).__name__}")
+    return output
 
 
-def _scored_model(model: Any, labels: Tensor | None, temperature: float | Tensor) -> Any:
-    """The language model in its wrappers. Debug mode learns its group."""
+def _fusion_of(function: str, model: Any, labels: Any, temperature: float | Tensor) -> Fusion | None:
+    """That of the language model in the wrappers, which is fused if it was not; None on earlier pipeline stages. Debug
+    mode learns the model's group."""
     inner = language_model(model)
     if (vars(inner).get(MARK) or Fusion(inner)).labels != "labels":
         kind = type(inner).__name__
@@ -161,4 +146,10 @@ def _scored_model(model: Any, labels: Tensor | None, temperature: float | Tensor
     debug.state.group = model_group(inner)
     if isinstance(labels, Tensor) and isinstance(temperature, Tensor) and temperature.shape != labels.shape:
         raise ValueError(f"temperature must be a number or one per label {[*labels.shape]}, got {[*temperature.shape]}")
-    return inner
+    if not getattr(inner, "post_process", True):
+        return None
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
+    if why_not_fused(inner) is not None and (reason := fuse(inner)[0]) != "fused":
+        raise ValueError(f"{function} makes no logits: {reason}")
+    return vars(inner)[MARK]

@@ -82,11 +82,9 @@ def with_fused_loss(own: Any) -> Any:
                 found = scores.of(logits, labels) if scores else (_fused(self, fusion, logits, labels),)
                 logits.source.close_after(*found)
                 return found if scores else found[0]
-            if scores:
-                fusion.say(self.training, reason)  # refuses the call
-            if changes := chosen.changes():
+            if not scores and (changes := chosen.changes()):
                 raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
-            if deferred or not fusion.said:  # else the output layer has said why
+            if scores or deferred or not fusion.said:  # else the output layer has said why
                 fusion.say(self.training, reason)
         if deferred:
             logits = logits.real(THE_LOSS)
@@ -120,7 +118,8 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     chosen = fusion.settings
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or fusion.scoring:
-        return swapped(run(logits, labels, fused_loss, reduction="none", ignore_index=ignored, outside_is_nan=False))
+        options = dict(reduction="none", ignore_index=ignored, outside_is_nan=False)
+        return swapped(run(logits, labels, fused_loss, {}, 1.0, **options))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if logits.source.layer.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     target = as_int64(labels.transpose(0, 1))
@@ -139,23 +138,14 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     return swapped(losses)
 
 
-def statistics(
-    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor = 1.0, **options: Any
-) -> TokenStatistics:
+def statistics(logits: DeferredLogits, labels: Tensor, temperature: Any = 1.0, **options: Any) -> TokenStatistics:
     """``[s, b]`` each, of ``labels [b, s]``; with ``skip_masked`` of those that are not -100 alone."""
     skips = vars(logits.source.layer)[MARK].settings.skip_masked
     mask = as_int64(labels.transpose(0, 1)) != NO_LABEL if skips else None
-    return run(logits, labels, fused_statistics, temperature, dict(mask=mask), **options)
+    return run(logits, labels, fused_statistics, dict(mask=mask), temperature, **options)
 
 
-def run(
-    logits: DeferredLogits,
-    labels: Tensor,
-    entry: Callable[..., Any],
-    temperature: float | Tensor = 1.0,
-    named: dict[str, Any] | None = None,
-    **given: Any,
-) -> Any:
+def run(logits: DeferredLogits, labels: Tensor, entry: Callable, named: dict, temperature: Any, **given: Any) -> Any:
     """``entry``, of :mod:`parallel_lce.run.entry`, with the ``named`` arguments, the ``given`` options and the model's
     settings. ``labels [b, s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
     call: Any = logits.source
@@ -180,6 +170,6 @@ def run(
         of_call = counted.get() if chosen.skip_masked else None
         count = None if of_call is None else of_call.of(labels)
         arguments = Options("Megatron's output layer", **options), tensors, layer.tp_group
-        return entry(*arguments, main_grad=main_grad, counted_tokens=count, **(named or {}))
+        return entry(*arguments, main_grad=main_grad, counted_tokens=count, **named)
 
     return logits.run(loss)

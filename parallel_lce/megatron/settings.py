@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel_lce.call.call import features_of
-from parallel_lce.core.options import Options, Tensors, check_flag, check_options
+from parallel_lce.core.options import Options, check_flag
+from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import warn
 from parallel_lce.run.token_count import LabelCount
 
@@ -17,7 +17,6 @@ MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
 
 IMPLEMENTATION = "parallel_lce"
-NO_HEAD = "this pipeline stage has no output layer"
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
@@ -68,10 +67,7 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {settings.reduce_dtype!r}")
     check_flag("skip_masked", settings.skip_masked)
     check_flag("token_metrics", settings.token_metrics)
-    options = Options.of("patch", {**settings._asdict(), "reduction": "none"})
-    check_options(options)
-    for feature in features_of(options, Tensors(None, None)):
-        feature.check(options, Tensors(None, None), None)
+    LinearCrossEntropy(**{n: value for n, value in settings._asdict().items() if n in Options._fields})  # raises
     if settings.cross_entropy == "logits":
         for name in ("gradient_filter", "skip_masked", *_OF_LOSS):
             if value := getattr(settings, name):

@@ -14,7 +14,7 @@ from parallel_lce.core.private import hooks
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
 from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted
-from parallel_lce.patching import Replacements
+from parallel_lce.patching import Replacements, fused_class
 from parallel_lce.run.token_count import LabelCount
 
 KEPT: Any = type("Kept", (), {"__repr__": lambda self: "KEPT"})()  # a setting is that of an earlier call, else its own
@@ -91,7 +91,7 @@ def _chunks(model: Any) -> list[Any]:
 def why_not_fused(model: Any) -> str | None:
     head, fusion = getattr(model, "output_layer", None), vars(model).get(MARK)
     if head is None:
-        return settings.NO_HEAD
+        return "this pipeline stage has no output layer"
     if fusion is None:
         return "it was built before patch(), and not given to fuse(); call fuse(model)"
     if fusion.reason is None and vars(head).get(MARK) is not fusion:
@@ -103,10 +103,11 @@ def why_not_fused(model: Any) -> str | None:
 
 def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     """Returns why the model is not fused; None if it is."""
-    from parallel_lce.megatron.heads import fuse_head, is_megatrons
+    from parallel_lce.megatron.heads import ColumnParallelLinear, is_megatrons
 
     own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
+    layer: Any = getattr(model, "output_layer", None)
     _consume(model.config)
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
@@ -114,12 +115,16 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
         fusion.reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
     elif model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "linear":
         fusion.reason = "its output layer returns losses of Megatron's own (of its development branch)"
+    elif not isinstance(layer, ColumnParallelLinear.__bases__[-1]):
+        kind, remedy = type(layer).__name__, "use Megatron's ColumnParallelLinear, or merge the adapter around it"
+        fusion.reason = f"the output layer is a {kind}; {remedy}"
     else:
-        fusion.reason = fuse_head(getattr(model, "output_layer", None), fusion)
+        layer.__class__ = fused_class(type(layer), ColumnParallelLinear)
+        vars(layer)[MARK] = fusion
     if _begin_call not in hooks(model, "forward_pre"):
         model.register_forward_pre_hook(_begin_call, with_kwargs=True)
     vars(model)[MARK] = fusion
-    return fusion.reason
+    return why_not_fused(model)
 
 
 def language_model(model: Any) -> Any:

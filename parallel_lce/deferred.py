@@ -37,8 +37,8 @@ _PLAIN = {
 }
 """Attributes and methods that need no real logits."""
 _HOOKS = {"register_hook", "retain_grad"}
-_MEMORY = {*"__set__ numpy __array__ __dlpack__ data_ptr storage untyped_storage".split()}
-"""What a program can write by without a version; "__set__" is that of ``data``."""
+_MEMORY = {*"data __set__ numpy __array__ __dlpack__ data_ptr storage untyped_storage".split()}
+"""What a program can write by without a version; "__set__" is that of ``data``, too."""
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
@@ -68,8 +68,6 @@ class Source:
     # Makes the hidden states of all rows of those of this rank. None: it has all.
     whole: Callable[[Tensor], Tensor] | None = None
     has_loss: bool = False
-    # Whether a program got the memory of the real logits, in which it may write without a version.
-    is_shared: bool = False
     # What makes real logits too late.
     events: list[str] = dataclasses.field(default_factory=list)
 
@@ -161,6 +159,8 @@ class _State:
     real: Tensor | None = None
     version: int = 0
     node: Any = None
+    # A copy, from when a program got their memory before the loss.
+    copy: Tensor | None = None
     # Whether a program put a hook on them; and those that FSDP and DeepSpeed put.
     hooked: bool = False
     output_hooks: list[Callable] = dataclasses.field(default_factory=list)
@@ -173,7 +173,16 @@ class _State:
         real = self.real
         if self.hooked or real is None:
             return self.hooked
-        return version(real) != self.version or real.requires_grad != self.tracked
+        if version(real) != self.version or real.requires_grad != self.tracked:
+            return True
+        return self.copy is not None and not torch.allclose(real, self.copy, 0, 0, equal_nan=True)
+
+    def share(self) -> None:
+        """Keep a copy of these logits, and of those that they may be a view of."""
+        if self.real is not None and self.copy is None and not self.source.has_loss:
+            self.copy = self.real.detach().clone()
+            if self.parent is not None:
+                self.parent.state.share()
 
 
 class _Edge(torch.autograd.Function):
@@ -263,8 +272,6 @@ class DeferredLogits(Tensor):
         """Why the loss must take real logits; None if it need not. A use beside the loss is no reason: ranks may differ
         in that."""
         state, tensor = self.state, self
-        if state.source.is_shared:
-            return "a program got the memory of the logits before the loss, in which it may have written"
         while tensor is not None:
             if tensor.state.is_touched() or tensor._is_moved():
                 return "an in-place change, a hook or a torch.autograd.Function comes between output layer and loss"
@@ -361,8 +368,6 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(function)
-        if name == "data":  # its changes raise the version
-            function, name = Tensor.detach, "detach"
         first: Any = args[0] if args else None
         is_deferred = type(first) is cls
         if is_deferred and name in _HOOKS:
@@ -383,7 +388,7 @@ class DeferredLogits(Tensor):
                 raise RuntimeError("parallel_lce: the loss took no logits: for their gradient give it `logits + 0`")
         args, kwargs = _real((args, kwargs), name)
         if is_deferred and name in _MEMORY:
-            first.source.is_shared = True
+            first.state.share()
         result = function(*args, **kwargs)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
         return first if is_deferred and result is first.state.real else result

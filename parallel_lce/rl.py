@@ -115,14 +115,22 @@ def from_parallel_hidden_states_to_logprobs(
     hidden, target = tensor_parallel_hidden_states, int64_ids("target", target)
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         raise ValueError(f"tensor_parallel_hidden_states must be [S/P, B, D], got {described(hidden)}")
-    layout: dict[str, Any] = dict(sequence_parallel=True, sequence_dim=1)
-    options = Options("token_statistics", vocab_size=vocab_size, logits_budget=logits_budget, **layout)
-    tensors = Tensors(hidden.transpose(0, 1), output_weight_layer, target.roll(-1, -1), bias)
-    with renamed(hidden="the transposed tensor_parallel_hidden_states", weight="output_weight_layer"):
+    with renamed(process_group="tp_group"):
+        ranks = 1 if is_dtensor(hidden) else Layout.of(as_group(tp_group), False).ranks
+    expected = [hidden.shape[1], hidden.shape[0] * ranks]
+    for name, value in (("target", target), ("mask", mask)):
+        if isinstance(value, Tensor) and list(value.shape) != expected:
+            of = f"tensor_parallel_hidden_states {list(hidden.shape)} of each of {ranks} rank(s)"
+            raise ValueError(f"{name} must be [B, S] = {expected} for {of}, got {list(value.shape)}")
+    if isinstance(mask, Tensor):
+        mask = mask.t()
+    options = Options("token_statistics", sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
+    tensors = Tensors(hidden, output_weight_layer, target.roll(-1, -1).t(), bias)
+    with renamed(hidden="tensor_parallel_hidden_states", weight="output_weight_layer"):
         log_probs, outside = _of_ids(
             options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens
         )
-    return log_probs.masked_fill(outside, 0.0)[:, :-1].contiguous()
+    return log_probs.masked_fill(outside, 0.0).t()[:, :-1].contiguous()
 
 
 class FusedLinearLogprobTriton:

@@ -19,6 +19,8 @@ from parallel_lce.patching import Derived
 
 _PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
 """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
+_known: dict[tuple[Any, str], Any] = {}
+"""By place the functions that were found to be Megatron's: a call asks for their identity."""
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -63,9 +65,13 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
     ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
-    for owner, name in _PLACES:  # at each call, since a program may replace one later
-        if name in vars(owner) and not is_megatrons(vars(owner)[name]):
-            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
+    for place in _PLACES:  # at each call, since a program may replace one later
+        owner, name = place
+        function = vars(owner).get(name)
+        if function is not _known.get(place):
+            if not is_megatrons(function):
+                return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
+            _known[place] = function
     if not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:

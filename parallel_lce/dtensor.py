@@ -33,7 +33,7 @@ def adapted(
     """The call's options, plain tensors and group; ids are int64. The adapter changes further tensors likewise, and
     restores order and placements of the results. ``reduction``: of the result, if it differs from that of the options.
     Raises ``ValueError`` for a group, placements or shapes that are not supported."""
-    group = group and as_group(group)
+    group = as_group(group)
     for name in ("target", "selected", "selected_offsets"):
         ids = getattr(tensors, name)
         if isinstance(ids, Tensor) and ids.dtype is not torch.int64:

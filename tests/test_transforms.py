@@ -85,6 +85,7 @@ ASKED = {
     "meta": (lambda f, x, w: f(x.to("meta"), w.to("meta")), ValueError, VALUES),
     "fake": (_fake, ValueError, VALUES),
     "exported": (_exported, ValueError, VALUES),
+    "traced": (lambda f, x, w: torch.jit.trace(f, (x, w)), ValueError, VALUES),
 }
 
 

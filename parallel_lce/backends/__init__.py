@@ -29,14 +29,15 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
-    is compiled. Raises ``ValueError`` for a tensor without values, and under torch.export.
+    is compiled. Raises ``ValueError`` for a tensor without values, under torch.export and torch.jit.trace.
     """
     # For Dynamo every tensor is fake, and with PyTorch 2.11 every graph is exported.
     traced = not torch.compiler.is_dynamo_compiling() and (
-        isinstance(matrix, FakeTensor) or torch.compiler.is_exporting()
+        isinstance(matrix, FakeTensor) or torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore
     )
     if matrix.is_meta or traced:
-        raise ValueError("parallel_lce needs tensors with values: not on the meta device, fake, or in torch.export")
+        where = "not on the meta device, fake, in torch.export or in torch.jit.trace"
+        raise ValueError(f"parallel_lce needs tensors with values: {where}")
     # Kernels cannot run with D = 0.
     return named("torch" if matrix.shape[1] == 0 else _name(matrix.device, matrix.dtype, suitable))
 

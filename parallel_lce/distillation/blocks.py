@@ -49,7 +49,7 @@ class Divergences(torch.autograd.Function):
         *inputs, ctx.task, factor = given
         student, teacher, _ = ctx.task
         gradients, numbers = _pass(ctx.task, inputs, student.needs, factor)
-        ctx.gradients = None if factor is None else gradients
+        ctx.gradients = [] if factor is None else [gradients]
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
         losses = numbers[DIVERGENCE]
         return losses if factor is None else reduced(losses, factor, "sum")
@@ -60,7 +60,7 @@ class Divergences(torch.autograd.Function):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         student, teacher, beta = ctx.task
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients.pop() if ctx.gradients else None
         upstream = in_memory(upstream)
         if gradients is None:
             student, tensors = student.with_saved(tensors)

@@ -29,6 +29,7 @@ from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of
 from parallel_lce.core.partials import Coefficients, Merged
 from parallel_lce.core.plan import Block
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.run import results
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES
 
@@ -286,7 +287,7 @@ def first_order_only(backward: Callable) -> Callable:
             raise RuntimeError(FIRST_ORDER)
         return backward(ctx, ctx.saved_tensors, *upstream)
 
-    return call
+    return outside_graphs(call)  # of compiled autograd
 
 
 class Fused(torch.autograd.Function):
@@ -307,7 +308,7 @@ class Fused(torch.autograd.Function):
         if save:
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
             ctx.save_for_backward(hidden, weight, bias, merged.partial, gathered, *kept, *call.tensors, *saved)
-            ctx.call, ctx.kept, ctx.consumed = call, len(kept), False
+            ctx.call, ctx.kept, ctx.walks = call, len(kept), []
             for feature in call.features:  # autograd keeps these, and saved-tensor hooks may move them
                 feature.saved = None
         return outputs
@@ -327,9 +328,9 @@ class Fused(torch.autograd.Function):
         else:
             (vocab_size,) = kept
             coefficients = results.of_statistics(call, partial, vocab_size, upstream)
-        consumed, ctx.consumed = ctx.consumed, True
+        ctx.walks.append(None)  # compiled autograd loses an attribute that a backward sets
         given = hidden, weight, bias, partial, gathered
-        dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, consumed)
+        dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, len(ctx.walks) > 1)
         if call.main_grad is not None and needs.weight:
             memory = call.backend.Saved(*saved).exponentials if saved else None
             dweight = call.main_grad.placeholder(memory)
@@ -342,7 +343,7 @@ class AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.call = call
-        value, ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)
+        value, *ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)
         ctx.save_for_backward(hidden, weight, bias, *call.tensors)
         return value
 
@@ -352,7 +353,7 @@ class AccumulatedLoss(torch.autograd.Function):
         inputs, tensors, call = saved[:3], saved[3:], ctx.call
         # The first backward scales the gradients in place and returns them: a copy would double the call's largest
         # buffer. A later backward through the same graph forms them again.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients.pop() if ctx.gradients else None
         if gradients is None:
             _, gradients = accumulate(call.with_saved(tensors)[0], *inputs, needs=call.needs)
             if call.loss_function is not None:

@@ -87,9 +87,7 @@ class LabelCount:
 
 
 def _in_trace() -> bool:
-    if torch.compiler.is_compiling() or transforming():
-        return True
-    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return torch.compiler.is_compiling() or transforming()
 
 
 def _can_be_read(mask: Any) -> bool:
@@ -139,7 +137,7 @@ class Compaction:
             return value
         if not value.is_floating_point():
             return value.masked_fill(self._wrong, -1)
-        return value * torch.where(self._wrong, torch.nan, 1.0)
+        return value * torch.where(self._wrong, torch.nan, 1.0).to(value.dtype)
 
 
 def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:

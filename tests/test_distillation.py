@@ -228,17 +228,20 @@ def test_scales_soft_caps_and_temperatures_of_two_layers(own, cap):
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
-    """Autocast, where backward runs too; a teacher of inference mode; and one that is NaN where tokens are ignored."""
+    """Autocast, where backward runs too; compiled autograd; a teacher of inference mode; and one that is NaN where
+    tokens are ignored."""
     leaves, given = student(device, "bf16"), teacher("layer", device, "bf16")
     target = torch.tensor([-100, 0], device=device).repeat(N // 2)
 
     def gradients(given=given):
-        found = loss("layer", leaves, given, beta=0.5, reduction=reduction, target=target).sum()
+        found = 3 * loss("layer", leaves, given, beta=0.5, reduction=reduction, target=target).sum()
         # The second backward of a mean forms them again.
         return [found, *(g for _ in range(2) for g in torch.autograd.grad(found, leaves, retain_graph=True))]
 
     expected = gradients()
     with torch.autocast(device, torch.bfloat16):
+        assert all(map(torch.equal, gradients(), expected))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         assert all(map(torch.equal, gradients(), expected))
     with torch.inference_mode():
         copies = {name: value.clone() for name, value in given.items()}

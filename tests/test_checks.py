@@ -274,6 +274,10 @@ def test_what_is_wrong_on_every_rank_is_refused_before_a_collective(member):
             call(arguments | dict(target=whole))
         with pytest.raises(IndexError, match=r"target 15 at position 1 is outside .* pass the process_group of all"):
             call(good(member.device) | dict(target=torch.tensor([0, 15, 0, 0, 0, 0])))
+        for backend in ("nccl", "cuda:nccl"):
+            with mock.patch.object(dist, "get_backend", lambda group, backend=backend: backend):
+                with pytest.raises(ValueError, match="process_group communicates through nccl, but input is on cpu"):
+                    call(arguments | dict(target=whole.clamp(max=9)))
 
 
 def test_checks_run_once_for_each_signature(monkeypatch):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.call.call import features_of
-from parallel_lce.core.collectives import Layout
+from parallel_lce.core.collectives import NCCL_ALONE, Layout
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import FLOATS, INTEGERS, Options, Tensors, as_int64, shortened
 from parallel_lce.core.partials import accumulation_dtype
@@ -288,7 +288,7 @@ def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:
         raise ValueError(
             f"vocab_size={size} exceeds the {total} rows of linear_weight on {layout.ranks} rank(s) of {rows}"
         )
-    if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) == "nccl":
+    if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) in NCCL_ALONE:
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")
 
 

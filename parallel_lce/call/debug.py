@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import backend_of
-from parallel_lce.core.collectives import Layout, Shard, all_gather
+from parallel_lce.core.collectives import NCCL_ALONE, Layout, Shard, all_gather
 from parallel_lce.core.options import Options, Tensors, agreed
 from parallel_lce.core.plan import GradientTraits, default_budget
 
@@ -214,7 +214,7 @@ def _gathered(layout: Layout, message: Any) -> list[Any]:
     """Every rank's message, in rank order, as JSON: torch's collectives of objects need NumPy. Collectives: an
     all-gather of the lengths, 1 int64, and one of the bytes of the longest."""
     state.awaited = False
-    device = "cuda" if dist.get_backend(layout.group) == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(layout.group) in NCCL_ALONE else "cpu"
     text = json.dumps(message).encode()
 
     def gathered(row: list[int], dtype: torch.dtype) -> list[list[int]]:

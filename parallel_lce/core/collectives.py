@@ -26,6 +26,9 @@ from parallel_lce.core.private import constant_in_graphs
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Backends of groups that send no CPU tensors.
+NCCL_ALONE = "nccl", "cuda:nccl"
+
 
 @dataclass(frozen=True)
 class Layout:

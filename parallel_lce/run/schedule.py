@@ -308,7 +308,7 @@ class Fused(torch.autograd.Function):
         if save:
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
             ctx.save_for_backward(hidden, weight, bias, merged.partial, gathered, *kept, *call.tensors, *saved)
-            ctx.call, ctx.kept, ctx.walks = call, len(kept), []
+            ctx.call, ctx.kept, ctx.consumed = call, len(kept), [False]
             for feature in call.features:  # autograd keeps these, and saved-tensor hooks may move them
                 feature.saved = None
         return outputs
@@ -328,9 +328,10 @@ class Fused(torch.autograd.Function):
         else:
             (vocab_size,) = kept
             coefficients = results.of_statistics(call, partial, vocab_size, upstream)
-        ctx.walks.append(None)  # compiled autograd loses an attribute that a backward sets
+        # In a list: compiled autograd loses an attribute that a backward sets.
+        consumed, ctx.consumed[0] = ctx.consumed[0], True
         given = hidden, weight, bias, partial, gathered
-        dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, len(ctx.walks) > 1)
+        dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, consumed)
         if call.main_grad is not None and needs.weight:
             memory = call.backend.Saved(*saved).exponentials if saved else None
             dweight = call.main_grad.placeholder(memory)

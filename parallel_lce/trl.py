@@ -48,7 +48,8 @@ class _Fused:
         """``OUTPUTS`` of ``hidden [N, D]``, ``weight [V, D]``, ``bias [V]`` and ids ``targets [N]``: ``[N]`` each, None
         if not in ``outputs``, except the first. The first two have a gradient. As in TRL's function weight and bias are
         cast to ``hidden``'s dtype, and a target outside the vocabulary has the logit 0."""
-        targets, bias = int64_ids("targets", targets), bias if bias is None else bias.to(hidden.dtype)
+        targets = int64_ids("targets", targets)
+        bias = bias if bias is None else bias.to(hidden.dtype)
         options = Options(
             "token_statistics",
             logit_scale=logit_scale,

@@ -36,7 +36,8 @@ class Selection(NamedTuple):
             shape, invalid = torch.Size((tokens, ids.shape[-1])), None
             bounds = torch.arange(tokens + 1, device=ids.device) * ids.shape[-1]
         else:
-            shape, invalid = ids.shape, (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
+            shape = ids.shape
+            invalid = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (offsets.diff() < 0).any()
             bounds = offsets.masked_fill(invalid, 0)
         return cls(ids.reshape(-1).contiguous(), bounds[:-1], bounds[1:], shape, invalid)
 

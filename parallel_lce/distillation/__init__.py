@@ -122,8 +122,8 @@ def divergence(
     factors = _factors(student.target, ignore_index, reduction, student.shape.numel(), inputs[0])
     # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
     at_once = reduction != "none" and inputs[0].dtype != torch.float16
-    task = (student, teacher, float(beta)), factors if at_once else None
-    losses = Divergences.apply(*inputs, *teacher_inputs, *task)
+    task = student, teacher, float(beta)
+    losses = Divergences.apply(*inputs, *teacher_inputs, task, factors if at_once else None)
     if not at_once:
         losses = reduced(losses.view(student.shape), factors.view(student.shape), reduction)
     return adapter.loss(losses)

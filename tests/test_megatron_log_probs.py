@@ -181,7 +181,7 @@ def test_models_that_cannot_be_scored_are_refused(member):
     with pytest.raises(ValueError, match=r"temperature must be .* one per label \[2, 16\], got \[16, 2\]$"):
         token_log_probs(model, *given, temperature=torch.ones(16, 2))
     model.register_forward_hook(lambda module, inputs, output: output[0])
-    with pytest.raises(RuntimeError, match="the model's forward must return compute_language_model_loss"):
+    with pytest.raises(RuntimeError, match="GPTModel's forward must return compute_language_model_loss"):
         token_log_probs(model, *given)
 
 

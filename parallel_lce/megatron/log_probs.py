@@ -119,20 +119,28 @@ def token_loss(
     return (scores[0], dict(zip(names, scores[1:]))) if fusion else scores
 
 
-def _scored(function: str, call: Callable[[], Any], fusion: Fusion | None, labels: Any, of: Callable) -> Any:
+def _scored(
+    function: str,
+    call: functools.partial,
+    fusion: Fusion | None,
+    labels: Any,
+    of: Callable[[DeferredLogits, Tensor], tuple],
+) -> Any:
     """The output of a ``call`` of the model: ``of(logits, labels)``, a tuple, on the last pipeline stage."""
     layout = Layout.of(debug.state.group, False)
     if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
         debug.agree(layout, function, {})
     debug.state.awaited = False
-    token = running.set(fusion and Scoring(fusion, function, labels, of))
+    token = running.set(None if fusion is None else Scoring(fusion, function, labels, of))
     try:
         output = call()
     finally:
         running.reset(token)
     if fusion is not None and not isinstance(output, tuple):
-        expected = "the model's forward must return compute_language_model_loss of the labels that it is given"
-        raise RuntimeError(f"{function}: {expected}, and returned {type(output).__name__}")
+        raise RuntimeError(
+            f"{function}: {type(language_model(call.func)).__name__}'s forward must return compute_language_model_loss "
+            f"of the labels that it is given, and returned {type(output).__name__}"
+        )
     return output
 
 

@@ -138,14 +138,23 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     return swapped(losses)
 
 
-def statistics(logits: DeferredLogits, labels: Tensor, temperature: Any = 1.0, **options: Any) -> TokenStatistics:
+def statistics(
+    logits: DeferredLogits, labels: Tensor, temperature: float | Tensor = 1.0, **options: Any
+) -> TokenStatistics:
     """``[s, b]`` each, of ``labels [b, s]``; with ``skip_masked`` of those that are not -100 alone."""
     skips = vars(logits.source.layer)[MARK].settings.skip_masked
     mask = as_int64(labels.transpose(0, 1)) != NO_LABEL if skips else None
     return run(logits, labels, fused_statistics, dict(mask=mask), temperature, **options)
 
 
-def run(logits: DeferredLogits, labels: Tensor, entry: Callable, named: dict, temperature: Any, **given: Any) -> Any:
+def run(
+    logits: DeferredLogits,
+    labels: Tensor,
+    entry: Callable[..., Any],
+    named: dict[str, Any],
+    temperature: float | Tensor,
+    **given: Any,
+) -> Any:
     """``entry``, of :mod:`parallel_lce.run.entry`, with the ``named`` arguments, the ``given`` options and the model's
     settings. ``labels [b, s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
     call: Any = logits.source

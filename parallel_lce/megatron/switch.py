@@ -103,7 +103,7 @@ def why_not_fused(model: Any) -> str | None:
 
 def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     """Returns why the model is not fused; None if it is."""
-    from parallel_lce.megatron.heads import ColumnParallelLinear, is_megatrons
+    from parallel_lce.megatron.heads import ColumnParallelLinear, is_megatrons, layers
 
     own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
@@ -115,9 +115,11 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
         fusion.reason = "defer_embedding_wgrad_compute keeps the gradients of whole logits; set it to False"
     elif model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "linear":
         fusion.reason = "its output layer returns losses of Megatron's own (of its development branch)"
-    elif not isinstance(layer, ColumnParallelLinear.__bases__[-1]):
-        kind, remedy = type(layer).__name__, "use Megatron's ColumnParallelLinear, or merge the adapter around it"
-        fusion.reason = f"the output layer is a {kind}; {remedy}"
+    elif not isinstance(layer, layers.ColumnParallelLinear):
+        kind = type(layer).__name__
+        fusion.reason = (
+            f"the output layer is a {kind}; use Megatron's ColumnParallelLinear, or merge the adapter around it"
+        )
     else:
         layer.__class__ = fused_class(type(layer), ColumnParallelLinear)
         vars(layer)[MARK] = fusion

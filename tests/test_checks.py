@@ -189,7 +189,8 @@ ONE_RANK = [
     ("loss", "vocab_size", "=11 exceeds the 10 rows of .* 1 rank", 11, dict(vocab_size=11, vocab_start=0)),
     ("statistics", "top_k", "=11 exceeds the 10 entries of the vocabulary", 11),
     ("loss", "process_group", "must be .* got GroupMember.NON_GROUP_MEMBER: this process is not one", NO_MEMBER),
-    ("loss", "process_group", "must be a torch.distributed.ProcessGroup, .* got (str|Tensor)", "tp", ZEROS),
+    ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got str", "tp"),
+    ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got Tensor", ZEROS),
     ("nemo", "tp_group", "must be a .*ProcessGroup, .* or None, got str", "tp"),
     ("statistics", "selected", "has 6 ids, and there is no token that could have them", NO_TOKENS),
     *((name, "", "got an unexpected keyword argument 'other'", dict(other=1)) for name in TABLES),
@@ -275,8 +276,12 @@ def test_what_is_wrong_on_every_rank_is_refused_before_a_collective(member):
         with pytest.raises(IndexError, match=r"target 15 at position 1 is outside .* pass the process_group of all"):
             call(good(member.device) | dict(target=torch.tensor([0, 15, 0, 0, 0, 0])))
         for backend in ("nccl", "cuda:nccl"):
-            with mock.patch.object(dist, "get_backend", lambda group, backend=backend: backend):
+            with mock.patch.object(dist, "get_backend", return_value=backend):
                 with pytest.raises(ValueError, match="process_group communicates through nccl, but input is on cpu"):
+                    call(arguments | dict(target=whole.clamp(max=9)))
+                # Debug mode would send its messages from a GPU: without one PyTorch refuses.
+                message = "communicates through nccl" if torch.cuda.is_available() else "CUDA|NVIDIA"
+                with debug_mode(), pytest.raises((AssertionError, RuntimeError, ValueError), match=message):
                     call(arguments | dict(target=whole.clamp(max=9)))
 
 

@@ -228,8 +228,7 @@ def test_scales_soft_caps_and_temperatures_of_two_layers(own, cap):
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
-    """Autocast, where backward runs too; compiled autograd; a teacher of inference mode; and one that is NaN where
-    tokens are ignored."""
+    """Autocast, also around backward; compiled autograd; a teacher of inference mode, NaN where tokens are ignored."""
     leaves, given = student(device, "bf16"), teacher("layer", device, "bf16")
     target = torch.tensor([-100, 0], device=device).repeat(N // 2)
 

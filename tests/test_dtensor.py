@@ -156,7 +156,7 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
     ):
         with pytest.raises(ValueError, match=message):
             parallel_lce.linear_cross_entropy(**given | changes)
-    logits_loss = parallel_lce.vocab_parallel_cross_entropy
+    logits_loss, refused = parallel_lce.vocab_parallel_cross_entropy, r"^{0} is a DTensor: pass {0}.to_local".format
     sets = torch.zeros(0, dtype=torch.int64), torch.zeros(33, dtype=torch.int64)
     mask = distribute_tensor(whole[y] >= 0, pair, [WHOLE])
     student, (weight,), (short,) = (given[x], given[w]), placed(w, ROWS).values(), placed(w, ROWS, part=last).values()
@@ -169,9 +169,9 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
         (divergence, (first, weight, fewer, weight), {}, r"teacher_hidden must have shape \[4, 8\] .*, got \[4, 7"),
         (divergence, (first, weight, whole[x], weight), {}, r"teacher_hidden must have the tokens .* \[4, 8, 16\]"),
         (parallel_lce.rl.FusedLinearLogprobTriton.apply, (*student, whole[y], 0, V, None, pair), {}, "DTensor: pass w"),
-        (logits_loss, (given[x], whole[y]), dict(tp_group=pair), "vocab_parallel_logits is a DTensor: pass vocab_"),
-        (logits_loss, (whole[x], mask), dict(tp_group=pair), "target is a DTensor: pass target.to_local"),
-        (top_k_divergence, (*plain.values(), whole[y][..., None], first), {}, "teacher_log_probs is a DTensor: pass t"),
+        (logits_loss, (given[x], whole[y]), dict(tp_group=pair), refused("vocab_parallel_logits")),
+        (logits_loss, (whole[x], mask), dict(tp_group=pair), refused("target")),
+        (top_k_divergence, (*plain.values(), whole[y][..., None], first), {}, refused("teacher_log_probs")),
     ):
         with pytest.raises(ValueError, match=message):
             function(*arguments, **options)

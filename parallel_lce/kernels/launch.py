@@ -11,7 +11,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,9 +74,6 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
     return min(candidates, key=cost)
 
 
-_MOST_DESCRIPTORS = 1024
-
-
 def addressable(*tensors: torch.Tensor) -> bool:
     """Whether TMA can address these matrices: Hopper and later, with contiguous rows 16 bytes aligned."""
     for t in tensors:
@@ -87,32 +83,9 @@ def addressable(*tensors: torch.Tensor) -> bool:
     return True
 
 
-_descriptors: dict[tuple, tuple[type, dict]] = {}
-
-
-def descriptor(
-    tensor: torch.Tensor,
-    rows: int,
-    columns: int,
-    new: Callable[[torch.Tensor, list[int]], Any] = TensorDescriptor.from_tensor,
-) -> Any:
-    """A TMA descriptor of an :func:`addressable` matrix in blocks of ``[rows, columns]``, as ``new`` makes it.
-
-    The constructor's checks take most of its time. They are made once per shape, strides, dtype and block,
-    but for the address, which the caller has checked."""
-    key = tensor.shape, tensor.stride(), tensor.dtype, rows, columns, new
-    known = _descriptors.get(key)
-    if known is None:
-        made = new(tensor, [rows, columns])
-        fields = {name: value for name, value in vars(made).items() if name != "base"}
-        if len(_descriptors) >= _MOST_DESCRIPTORS:
-            _descriptors.clear()
-        _descriptors[key] = type(made), fields
-        return made
-    kind, fields = known
-    new = object.__new__(kind)
-    new.__dict__.update(fields, base=tensor)
-    return new
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A TMA descriptor of an :func:`addressable` matrix in blocks of ``[rows, columns]``."""
+    return TensorDescriptor.from_tensor(tensor, [rows, columns])
 
 
 def next_power_of_2(n: int) -> int:
@@ -173,9 +146,6 @@ class Relaunched:
 
         start.kernel = compiled  # Triton unloads a kernel when this is freed
         self._compiled[key] = start
-
-    def __getattr__(self, name: str):
-        return getattr(self._function, name)
 
 
 def _describe(arguments: tuple, described: list) -> Sequence:

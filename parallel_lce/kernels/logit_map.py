@@ -57,9 +57,9 @@ def tile_scaled(u, logit_map, token_scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def tile_logits(u, logit_map, token_scale, cap, SCALED: tl.constexpr):
+def tile_logits(u, logit_map, token_scale, cap):
     """The logits of :func:`tile_scaled`. ``cap``: of :func:`tile_caps`."""
-    u = tile_scaled(u, logit_map, token_scale, SCALED)
+    u = tile_scaled(u, logit_map, token_scale, True)
     if logit_map.softcap is not None:
         u = softcapped(u, cap)
     return u

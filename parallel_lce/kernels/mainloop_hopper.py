@@ -18,6 +18,7 @@ Alternatives that were slower or did not compile:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from parallel_lce.kernels import launch
 from parallel_lce.kernels.epilogue import UNSPECIALIZED, finish_tile, projection_name, scale_tile, tile_rows, tile_start
 from parallel_lce.kernels.launch import Relaunched, addressable
 from parallel_lce.kernels.tuning import Tile
@@ -198,15 +198,14 @@ def projection(
     )
 
 
-def _new_descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(
-        tensor, block, gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[tensor.dtype])
-    )
+@functools.cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([*block], _ELEMENTS[dtype])
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """As :func:`parallel_lce.kernels.launch.descriptor`, for Gluon."""
-    return launch.descriptor(tensor, rows, columns, _new_descriptor)
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], _layout((rows, columns), tensor.dtype))
 
 
 def operands(

@@ -131,7 +131,6 @@ def mainloop_of(name: str) -> ModuleType:
         operands       the arguments of a launch that only this mainloop takes so: descriptors or pointers of ``x``,
                        ``weight`` and ``out``; strides, which follow the common arguments; and constants. ``tma``:
                        whether TMA can address ``x`` and ``weight``.
-        descriptor     makes a TMA descriptor
     """
     if name == "hopper":
         from parallel_lce.kernels import mainloop_hopper  # not every Triton can import it

@@ -303,7 +303,7 @@ def lce_forward_target_logits(
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
         caps = tile_caps(logit_map, r, valid)
-        sample = tile_logits(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), caps, True)
+        sample = tile_logits(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), caps)
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
         near = tl.sum(tl.where(counted & (tl.abs(sample) < _NEAR_ZERO), 1.0, 0.0), 1)

@@ -18,11 +18,17 @@ from typing import Any
 from parallel_lce.backends import check_choice
 from parallel_lce.megatron import switch
 
+
+def _flag(text: str) -> bool:
+    """1 or 0"""
+    return bool(int(text))
+
+
 _OPTIONS = {
     "logits-budget": int,
     "gradient-filter": float,
     "cross-entropy": str,
-    "skip-masked": lambda text: bool(int(text)),
+    "skip-masked": _flag,
     "z-loss": float,
     "label-smoothing": float,
     "vocab-size": int,

@@ -52,8 +52,8 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         ranks = group.size() if self.sequence_parallel and group is not None else 1
         whole = functools.partial(gather_from_sequence_parallel_region, group=group) if ranks > 1 else None
         bias = None if self.skip_bias_add else self.bias
-        call: Any = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole)
-        call.shared = weight is not None  # for the loss
+        shared = weight is not None
+        call = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole, shared=shared)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
         first, *others, _ = input_.shape
